@@ -1,0 +1,85 @@
+"""Every error that OneDiff raises on purpose.
+
+    OneDiffError
+    ├── OptionError        an option or argument has a value that cannot be used
+    │   └── ShapeError     an image or latent size that cannot be used
+    ├── PictureError       an input picture cannot be read or an output not written
+    ├── CheckpointError    a checkpoint, LoRA or config cannot be loaded
+    ├── StoreError         the graph library on disk
+    │   ├── StoreFullError       no space left
+    │   ├── StoreReadOnlyError   the folder cannot be written
+    │   ├── GraphCorruptError    a stored graph's bytes are not what was saved
+    │   └── UntrustedGraphError  native code from elsewhere, not yet trusted
+    └── BackendError       a backend cannot build, load or run a graph
+        ├── BackendUnavailableError  the backend cannot work on this machine
+        └── ExportError    a block cannot be expressed as a graph
+
+Each error has a message (what happened) and a hint (what to do next).
+"""
+
+from __future__ import annotations
+
+
+class OneDiffError(Exception):
+    """Base class.
+
+    Args:
+        message: What happened, one sentence.
+        hint: What the user does next, one sentence; may be empty.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+class OptionError(OneDiffError):
+    """An option or argument has a value that cannot be used."""
+
+
+class ShapeError(OptionError):
+    """An image or latent size that cannot be used."""
+
+
+class PictureError(OneDiffError):
+    """An input picture cannot be read, or an output picture cannot be written."""
+
+
+class CheckpointError(OneDiffError):
+    """A checkpoint, LoRA file or model config cannot be loaded."""
+
+
+class StoreError(OneDiffError):
+    """The graph library on disk cannot do what was asked."""
+
+
+class StoreFullError(StoreError):
+    """There is no space left for a graph."""
+
+
+class StoreReadOnlyError(StoreError):
+    """The store's folder cannot be written."""
+
+
+class GraphCorruptError(StoreError):
+    """The bytes of a stored graph are not the bytes that were saved."""
+
+
+class UntrustedGraphError(StoreError):
+    """A graph is native code from elsewhere that nobody has trusted yet."""
+
+
+class BackendError(OneDiffError):
+    """A backend cannot build, load or run a graph."""
+
+
+class BackendUnavailableError(BackendError):
+    """A backend cannot work on this machine."""
+
+
+class ExportError(BackendError):
+    """A block cannot be expressed as a graph."""

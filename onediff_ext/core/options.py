@@ -1,0 +1,94 @@
+"""What a user can choose about compilation. Panel, command line and API all parse into this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from onediff_ext.core.errors import OptionError
+
+COMPONENTS = ("unet", "vae", "vae_encoder", "vae_decoder", "controlnet")
+BACKENDS = ("inductor", "eager")
+BUILD_POLICIES = ("wait", "never")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of one session.
+
+    Args:
+        backend: Who turns a block into a graph, one of `BACKENDS`.
+        build: What happens when a kind has no graph yet: ``"wait"`` builds it
+            after the first forward that asked for it, ``"never"`` leaves it eager.
+        store: Folder of the graph library; None is the user's cache folder.
+        store_limit_bytes: Size above which the least recently used graphs go.
+        workers: Processes that build at the same time; None is one for every
+            two cores, two at least and eight at most.
+        build_timeout_s: Seconds after which a worker's build counts as hanging.
+        channels_last: Keep convolution weights and activations in NHWC order.
+    """
+
+    backend: str = "inductor"
+    build: str = "wait"
+    store: Path | None = None
+    store_limit_bytes: int = 8 * 2**30
+    workers: int | None = None
+    build_timeout_s: float = 600.0
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("build", self.build, BUILD_POLICIES)
+        if self.store is not None:
+            object.__setattr__(self, "store", Path(self.store).expanduser())
+        if self.store_limit_bytes <= 0:
+            raise OptionError("The store's size limit must be above zero.", "Give it in bytes.")
+        if self.workers is not None and self.workers < 1:
+            raise OptionError("At least one build worker is needed.", "Leave `workers` out.")
+
+    @classmethod
+    def parse(cls, options: CompileOptions | Mapping[str, Any] | None) -> CompileOptions:
+        """Take options as this class, as a mapping of its fields, or None for the defaults.
+
+        Raises:
+            OptionError: A name is unknown or a value cannot be used.
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, CompileOptions):
+            return options
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise OptionError(
+                f"Unknown compile option: {', '.join(unknown)}.",
+                f"Known options: {', '.join(sorted(known))}.",
+            )
+        return replace(cls(), **dict(options))
+
+
+def parse_ignores(ignores: object) -> frozenset[str]:
+    """Check the names of the components to leave alone.
+
+    Returns:
+        A subset of `COMPONENTS`; ``"vae"`` stands for encoder and decoder both.
+
+    Raises:
+        OptionError: A name is not a component.
+    """
+    names = [ignores] if isinstance(ignores, str) else list(ignores)  # type: ignore[call-overload]
+    for name in names:
+        # OneDiff's callers also pass parts that it never compiled; those are simply not touched.
+        if name not in (*COMPONENTS, "text_encoder", "text_encoder_2", "safety_checker"):
+            raise OptionError(f"Unknown component {name!r}.", f"Known: {', '.join(COMPONENTS)}.")
+    chosen = set(names) & set(COMPONENTS)
+    if "vae" in chosen:
+        chosen |= {"vae_encoder", "vae_decoder"}
+    return frozenset(chosen)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OptionError(f"Unknown {name} {value!r}.", f"Known: {', '.join(known)}.")

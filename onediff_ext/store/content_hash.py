@@ -1,0 +1,159 @@
+"""The identity of a checkpoint: what is in its file, not what it is called.
+
+Hashing 7 GB takes seconds, so hashes are kept by (path, size, mtime). The cache is a
+convenience: when it cannot be read or written, hashing takes longer and that is all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..core.errors import CheckpointError, StoreError
+from .atomic import publish
+from .folder import StoreFolder
+from .stored_graph import is_digest
+
+_LOG = logging.getLogger(__name__)
+CACHE_SCHEMA = 1
+MAX_CACHED = 1024
+_CACHE_FILE = "content-hashes.json"
+_LOCK_TIMEOUT_S = 5.0
+_READ_BYTES = 1 << 20
+_FOLDER_SUFFIXES = {".safetensors", ".json"}
+# A file changed this recently may change again within its time stamp's resolution
+# (2 s on FAT), unseen; git calls it "racily clean". It is hashed again next time.
+_SETTLED_NS = 2_000_000_000
+
+_Fingerprint = tuple[int, int]  # size in bytes, mtime in ns
+
+
+class ContentHashes:
+    """Content hashes of checkpoints, cached in the store.
+
+    Args:
+        folder: The store, e.g. `GraphLibrary.folder`.
+    """
+
+    def __init__(self, folder: StoreFolder) -> None:
+        self.folder = folder
+
+    def content_hash(self, path: Path) -> str:
+        """Return the SHA-256 of a checkpoint, 64 hexadecimal digits.
+
+        Args:
+            path: A file; or a diffusers folder, whose hash covers the relative
+                paths and the hashes of its .safetensors and .json files.
+
+        Raises:
+            CheckpointError: It cannot be read, or the folder holds no such file.
+        """
+        cached = self._load()
+        fresh: dict[str, dict[str, object]] = {}
+        try:
+            if path.is_dir():
+                content_hash = self._folder_hash(path, cached, fresh)
+            else:
+                content_hash = self._file_hash(path, cached, fresh)
+        except OSError as exc:
+            raise CheckpointError(
+                f"{path} cannot be read ({exc.strerror or exc}).",
+                "Check that the checkpoint is there and readable.",
+            ) from exc
+        if fresh:
+            self._save(fresh)
+        return content_hash
+
+    def _folder_hash(
+        self,
+        folder: Path,
+        cached: Mapping[str, dict[str, object]],
+        fresh: dict[str, dict[str, object]],
+    ) -> str:
+        files = {
+            path.relative_to(folder).as_posix(): path
+            for path in folder.rglob("*")
+            if path.suffix in _FOLDER_SUFFIXES and path.is_file()
+        }
+        if not files:
+            raise CheckpointError(
+                f"{folder} holds no .safetensors or .json file.",
+                "Choose a checkpoint file, or a folder in the diffusers layout.",
+            )
+        total = hashlib.sha256()
+        for name in sorted(files):
+            file_hash = self._file_hash(files[name], cached, fresh)
+            total.update(f"{name}\0{file_hash}\n".encode("utf-8", "surrogateescape"))
+        return total.hexdigest()
+
+    def _file_hash(
+        self,
+        path: Path,
+        cached: Mapping[str, dict[str, object]],
+        fresh: dict[str, dict[str, object]],
+    ) -> str:
+        # Resolved, so that the links of a Hugging Face snapshot share their blob's entry.
+        name = str(path.resolve())
+        fingerprint = _fingerprint(os.stat(name))
+        entry = cached.get(name, {})
+        known = entry.get("sha256")
+        unchanged = (entry.get("size_bytes"), entry.get("mtime_ns")) == fingerprint
+        if unchanged and isinstance(known, str) and is_digest(known):
+            return known
+        file_hash = _sha256(Path(name))
+        size_bytes, mtime_ns = _fingerprint(os.stat(name))
+        settled = time.time_ns() - mtime_ns > _SETTLED_NS
+        if settled and fingerprint == (size_bytes, mtime_ns):
+            fresh[name] = {
+                "size_bytes": size_bytes,
+                "mtime_ns": mtime_ns,
+                "sha256": file_hash,
+                "hashed_at": time.time(),
+            }
+        return file_hash
+
+    def _load(self) -> dict[str, dict[str, object]]:
+        try:
+            record = json.loads((self.folder.home / _CACHE_FILE).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}  # none yet, or damaged: files are hashed anew
+        if not isinstance(record, dict) or record.get("schema") != CACHE_SCHEMA:
+            return {}
+        files = record.get("files")
+        if not isinstance(files, dict):
+            return {}
+        return {name: entry for name, entry in files.items() if isinstance(entry, dict)}
+
+    def _save(self, fresh: Mapping[str, dict[str, object]]) -> None:
+        try:
+            self.folder.prepare()
+            with self.folder.locks.hold("content-hashes", _LOCK_TIMEOUT_S):
+                files = {**self._load(), **fresh}
+                latest = sorted(files, key=lambda name: _hashed_at(files[name]), reverse=True)
+                kept = {name: files[name] for name in latest[:MAX_CACHED]}
+                text = json.dumps({"schema": CACHE_SCHEMA, "files": kept}, sort_keys=True)
+                publish(self.folder, self.folder.home / _CACHE_FILE, [text.encode("ascii")])
+        except StoreError as exc:
+            _LOG.debug("Content hashes are not kept: %s", exc)
+
+
+def _sha256(path: Path) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def _fingerprint(status: os.stat_result) -> _Fingerprint:
+    return status.st_size, status.st_mtime_ns
+
+
+def _hashed_at(entry: Mapping[str, object]) -> float:
+    value = entry.get("hashed_at")
+    return float(value) if isinstance(value, (int, float)) else 0.0

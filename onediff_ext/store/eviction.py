@@ -1,0 +1,177 @@
+"""Which graphs go first when the store is too large: the least recently used."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .atomic import collect_stale_parts
+from .container import GRAPH_SCHEMA, peek_schema
+from .folder import StoreFolder
+from .stored_graph import graph_paths
+from .write_errors import mapped_write_errors
+
+_LOCK_TIMEOUT_S = 60.0
+_PEEK_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A graph file that may go.
+
+    Args:
+        path: The file.
+        size_bytes: Its length.
+        last_used_ns: Its last use, nanoseconds since the epoch.
+    """
+
+    path: Path
+    size_bytes: int
+    last_used_ns: int
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What a prune removed.
+
+    Args:
+        digests: The graphs that went.
+        freed_bytes: Their size.
+        part_count: Unfinished files of dead writers that went.
+        kept_bytes: Size of this version's graphs that are left.
+    """
+
+    digests: tuple[str, ...] = ()
+    freed_bytes: int = 0
+    part_count: int = 0
+    kept_bytes: int = 0
+
+
+def prune(
+    folder: StoreFolder,
+    *,
+    limit_bytes: int,
+    older_than_s: float | None,
+    other_versions: bool,
+    used_here: Container[str],
+) -> PruneReport:
+    """Delete graphs down to a size, and what dead processes left behind.
+
+    Raises:
+        StoreBusyError: Another process kept pruning for too long.
+        StoreReadOnlyError: The folder cannot be written.
+    """
+    if not (folder.exists() or (other_versions and folder.root.is_dir())):
+        return PruneReport()
+    folder.prepare()
+    with folder.locks.hold("prune", _LOCK_TIMEOUT_S):
+        part_count = collect_stale_parts(folder)
+        folder.locks.collect()
+        candidates = scan(folder.graphs)
+        chosen = choose_evictions(
+            candidates,
+            limit_bytes=limit_bytes,
+            unused_since_ns=_before(older_than_s),
+            used_here=used_here,
+        )
+        with mapped_write_errors(folder.graphs):
+            gone = [candidate for candidate in chosen if remove_unless_used(folder, candidate)]
+            kept_bytes = _size_bytes(candidates) - _size_bytes(gone)
+            if other_versions:
+                gone += _remove_other_versions(folder)
+    digests = tuple(candidate.path.stem for candidate in gone)
+    return PruneReport(digests, _size_bytes(gone), part_count, kept_bytes)
+
+
+def choose_evictions(
+    candidates: Iterable[Candidate],
+    *,
+    limit_bytes: int,
+    unused_since_ns: int | None = None,
+    used_here: Container[str] = (),
+) -> list[Candidate]:
+    """Choose what goes, oldest use first.
+
+    Args:
+        limit_bytes: What is left has at most this size.
+        unused_since_ns: What was last used before goes anyway.
+        used_here: Digests that this process used: they go last, and never for age.
+    """
+    order = sorted(candidates, key=lambda c: (c.path.stem in used_here, c.last_used_ns))
+    left_bytes = _size_bytes(order)
+    chosen = []
+    for candidate in order:
+        outdated = (
+            unused_since_ns is not None
+            and candidate.last_used_ns < unused_since_ns
+            and candidate.path.stem not in used_here
+        )
+        if outdated or left_bytes > limit_bytes:
+            chosen.append(candidate)
+            left_bytes -= candidate.size_bytes
+    return chosen
+
+
+def scan(graphs: Path) -> list[Candidate]:
+    """List the graph files of a folder that are ours to evict.
+
+    A file of another version is left out: it is neither ours nor in our sum.
+    """
+    found = []
+    for path in graph_paths(graphs):
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                schema = peek_schema(file.read(_PEEK_BYTES))
+        except OSError:
+            continue  # just removed, or not ours to read
+        if schema in (None, GRAPH_SCHEMA):
+            found.append(Candidate(path, status.st_size, status.st_mtime_ns))
+    return found
+
+
+def remove_unless_used(folder: StoreFolder, candidate: Candidate) -> bool:
+    """Delete a candidate, unless somebody used or replaced it since it was listed.
+
+    Returns:
+        Whether this call deleted it.
+    """
+    with folder.locks.guard():
+        try:
+            if candidate.path.stat().st_mtime_ns != candidate.last_used_ns:
+                return False
+            candidate.path.unlink()
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            if os.name != "nt":
+                raise
+            return False  # Windows: another process is reading it, so it is in use
+    return True
+
+
+def other_versions_files(folder: StoreFolder) -> list[Path]:
+    """List the graph files that another version of this product wrote."""
+    ours = {candidate.path for candidate in scan(folder.graphs)}
+    here = [path for path in graph_paths(folder.graphs) if path not in ours]
+    return here + [p for graphs in folder.other_versions_graphs() for p in graph_paths(graphs)]
+
+
+def _remove_other_versions(folder: StoreFolder) -> list[Candidate]:
+    gone = []
+    for path in other_versions_files(folder):
+        status = path.stat()
+        path.unlink()
+        gone.append(Candidate(path, status.st_size, status.st_mtime_ns))
+    return gone
+
+
+def _before(older_than_s: float | None) -> int | None:
+    return None if older_than_s is None else time.time_ns() - int(older_than_s * 1e9)
+
+
+def _size_bytes(candidates: Iterable[Candidate]) -> int:
+    return sum(candidate.size_bytes for candidate in candidates)

@@ -1,0 +1,317 @@
+"""The graph library: one file for each kind's graph, safe between processes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from ..core.errors import GraphCorruptError, OptionError, StoreError, StoreFullError
+from ..core.keys import KindKey
+from ..core.records import ORIGIN_BUILT, GraphHeader
+from . import eviction
+from .atomic import publish
+from .container import UnknownSchemaError, encode_head
+from .eviction import PruneReport
+from .explanation import explain_miss
+from .folder import StoreFolder
+from .stored_graph import StoredGraph, graph_path, graph_paths, open_graph
+from .transfer import ImportReport, read_archive, write_archive
+from .verification import StoreProblem, find_problems, is_sound, remove_if_corrupt
+from .write_errors import mapped_write_errors
+
+_LOG = logging.getLogger(__name__)
+
+
+class GraphLibrary:
+    """The graphs on disk. Creates nothing until the first write.
+
+    Several processes may use one folder at the same time; so may threads.
+
+    Args:
+        root: The store's folder; need not exist.
+        limit_bytes: After each `put`, older graphs go until the rest fits.
+
+    Raises:
+        OptionError: The limit is not positive.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        if limit_bytes <= 0:
+            raise OptionError(
+                f"The store's limit is {limit_bytes} bytes.", "Choose a limit above zero."
+            )
+        self.folder = StoreFolder(root)
+        self.limit_bytes = limit_bytes
+        self._used_here: set[str] = set()
+        self._miss_reasons: dict[str, str] = {}
+        self._cleaned = False
+
+    def get(self, key: KindKey) -> StoredGraph | None:
+        """Return the graph of a kind with its checked payload; None when there is none.
+
+        A damaged file is removed if that is possible, and is a miss; so is a file
+        of another version, which stays. `explain` tells the reason.
+        """
+        path = graph_path(self.folder.graphs, key.digest)
+        try:
+            graph = open_graph(path, with_payload=True)
+        except FileNotFoundError:
+            return None  # an earlier reason still explains why
+        except UnknownSchemaError as exc:
+            self._note_miss(key.digest, exc.message)
+            return None
+        except GraphCorruptError as exc:
+            removed = self._discard_if_corrupt(path)
+            after = "it was removed" if removed else "it could not be removed"
+            self._note_miss(key.digest, f"damaged ({exc.message}); {after}")
+            return None
+        except OSError as exc:
+            self._note_miss(key.digest, f"unreadable ({exc.strerror or exc})")
+            return None
+        self._mark_used(graph)
+        return graph
+
+    def read_payload(self, graph: StoredGraph) -> bytes:
+        """Return a graph's checked payload, from disk unless `graph` carries it.
+
+        Raises:
+            StoreError: It is gone since it was listed, or cannot be read.
+            GraphCorruptError: It is damaged.
+        """
+        if graph.payload is not None:
+            return graph.payload
+        try:
+            loaded = open_graph(graph.path, with_payload=True)
+        except OSError as exc:
+            raise StoreError(
+                f"Graph {graph.label!r} cannot be read any more ({exc.strerror or exc}).",
+                "It may have been pruned; it is built again by itself.",
+            ) from exc
+        self._mark_used(loaded)
+        return loaded.payload or b""
+
+    def put(
+        self,
+        key: KindKey,
+        payload: bytes,
+        *,
+        label: str,
+        backend: str,
+        build_seconds: float,
+        details: Mapping[str, object],
+        origin: str = ORIGIN_BUILT,
+    ) -> StoredGraph:
+        """Store a graph, replacing the kind's earlier one; then make room.
+
+        Returns:
+            The stored graph; its details have been through JSON.
+
+        Raises:
+            StoreFullError: The graph is larger than the limit, or the disk is full.
+            StoreReadOnlyError: The folder cannot be written.
+            StoreError: The details are not JSON, or writing failed otherwise.
+        """
+        header = GraphHeader(
+            key=key,
+            label=label,
+            backend=backend,
+            payload_sha256=hashlib.sha256(payload).hexdigest(),
+            payload_size_bytes=len(payload),
+            created_at=time.time(),
+            build_seconds=build_seconds,
+            origin=origin,
+            details=details,
+        )
+        return self._publish(header, payload)
+
+    def explain(self, key: KindKey, label: str | None = None) -> str:
+        """Say why `get` finds no graph for a kind, or that it does.
+
+        Args:
+            label: The label that the graph would have; graphs of the same label
+                count as nearest.
+        """
+        path = graph_path(self.folder.graphs, key.digest)
+        if reason := self._miss_reasons.get(key.digest):
+            return f"the stored graph was {reason}"
+        if path.exists():
+            return "stored"
+        if stored := self.entries():
+            return explain_miss(key, label, stored)
+        others = len(eviction.other_versions_files(self.folder))
+        suffix = f" by this version; {others} graphs of another version are kept" if others else ""
+        return f"nothing stored yet{suffix}"
+
+    def entries(self) -> list[StoredGraph]:
+        """List the graphs without their payloads, the last used first.
+
+        Files that are no sound graphs of this version are left to `verify`.
+        """
+        found = []
+        for path in graph_paths(self.folder.graphs):
+            try:
+                found.append(open_graph(path, with_payload=False))
+            except (OSError, GraphCorruptError, UnknownSchemaError) as exc:
+                _LOG.debug("Not listed: %s: %s", path.name, exc)
+        return sorted(found, key=lambda graph: (-graph.last_used_at, graph.digest))
+
+    def verify(self, repair: bool = False) -> list[StoreProblem]:
+        """Check every byte of every graph.
+
+        Args:
+            repair: Delete the damaged ones. Files of another version stay.
+
+        Raises:
+            StoreReadOnlyError: `repair` cannot delete.
+        """
+        return list(find_problems(self.folder, repair))
+
+    def delete(self, digest: str) -> bool:
+        """Delete one graph; return whether there was one.
+
+        Raises:
+            OptionError: `digest` is not a digest.
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        path = graph_path(self.folder.graphs, digest)
+        if not path.exists():
+            return False
+        self.folder.prepare()
+        with self.folder.locks.guard(), mapped_write_errors(path):
+            path.unlink(missing_ok=True)
+        return True
+
+    def prune(
+        self,
+        limit_bytes: int | None = None,
+        older_than_s: float | None = None,
+        other_versions: bool = False,
+    ) -> PruneReport:
+        """Delete the least recently used graphs, and what dead processes left.
+
+        What this process used goes only when nothing else is left to go.
+
+        Args:
+            limit_bytes: Size to shrink to; the library's own limit when None.
+            older_than_s: Also delete what was not used for so long.
+            other_versions: Also delete all graphs of other versions.
+
+        Raises:
+            StoreBusyError: Another process kept pruning for too long.
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        report = eviction.prune(
+            self.folder,
+            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
+            older_than_s=older_than_s,
+            other_versions=other_versions,
+            used_here=self._used_here,
+        )
+        if report.digests:
+            _LOG.info("Pruned %d graphs, %.1f MB", len(report.digests), report.freed_bytes / 1e6)
+        return report
+
+    @contextmanager
+    def build_lock(self, key: KindKey, timeout_s: float) -> Iterator[None]:
+        """Be the only process that builds a kind; look with `get` once inside.
+
+        The system frees the lock when its holder dies. It does not nest for one key.
+
+        Raises:
+            StoreBusyError: Another process was building for longer than `timeout_s`.
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        self.folder.prepare()
+        with self.folder.locks.hold(f"build-{key.digest}", timeout_s):
+            yield
+
+    def export(self, archive_path: Path, digests: Iterable[str] | None = None) -> int:
+        """Write graphs, all when `digests` is None, to an archive; return how many.
+
+        Raises:
+            StoreError: One of them is missing or damaged.
+            StoreFullError, StoreReadOnlyError: The archive cannot be written.
+        """
+        graphs = self.folder.graphs
+        wanted = [g.digest for g in self.entries()] if digests is None else [*digests]
+        paths = [graph_path(graphs, digest) for digest in dict.fromkeys(wanted)]
+        return write_archive(archive_path, paths)
+
+    def import_archive(self, path: Path, trust: bool = False) -> ImportReport:
+        """Take over the graphs of an archive. All are checked before one is taken.
+
+        A graph that is here already, and sound, stays as it is.
+
+        Args:
+            trust: Graphs are native code that will run here; the user vouches for it.
+
+        Raises:
+            UntrustedGraphError: Not trusted.
+            GraphCorruptError: The archive, or a graph in it, is damaged.
+            StoreError: It is no archive of this version.
+            StoreFullError: It does not fit into the limit, or on the disk.
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        imported, kept = [], []
+        with closing(read_archive(path, trust=trust, limit_bytes=self.limit_bytes)) as graphs:
+            for header, payload in graphs:
+                if is_sound(graph_path(self.folder.graphs, header.key.digest)):
+                    kept.append(header.key.digest)
+                else:
+                    imported.append(self._publish(header, payload).digest)
+        return ImportReport(tuple(imported), tuple(kept))
+
+    def _publish(self, header: GraphHeader, payload: bytes) -> StoredGraph:
+        head, header = encode_head(header)
+        size_bytes = len(head) + len(payload)
+        if size_bytes > self.limit_bytes:
+            raise StoreFullError(
+                f"Graph {header.label!r} has {size_bytes} bytes, more than the whole store "
+                f"may have ({self.limit_bytes}).",
+                "Raise the store's size limit in the settings.",
+            )
+        digest = header.key.digest
+        target = graph_path(self.folder.graphs, digest)
+        publish(self.folder, target, [head, payload])
+        self._used_here.add(digest)
+        self._miss_reasons.pop(digest, None)
+        self._make_room()
+        return StoredGraph(header, target, size_bytes, header.created_at, payload)
+
+    def _make_room(self) -> None:
+        used_bytes = sum(candidate.size_bytes for candidate in eviction.scan(self.folder.graphs))
+        if used_bytes <= self.limit_bytes and self._cleaned:
+            return
+        self._cleaned = True
+        try:
+            self.prune()
+        except StoreError as exc:
+            # The graph is stored; the next put tries again to make room.
+            _LOG.warning("The store could not be pruned: %s", exc)
+
+    def _mark_used(self, graph: StoredGraph) -> None:
+        self._used_here.add(graph.digest)
+        self._miss_reasons.pop(graph.digest, None)
+        try:
+            # The time given, since the system's own default is only good to some 4 ms.
+            now_ns = time.time_ns()
+            os.utime(graph.path, ns=(now_ns, now_ns))
+        except OSError as exc:
+            _LOG.debug("Last use of %s not noted: %s", graph.digest, exc)
+
+    def _note_miss(self, digest: str, reason: str) -> None:
+        if self._miss_reasons.get(digest) != reason:
+            _LOG.warning("Stored graph %s… is %s", digest[:12], reason)
+        self._miss_reasons[digest] = reason
+
+    def _discard_if_corrupt(self, path: Path) -> bool:
+        try:
+            return remove_if_corrupt(self.folder, path)
+        except StoreError as exc:
+            _LOG.debug("%s stays: %s", path.name, exc)
+            return False

@@ -1,0 +1,41 @@
+"""The one place where the system's write errors become the store's errors."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..core.errors import StoreError, StoreFullError, StoreReadOnlyError
+from .root import ROOT_VARIABLE
+
+# EFBIG: a file system (FAT32) or a limit (ulimit -f) that takes no file this large.
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@contextmanager
+def mapped_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError from writing `path` into a StoreError with a hint."""
+    try:
+        yield
+    except OSError as exc:
+        raise _mapped(exc, path) from exc
+
+
+def _mapped(exc: OSError, path: Path) -> StoreError:
+    if exc.errno in _FULL:
+        return StoreFullError(
+            f"There is no space left to write {path}.",
+            "Free some disk space, or shrink the store with `onediff-ext graphs prune`.",
+        )
+    if exc.errno in _READ_ONLY:
+        return StoreReadOnlyError(
+            f"{path} cannot be written ({exc.strerror}).",
+            f"Make the folder writable, or set {ROOT_VARIABLE} to one that is.",
+        )
+    return StoreError(
+        f"{path} could not be written: {exc}.",
+        f"Check the folder and its disk, or set {ROOT_VARIABLE} to another folder.",
+    )

@@ -1,0 +1,1 @@
+"""OneDiff's tests."""
