@@ -1,0 +1,109 @@
+"""Image sizes: rounding to latent cells, and lists such as ``512x768, 1024x1024@2``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from onediff_ext.core.errors import ShapeError
+
+CELL_PX = 8
+MIN_SIDE_PX = 64
+MAX_SIDE_PX = 4096
+MAX_BATCH = 64
+
+_EXAMPLE_HINT = (
+    'Write sizes as WIDTHxHEIGHT or WIDTHxHEIGHT@BATCH, for example "512x768, 1024x1024@2".'
+)
+_SIZE = re.compile(r"(\d{1,9})x(\d{1,9})(?:@(\d{1,9}))?", re.ASCII)
+_SEPARATORS = re.compile(r"[,;\s]+")
+
+
+@dataclass(frozen=True, order=True)
+class BatchShape:
+    """A size that images are generated at, and how many at once.
+
+    Args:
+        width_px, height_px: Image size in pixels, multiples of 8.
+        batch: Images in one call of the model, at least 1.
+    """
+
+    width_px: int
+    height_px: int
+    batch: int = 1
+
+    def __str__(self) -> str:
+        size = f"{self.width_px}x{self.height_px}"
+        return size if self.batch == 1 else f"{size}@{self.batch}"
+
+
+def round_up(height_px: int, width_px: int, step_px: int = CELL_PX) -> tuple[int, int]:
+    """Round an image size up to whole latent cells.
+
+    Args:
+        height_px, width_px: Image size in pixels.
+        step_px: Pixels per latent cell; 8 for every Stable Diffusion VAE.
+
+    Returns:
+        (height, width) in latent cells.
+
+    Raises:
+        ShapeError: A side or the step is not positive.
+
+    Source: latent stride f=8, Rombach et al. 2022, arXiv:2112.10752.
+    """
+    if height_px < 1 or width_px < 1 or step_px < 1:
+        raise ShapeError(
+            f"An image of {width_px}x{height_px} pixels cannot be cut into cells of {step_px}.",
+            "Both sides must be at least one pixel.",
+        )
+    return -(-height_px // step_px), -(-width_px // step_px)
+
+
+def parse_sizes(text: str) -> list[BatchShape]:
+    """Read a list of sizes, as a person types it.
+
+    Args:
+        text: ``WIDTHxHEIGHT`` or ``WIDTHxHEIGHT@BATCH``, separated by commas,
+            semicolons, spaces or line ends.
+
+    Returns:
+        The sizes in the order given, each once; empty for an empty text.
+
+    Raises:
+        ShapeError: An entry is no size, or a size that cannot be generated.
+    """
+    closed_up = re.sub(r"\s*([x×*@])\s*", r"\1", text.strip().lower())
+    entries = [entry for entry in _SEPARATORS.split(closed_up) if entry]
+    return list(dict.fromkeys(_parse_size(entry) for entry in entries))
+
+
+def format_sizes(sizes: Iterable[BatchShape]) -> str:
+    """Write a list of sizes so that `parse_sizes` reads the same list back."""
+    return ", ".join(str(size) for size in sizes)
+
+
+def nearest_side_px(side_px: int) -> int:
+    """Return the side nearest to `side_px` that an image may be generated at."""
+    nearest = (side_px + CELL_PX // 2) // CELL_PX * CELL_PX
+    return min(max(nearest, MIN_SIDE_PX), MAX_SIDE_PX)
+
+
+def _parse_size(entry: str) -> BatchShape:
+    match = _SIZE.fullmatch(entry.replace("×", "x").replace("*", "x"))
+    if match is None:
+        raise ShapeError(f'"{entry}" is not a size.', _EXAMPLE_HINT)
+    width_px, height_px, batch = int(match[1]), int(match[2]), int(match[3] or 1)
+    if not 1 <= batch <= MAX_BATCH:
+        raise ShapeError(
+            f'"{entry}" asks for {batch} images at once.', f"Use 1 to {MAX_BATCH} after the @."
+        )
+    nearest = BatchShape(nearest_side_px(width_px), nearest_side_px(height_px), batch)
+    if (width_px, height_px) != (nearest.width_px, nearest.height_px):
+        raise ShapeError(
+            f'"{entry}" cannot be generated: each side must be a multiple of {CELL_PX} '
+            f"from {MIN_SIDE_PX} to {MAX_SIDE_PX}.",
+            f"The nearest size is {nearest}.",
+        )
+    return nearest

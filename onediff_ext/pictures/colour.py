@@ -1,0 +1,136 @@
+"""Any picture's pixels as 8-bit sRGB, with transparency kept apart.
+
+Transparent pixels are laid on white, as a viewer and a printed page show them; the
+alpha is handed back beside the colours, so that a caller can save it again.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+
+from PIL import Image, ImageCms
+
+_LOG = logging.getLogger(__name__)
+
+_WHITE = (255, 255, 255)
+_MAX_16_BIT = 65535
+_FROM_16_BIT = [(value * 255 + _MAX_16_BIT // 2) // _MAX_16_BIT for value in range(65536)]
+
+
+def to_rgb(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Convert a loaded picture of any mode to sRGB on white.
+
+    An embedded ICC profile is followed; one that is damaged, or that does not fit the
+    pixels, is ignored. Values of more than 8 bits are scaled, never clipped: 16-bit
+    white becomes 8-bit white.
+
+    Args:
+        image: A loaded picture, upright.
+
+    Returns:
+        (RGB picture, alpha as an "L" picture of the same size, or None when every
+        pixel is opaque).
+    """
+    profile = image.info.get("icc_profile")
+    colours, alpha = _split_alpha(_to_8_bit(image))
+    rgb = _to_srgb(colours, profile if isinstance(profile, bytes) else b"")
+    if alpha is None or alpha.getextrema() == (255, 255):
+        return rgb, None
+    on_white = Image.new("RGB", rgb.size, _WHITE)
+    on_white.paste(rgb, mask=alpha)
+    return on_white, alpha
+
+
+def _to_8_bit(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;"):
+        return _from_integers(image)
+    if image.mode == "F":
+        brightest = float(_brightest(image))
+        # Floats have no agreed white: take the usual one that nothing exceeds.
+        white = next((white for white in (1.0, 255.0, 65535.0) if brightest <= white), brightest)
+        scale = 255 / white
+        return image.point(lambda value: value * scale + 0.5).convert("L")
+    return image
+
+
+def _from_integers(image: Image.Image) -> Image.Image:
+    transparent = image.info.get("transparency")
+    wide = image.convert("I")
+    brightest = _brightest(wide)
+    if brightest > _MAX_16_BIT:
+        # Only 32-bit TIFFs come here. They have no agreed white: the brightest pixel is.
+        scale = _MAX_16_BIT / brightest
+        wide = wide.point(lambda value: value * scale + 0.5)
+    grey = wide.point(_FROM_16_BIT, "L")
+    if not isinstance(transparent, int):
+        return grey
+    opaque = [255] * (_MAX_16_BIT + 1)
+    opaque[min(max(transparent, 0), _MAX_16_BIT)] = 0
+    return Image.merge("LA", (grey, wide.point(opaque, "L")))
+
+
+def _brightest(image: Image.Image) -> float:
+    extrema = image.getextrema()
+    brightest = extrema[1]
+    return brightest if isinstance(brightest, (int, float)) else 0.0
+
+
+def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Part colours and alpha; the colours are in L, RGB, CMYK, LAB or the like."""
+    if image.mode == "P" and not _has_transparency(image):
+        return image.convert("RGB"), None
+    if not _has_transparency(image):
+        return (image.convert("L") if image.mode == "1" else image), None
+    if image.mode in ("LA", "La"):
+        grey_alpha = image.convert("LA")
+        return grey_alpha.getchannel("L"), grey_alpha.getchannel("A")
+    rgba = _with_8_bit_key(image).convert("RGBA")
+    return rgba.convert("RGB"), rgba.getchannel("A")
+
+
+def _has_transparency(image: Image.Image) -> bool:
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        return True
+    if image.mode == "P" and image.palette is not None and image.palette.mode.endswith("A"):
+        return True
+    return "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
+
+
+def _with_8_bit_key(image: Image.Image) -> Image.Image:
+    """Scale a transparent colour that was noted in 16 bits, as the pixels were."""
+    key = image.info.get("transparency")
+    if isinstance(key, tuple) and max(key) > 255:
+        image = image.copy()
+        image.info["transparency"] = tuple(part >> 8 for part in key)
+    return image
+
+
+def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
+    if image.mode == "LAB":
+        return _through_profile(image, ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")))
+    if profile and image.mode in ("RGB", "L", "CMYK"):
+        try:
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            if image.mode != "RGB" or not _is_srgb(source):
+                return _through_profile(image, source)
+        except (ImageCms.PyCMSError, OSError, ValueError) as exc:
+            _LOG.debug("The colour profile is ignored: %s", exc)
+    return image.convert("RGB")
+
+
+def _is_srgb(profile: ImageCms.ImageCmsProfile) -> bool:
+    return "srgb" in ImageCms.getProfileDescription(profile).lower()
+
+
+def _through_profile(image: Image.Image, source: ImageCms.ImageCmsProfile) -> Image.Image:
+    converted = ImageCms.profileToProfile(
+        image,
+        source,
+        ImageCms.createProfile("sRGB"),
+        renderingIntent=ImageCms.Intent.PERCEPTUAL,
+        outputMode="RGB",
+    )
+    if converted is None:
+        raise ValueError("The colour profile gave no picture.")
+    return converted

@@ -1,0 +1,129 @@
+"""The picture formats that are read, and opening a file as one of them.
+
+Only these decoders are offered to Pillow: its EPS decoder runs another program, and
+a folder of photographs has no use for the rest.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from onediff_ext.core.errors import PictureError
+
+# Twice Pillow's own limit for a warning, where Pillow itself refuses; checked here as
+# well because a host may have switched Pillow's limit off.
+MAX_PICTURE_PIXELS = 178_956_970
+
+FORMAT_OF_SUFFIX = {
+    ".png": "PNG",
+    ".apng": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".jpe": "JPEG",
+    ".jfif": "JPEG",
+    ".mpo": "MPO",
+    ".webp": "WEBP",
+    ".bmp": "BMP",
+    ".dib": "DIB",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".gif": "GIF",
+    ".avif": "AVIF",
+    ".jp2": "JPEG2000",
+    ".ppm": "PPM",
+    ".pgm": "PPM",
+    ".pbm": "PPM",
+}
+
+# What the decoders raise at damaged bytes.
+BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    EOFError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+)
+
+
+def readable_formats() -> list[str]:
+    """Return those of the formats above that the installed Pillow can decode."""
+    Image.init()
+    return [name for name in dict.fromkeys(FORMAT_OF_SUFFIX.values()) if name in Image.OPEN]
+
+
+@contextmanager
+def open_picture(path: Path) -> Iterator[Image.Image]:
+    """Open a picture; what Pillow raises meanwhile leaves as a PictureError.
+
+    The body may load and convert the picture, nothing else: errors of other work
+    would be reported as a broken picture.
+
+    Raises:
+        PictureError: The file cannot be opened, is no picture, is broken, or has more
+            than `MAX_PICTURE_PIXELS` pixels.
+    """
+    try:
+        _refuse_no_file(path)
+        with path.open("rb") as stream, Image.open(stream, formats=readable_formats()) as image:
+            if image.width * image.height > MAX_PICTURE_PIXELS:
+                raise _too_large(f"{image.width}x{image.height} pixels")
+            yield image
+    except PictureError:
+        raise
+    except FileNotFoundError as exc:
+        raise PictureError("There is no such file.", "Check the name.") from exc
+    except PermissionError as exc:
+        raise PictureError(
+            "The file may not be read.", "Give yourself permission to read it."
+        ) from exc
+    except UnidentifiedImageError as exc:
+        raise PictureError(
+            "The file is not a picture of a known format, or its beginning is damaged.",
+            f"Open it in an image editor and save it again; readable: {_formats_text()}.",
+        ) from exc
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
+        raise _too_large("far too many pixels") from exc
+    except MemoryError as exc:
+        raise PictureError(
+            "There is not enough memory to read the picture.",
+            "Save a smaller copy, or close other programs.",
+        ) from exc
+    except BROKEN as exc:
+        raise PictureError(
+            f"The picture is broken or cut off ({exc}).",
+            "Copy it again from where it came, or save it again in an image editor.",
+        ) from exc
+
+
+def _refuse_no_file(path: Path) -> None:
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise PictureError("It is a folder, not a picture.", "Name it without a picture's ending.")
+    if not stat.S_ISREG(status.st_mode):
+        # Opening a pipe would wait for ever.
+        raise PictureError("It is not an ordinary file.", "Copy the picture into a file.")
+    if status.st_size == 0:
+        raise PictureError("The file is empty.", "Copy it again from where it came.")
+
+
+def _too_large(what: str) -> PictureError:
+    return PictureError(
+        f"The picture has {what}; more than {MAX_PICTURE_PIXELS // 10**6} million are not read.",
+        "Save a smaller copy.",
+    )
+
+
+def _formats_text() -> str:
+    return ", ".join(name for name in readable_formats() if name not in ("DIB", "MPO"))

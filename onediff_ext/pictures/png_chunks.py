@@ -1,0 +1,106 @@
+"""The chunks of a PNG file, read without decoding its pixels.
+
+Source: PNG (Portable Network Graphics) Specification, 3rd edition, chapters 5 and 11.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+JOB_KEYWORD = "onediff_job"
+INFOTEXT_KEYWORD = "parameters"
+
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_TEXT_KINDS = (b"tEXt", b"zTXt", b"iTXt")
+_MAX_TEXT_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class PngChunks:
+    """What a PNG file says besides its pixels.
+
+    Args:
+        is_png: The file begins as a PNG does.
+        is_complete: Every chunk up to and with the last (IEND) is there in full length.
+        texts: Keyword → text, of the text chunks that are intact.
+        exif: The EXIF block (a TIFF header and what follows), empty when there is none.
+    """
+
+    is_png: bool = False
+    is_complete: bool = False
+    texts: dict[str, str] = field(default_factory=dict)
+    exif: bytes = b""
+
+
+def read_png(path: Path) -> PngChunks:
+    """Walk through a file's chunks; pixel data is skipped, not read.
+
+    Returns:
+        What was found; for a file that is no PNG, or cut off, what there is of it.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as stream:
+        size_bytes = stream.seek(0, 2)
+        stream.seek(0)
+        if stream.read(len(_SIGNATURE)) != _SIGNATURE:
+            return PngChunks()
+        return _walk(stream, size_bytes)
+
+
+def _walk(stream: BinaryIO, size_bytes: int) -> PngChunks:
+    texts: dict[str, str] = {}
+    exif = b""
+    pixels_seen = False
+    while True:
+        head = stream.read(8)
+        if len(head) < 8:
+            break
+        length, kind = struct.unpack(">I4s", head)
+        end = stream.tell() + length + 4
+        if end > size_bytes or not kind.isalpha():
+            break
+        if kind == b"IEND":
+            return PngChunks(True, pixels_seen and _body(stream, kind, 0) is not None, texts, exif)
+        pixels_seen = pixels_seen or kind == b"IDAT"
+        if kind in _TEXT_KINDS and length <= _MAX_TEXT_BYTES:
+            body = _body(stream, kind, length)
+            entry = _text(kind, body) if body is not None else None
+            if entry is not None:
+                texts.setdefault(*entry)
+        elif kind == b"eXIf" and length <= _MAX_TEXT_BYTES:
+            exif = _body(stream, kind, length) or b""
+        stream.seek(end)
+    return PngChunks(True, False, texts, exif)
+
+
+def _body(stream: BinaryIO, kind: bytes, length: int) -> bytes | None:
+    """Read a chunk's body and check it; None when its checksum is wrong."""
+    body = stream.read(length)
+    return body if stream.read(4) == struct.pack(">I", zlib.crc32(kind + body)) else None
+
+
+def _text(kind: bytes, body: bytes) -> tuple[str, str] | None:
+    keyword, _, rest = body.partition(b"\0")
+    try:
+        if kind == b"tEXt":
+            text = rest.decode("latin-1")
+        elif kind == b"zTXt":
+            text = _inflate(rest[1:]).decode("latin-1")
+        else:
+            is_compressed, rest = rest[:1] == b"\1", rest[2:]
+            _language, _, rest = rest.partition(b"\0")
+            _translated, _, rest = rest.partition(b"\0")
+            text = (_inflate(rest) if is_compressed else rest).decode("utf-8")
+    except (zlib.error, UnicodeDecodeError):
+        return None
+    return keyword.decode("latin-1"), text
+
+
+def _inflate(packed: bytes) -> bytes:
+    return zlib.decompressobj().decompress(packed, _MAX_TEXT_BYTES)

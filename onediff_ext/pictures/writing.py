@@ -1,0 +1,99 @@
+"""Writing a result: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from onediff_ext.core.errors import PictureError
+from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, JOB_KEYWORD
+
+_HINTS = {
+    errno.ENOSPC: "The disk is full: free some space and start the run again; it goes on here.",
+    errno.EDQUOT: "Your disk quota is used up: free some space and start the run again.",
+    errno.EROFS: "The disk is read-only: choose another output folder.",
+    errno.EACCES: "Give yourself permission to write there, or choose another output folder.",
+    errno.EPERM: "Give yourself permission to write there, or choose another output folder.",
+    errno.ENAMETOOLONG: "Use a shorter name template.",
+    errno.ENOTDIR: "A file stands where a folder should: choose another output folder.",
+    errno.EEXIST: "A file stands where a folder should: choose another output folder.",
+    errno.EISDIR: "A folder stands where the picture should go: choose another name.",
+}
+
+
+def write_png(
+    path: Path,
+    image: Image.Image,
+    *,
+    infotext: str,
+    digest: str,
+    alpha: Image.Image | None = None,
+    compress_level: int = 4,
+) -> None:
+    """Write a PNG file with its infotext and its job's digest.
+
+    The file appears under its name only when all of it is on the disk; a file that was
+    there is replaced in the same moment. Missing folders are made.
+
+    Args:
+        path: The PNG file.
+        image: RGB picture.
+        infotext: For the ``parameters`` chunk, where the WebUI looks for it.
+        digest: From `resume.job_digest`, for the ``onediff_job`` chunk.
+        alpha: "L" picture of the same size, to be written as transparency.
+        compress_level: 0 (fast, large) to 9.
+
+    Raises:
+        PictureError: The file cannot be written; nothing of it is left behind.
+    """
+    chunks = PngInfo()
+    chunks.add_text(INFOTEXT_KEYWORD, _encodable(infotext))
+    chunks.add_text(JOB_KEYWORD, digest)
+    if alpha is not None:
+        image = image.copy()
+        image.putalpha(alpha)
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_through(unfinished, image, chunks, compress_level)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        _sync_folder(path.parent)
+    except OSError as exc:
+        hint = _HINTS.get(exc.errno or 0, "Check the disk, or choose another output folder.")
+        raise PictureError(f"{path} cannot be written ({exc.strerror or exc}).", hint) from exc
+
+
+def _write_through(path: Path, image: Image.Image, chunks: PngInfo, compress_level: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    # Not tempfile: its files are readable by their owner only, and would stay so.
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as stream:
+        image.save(stream, "PNG", pnginfo=chunks, compress_level=compress_level)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name last through a power cut, where the system can do that."""
+    if os.name != "posix":
+        return
+    with contextlib.suppress(OSError):  # Some network disks refuse; the file itself is safe.
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _encodable(text: str) -> str:
+    return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
