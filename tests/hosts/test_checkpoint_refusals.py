@@ -1,0 +1,198 @@
+"""What is no usable checkpoint is refused, each with its own message and a next step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from onediff_ext.core.errors import CheckpointError
+from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
+from tests import models
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_ldm(models.sd15(), tmp_path_factory.mktemp("saved") / "model.safetensors")
+
+
+def refuse(path: Path, message: str, hint: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(path)
+    assert hint in caught.value.hint
+
+
+def test_missing_path(tmp_path: Path) -> None:
+    refuse(tmp_path / "none.safetensors", "There is no checkpoint", "nothing is downloaded")
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    refuse(path, "is empty", "Download the file again")
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".bin", ".PTH"])
+def test_pickle_by_name(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(b"anything")
+    refuse(path, "runs whatever code", "--disable-safe-unpickle")
+
+
+def test_pickle_under_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    torch.save({"a": torch.zeros(2)}, path)
+    refuse(path, "is a pickle", "convert it to safetensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "hint"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer", "git lfs pull"),
+        (b"\n<!doctype html><html>", "web page", "Download the file itself"),
+        (b"GGUF\3\0\0\0" + b"\0" * 64, "GGUF", ".safetensors version"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 64, "not a safetensors file", "Choose"),
+        (b"abc", "not a safetensors file", "Choose"),
+        (b"\x40" + b"\0" * 7 + b"{" + b"x" * 80, "damaged safetensors header", "Download"),
+    ],
+)
+def test_other_files(content: bytes, message: str, hint: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    refuse(path, message, hint)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.001, 0.999_999])
+def test_truncated_file(keep: float, saved: Path, tmp_path: Path) -> None:
+    content = saved.read_bytes()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content[: int(len(content) * keep)])
+    refuse(path, "is cut short", "Download the file again")
+
+
+def _only(prefix: str) -> Callable[[str], bool]:
+    return lambda key: key.startswith(prefix)
+
+
+def _without(prefix: str) -> Callable[[str], bool]:
+    return lambda key: not key.startswith(prefix)
+
+
+@pytest.mark.parametrize(
+    ("keep", "strip", "message", "hint"),
+    [
+        (_without("cond_stage_model."), "", "no text encoder", "full checkpoint"),
+        (_without("first_stage_model."), "", "no VAE", "Give a VAE file"),
+        (_only("first_stage_model."), "", "is a VAE", "Choose a checkpoint"),
+        (_only("first_stage_model."), "first_stage_model.", "is a VAE", "Choose a checkpoint"),
+        (_only("model."), "model.diffusion_model.", "a UNet alone", "full checkpoint"),
+        (_only("cond_stage_model."), "", "is a text encoder", "full checkpoint"),
+        (_without("model.diffusion_model.out."), "", r"lacks the tensor .*out\.2\.weight", "copy"),
+        (_without("model.diffusion_model.time_embed."), "", "4 tensors of the UNet", "copy"),
+        (_without("first_stage_model.quant"), "", "2 tensors of the VAE", "copy"),
+    ],
+)
+def test_parts_of_a_checkpoint(
+    keep: Callable[[str], bool], strip: str, message: str, hint: str, saved: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {key.removeprefix(strip): one for key, one in load_file(saved).items() if keep(key)}
+    save_file(tensors, str(path))
+    refuse(path, message, hint)
+
+
+@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+def test_lora_as_checkpoint(layout: str, tmp_path: Path) -> None:
+    path = models.save_lora(models.sd15(), tmp_path / "lora.safetensors", layout)
+    refuse(path, "is a LoRA, not a checkpoint", "Choose a checkpoint first")
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("control_model.input_hint_block.0.weight", "a ControlNet"),
+        ("emb_params", "a textual inversion"),
+        ("double_blocks.0.img_attn.qkv.weight", "a Flux model"),
+        ("joint_blocks.0.x_block.mlp.fc1.weight", "a Stable Diffusion 3 model"),
+        ("something.else", "no Stable Diffusion model"),
+    ],
+)
+def test_other_models(key: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({key: torch.zeros(2)}, str(path))
+    refuse(path, f"is {what}, not a checkpoint", "")
+
+
+def test_unet_of_a_diffusers_folder(tmp_path: Path) -> None:
+    models.sd15().unet.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    refuse(path, "the UNet of a diffusers folder", "model_index.json")
+
+
+@pytest.mark.parametrize("channels", [5, 8])
+def test_other_numbers_of_channels(channels: int, tmp_path: Path) -> None:
+    pipe = models.sd15(in_channels=channels)
+    path = save_ldm(pipe, tmp_path / "model.safetensors")
+    refuse(path, f"takes {channels} channels", "inpainting")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [", "not a readable .yaml"),
+        ("hello", "does not describe"),
+        ("model: {params: {unet_config: {params: {}}, parameterization: x0}}", "does not describe"),
+    ],
+)
+def test_damaged_yaml(content: str, message: str, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(saved.read_bytes())
+    path.with_suffix(".yaml").write_text(content)
+    refuse(path, message, "move it away")
+
+
+def test_heads_that_do_not_divide(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(saved.read_bytes())
+    text = saved.with_suffix(".yaml").read_text()
+    path.with_suffix(".yaml").write_text(text.replace("num_heads: 4", "num_heads: 7"))
+    refuse(path, "7 attention heads do not divide", ".yaml")
+
+
+def test_folder_without_index(tmp_path: Path) -> None:
+    refuse(tmp_path, "no model_index.json", "top folder")
+    (tmp_path / "model.safetensors").touch()
+    refuse(tmp_path, "no model_index.json", "Did you mean the file model.safetensors")
+
+
+def test_folder_with_damaged_index(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{")
+    refuse(tmp_path, "is damaged", "Download the folder again")
+
+
+def test_folder_of_another_model(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    refuse(tmp_path, "a FluxPipeline", "SD1, SD2 or SDXL")
+
+
+def test_incomplete_folder(tmp_path: Path) -> None:
+    models.sd15().save_pretrained(tmp_path)
+    weights = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:1000])
+    refuse(tmp_path, "is cut short", "Download the file again")
+    weights.unlink()
+    refuse(tmp_path, "cannot be loaded", "Download the folder again")
+    weights.with_suffix(".bin").write_bytes(b"")
+    refuse(tmp_path, r"pickled weights \(\.bin\)", "--disable-safe-unpickle")
+
+
+def test_vae_file_for_a_folder(tmp_path: Path, saved: Path) -> None:
+    models.sd15().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="single-file"):
+        load_checkpoint(tmp_path, vae_path=saved)
