@@ -16,10 +16,13 @@ class Skipped:
     Args:
         path: The file or folder.
         reason: Why, in one or two sentences for the user.
+        is_failure: It is a picture that could not be done, not just something else that
+            lay in the folder.
     """
 
     path: Path
     reason: str
+    is_failure: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -33,7 +36,12 @@ class Report:
 
     def skip(self, path: Path, reason: str | OneDiffError) -> None:
         """Note that `path` is not used, and why."""
-        self.skipped.append(Skipped(path, str(reason)))
+        self.skipped.append(Skipped(path, str(reason), isinstance(reason, OneDiffError)))
+
+    @property
+    def failures(self) -> list[Skipped]:
+        """Pictures that were asked for and could not be done."""
+        return [entry for entry in self.skipped if entry.is_failure]
 
     def extend(self, skipped: Iterable[Skipped]) -> None:
         """Add what another step skipped."""

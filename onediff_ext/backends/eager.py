@@ -1,0 +1,46 @@
+"""The backend that compiles nothing: the exported program, run operator by operator.
+
+It is slower than the block itself and exists as the reference: everything that
+holds for a compiled graph (identity, storage, checks, weights as arguments) can
+be tried with it in milliseconds and without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onediff_ext.core.errors import BackendError
+from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.trace import load_program, save_program
+
+
+class EagerBackend(Backend):
+    """Replays the exported operators."""
+
+    name = "eager"
+
+    def unavailable_reason(self, device: torch.device) -> str | None:  # noqa: ARG002
+        return None
+
+    def key_entries(self, device: torch.device) -> Mapping[str, str]:  # noqa: ARG002
+        return {"backend": "eager"}
+
+    def build(
+        self,
+        program: torch.export.ExportedProgram,
+        device: torch.device,  # noqa: ARG002
+    ) -> bytes:
+        return save_program(program)
+
+    def load(self, payload: bytes, device: torch.device) -> Graph:  # noqa: ARG002
+        try:
+            graph_module = load_program(payload).graph_module
+        except Exception as exc:
+            raise BackendError(f"The stored program cannot be read: {exc}") from exc
+
+        def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+            return graph_module(*arguments)[0]
+
+        return run

@@ -1,0 +1,137 @@
+"""PyTorch's Inductor: one stored artefact for each kind, loaded without any compiler.
+
+Two forms, because neither serves both devices (docs/architecture.md has the figures):
+on a GPU the artefact of `standalone_compile`, whose kernels are device code; on a CPU
+an AOTInductor library, since `standalone_compile` would compile its C++ again at load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onediff_ext.core.errors import BackendError
+from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.trace import input_fakes
+
+_OLDEST_TORCH = (2, 11)
+
+# Inductor settings that change the code it makes; they are part of every key.
+CPU_CONFIG: Mapping[str, Any] = {
+    # Kernels ask for the number of threads when they run, so that a graph serves any.
+    "cpp.dynamic_threads": True,
+}
+CUDA_CONFIG: Mapping[str, Any] = {}
+
+
+class InductorBackend(Backend):
+    """Compiles with Inductor; needs a C++ compiler on CPUs and Triton on GPUs, to build only."""
+
+    name = "inductor"
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        if torch.__version__ < torch.torch_version.TorchVersion("2.11"):
+            return f"torch {torch.__version__} is older than 2.11"
+        if device.type == "cuda":
+            return _no_triton_reason()
+        if device.type == "cpu":
+            return None
+        return f"graphs for {device.type} devices are not supported"
+
+    def key_entries(self, device: torch.device) -> Mapping[str, str]:
+        settings = CUDA_CONFIG if device.type == "cuda" else CPU_CONFIG
+        entries = {
+            "backend": "inductor",
+            "inductor settings": " ".join(f"{k}={v}" for k, v in sorted(settings.items())),
+        }
+        if device.type == "cuda":
+            entries["float32 matmul"] = torch.get_float32_matmul_precision()
+        return entries
+
+    def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
+        # The graph's own fake tensors, never real ones: those would make the weights'
+        # shapes symbolic, which is slower and hands out one kind's code for another's.
+        fakes = input_fakes(program)
+        try:
+            with torch.no_grad():
+                if device.type == "cuda":
+                    return _build_cuda(program.graph_module, fakes)
+                return _build_cpu(program.graph_module, fakes)
+        except BackendError:
+            raise
+        except Exception as exc:  # Inductor raises many unrelated types
+            raise BackendError(f"Inductor failed: {type(exc).__name__}: {exc}") from exc
+
+    def load(self, payload: bytes, device: torch.device) -> Graph:
+        try:
+            return _load_cuda(payload) if device.type == "cuda" else _load_cpu(payload)
+        except Exception as exc:
+            raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
+
+
+def _build_cpu(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor]) -> bytes:
+    from torch._inductor import aot_compile, config
+
+    with config.patch(dict(CPU_CONFIG)):
+        library = aot_compile(graph_module, tuple(fakes))
+    if not isinstance(library, str):
+        raise BackendError(f"AOTInductor gave {type(library).__name__} in place of a library.")
+    return Path(library).read_bytes()
+
+
+def _load_cpu(payload: bytes) -> Graph:
+    # The raw runner: 0.5 ms for each graph, and Inductor is not even imported.
+    handle, path = tempfile.mkstemp(prefix="onediff-", suffix=".so")
+    try:
+        with os.fdopen(handle, "wb") as library:
+            library.write(payload)
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps a loaded library's file
+            os.unlink(path)
+
+    def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        return runner.run(arguments)[0]
+
+    return run
+
+
+def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor]) -> bytes:
+    from torch._inductor import config, standalone_compile
+
+    with config.patch(dict(CUDA_CONFIG)):
+        artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
+    with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
+        path = Path(folder) / "graph.bin"
+        artefact.save(path=str(path), format="binary")
+        return path.read_bytes()
+
+
+def _load_cuda(payload: bytes) -> Graph:
+    from torch._inductor import CompiledArtifact
+
+    with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
+        path = Path(folder) / "graph.bin"
+        path.write_bytes(payload)
+        artefact = CompiledArtifact.load(path=str(path), format="binary")
+
+    def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        output = artefact(*arguments)
+        return output[0] if isinstance(output, (list, tuple)) else output
+
+    return run
+
+
+def _no_triton_reason() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        package = "triton-windows" if os.name == "nt" else "triton"
+        return f"Triton is missing (pip install {package})"
+    return None

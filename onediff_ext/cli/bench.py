@@ -1,0 +1,74 @@
+"""``onediff-ext bench`` measures single UNet steps, eager beside compiled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onediff_ext.cli import model_arguments
+from onediff_ext.cli.progress import BuildListener
+from onediff_ext.cli.tables import format_table
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.step_bench import StepTiming
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("bench", help="measure UNet steps, eager beside compiled")
+    parser.add_argument("--sizes", default="512x512, 768x512, 720x960", help="sizes to measure")
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each kind")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    model_arguments.add_model_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print."""
+    from onediff_ext.core.errors import OptionError
+    from onediff_ext.core.shapes import parse_sizes
+
+    if arguments.eager:
+        raise OptionError("bench compares eager with compiled.", "Leave --eager out.")
+    shapes = parse_sizes(arguments.sizes)
+    identity = model_arguments.model_identity(arguments)
+    model = model_arguments.load_model(arguments, identity, BuildListener())
+
+    from onediff_ext.hosts.diffusers.report import describe_device, versions
+    from onediff_ext.hosts.diffusers.step_bench import time_steps
+
+    timings = [time_steps(model.painter.pipe, shape, max(1, arguments.rounds)) for shape in shapes]
+    print(describe_device(model.painter.device))
+    print(timing_table(timings))
+    if arguments.json is not None:
+        figures = {
+            "device": describe_device(model.painter.device),
+            "versions": versions(),
+            "model": model.painter.checkpoint.name,
+            "ready_seconds": model.ready_seconds,
+            "rows": [{**asdict(t), "speedup": t.speedup} for t in timings],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def timing_table(timings: list[StepTiming]) -> str:
+    """Sizes and their times, for people."""
+    return format_table(
+        ["size", "at once", "first s", "eager ms", "compiled ms", "speed-up", "error"],
+        [
+            [
+                f"{t.shape.width_px}x{t.shape.height_px}",
+                t.shape.batch,
+                f"{t.first_s:.2f}",
+                f"{t.eager_ms:.1f}",
+                f"{t.compiled_ms:.1f}",
+                f"{t.speedup:.2f}x",
+                f"{t.error:.0e}",
+            ]
+            for t in timings
+        ],
+    )

@@ -1,0 +1,144 @@
+"""``onediff-ext demo``: the main job on the photographs that ship with the package."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onediff_ext.cli import img2img, model_arguments, report_file
+from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli.tables import format_table
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.drawing import Painter
+    from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport
+    from onediff_ext.service.session import Session
+
+PHOTOS = Path(__file__).resolve().parent.parent / "assets" / "photos"
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "demo",
+        help="run the main job on sample photographs, eager beside compiled",
+        description="Takes the options of img2img.",
+    )
+    parser.add_argument("inputs", nargs="*", type=Path, metavar="FOLDER", default=[PHOTOS])
+    img2img.add_arguments(parser)
+    parser.set_defaults(
+        run=run,
+        output=Path("demo-output"),
+        prompt="a red fox emoji on a yellow background",
+        steps=12,
+        strength=0.7,
+        size=None,
+        batch_size=2,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw everything eager, then compiled; print a table and where the pictures are."""
+    report_file.check_report_path(arguments.report)
+    identity = model_arguments.model_identity(arguments)
+    model_arguments.import_libraries()
+    painter = model_arguments.load_painter(arguments)
+    if arguments.size is None:
+        arguments.size = "own" if painter.device.type == "cuda" else "scale:0.375"
+    job = img2img.make_job(arguments, identity)
+
+    eager_report, _ = _run(job, "eager", painter, None)
+    session = None
+    if not arguments.eager:
+        session, start = _compile(painter, arguments, identity)
+        report, reuse = _run(job, "compiled", painter, session)
+        report.ready_seconds = start
+    else:
+        report, reuse = eager_report, None
+    if arguments.report is not None:
+        report_file.write_report(arguments.report, report)
+    print(f"\n{report.device}, {painter.checkpoint.name}, sizes: {arguments.size}")
+    print(_table(eager_report, report, reuse))
+    report_file.print_summary(report)
+    if session is not None:
+        print(f"graphs ready after {report.ready_seconds:.1f} s; kept in {session.library.folder.root}")
+    print(f"pictures: {job.output_dir / 'eager'} and {job.output_dir / 'compiled'}")
+    return 0
+
+
+def _compile(
+    painter: Painter, arguments: argparse.Namespace, identity: dict[str, object]
+) -> tuple[Session, float]:
+    import time
+
+    start = time.perf_counter()
+    session = model_arguments.compile_painter(painter, arguments, identity, BuildListener())
+    return session, time.perf_counter() - start
+
+
+def _run(
+    job: Img2ImgJob, name: str, painter: Painter, session: Session | None
+) -> tuple[RunReport, ReuseCounter]:
+    from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
+    from onediff_ext.hosts.diffusers.report import RunReport, describe_device
+    from onediff_ext.pictures.report import Report
+
+    # Times are what the demo is about, so nothing of an earlier demo is taken over.
+    identity = {**job.identity, "demo": id(job)}
+    job = dataclasses.replace(job, output_dir=job.output_dir / name, identity=identity)
+    skipped, report = Report(), RunReport(device=describe_device(painter.device))
+    plan = plan_job(job, skipped)
+    progress = Progress(f"{name} pictures", len(plan.todo))
+
+    def show(batch: BatchDone) -> None:
+        note = f"{batch.width_px}x{batch.height_px}, {batch.drawn.seconds_per_step:.3f} s/step"
+        progress.advance(len(batch.outputs), note)
+
+    try:
+        reuse = run_job(job, plan, painter, report, skipped, session=session, on_batch=show)
+    finally:
+        progress.close()
+    report.take_session(session, painter.device)
+    report.skipped = skipped.as_json()
+    return report, reuse
+
+
+def _table(eager: RunReport, compiled: RunReport, reuse: ReuseCounter | None) -> str:
+    """One row for each size of result."""
+    before, after = _by_size(eager), _by_size(compiled)
+    rows = []
+    for size, seconds in before.items():
+        eager_s, fast_s = statistics.median(seconds), statistics.median(after[size])
+        graphs = reuse.by_size.get(_canvas(size)) if reuse else None
+        counts = [graphs[n] for n in ("built", "loaded", "reused")] if graphs else ["-"] * 3
+        rows.append(
+            [
+                f"{size[0]}x{size[1]}",
+                len(seconds),
+                f"{eager_s:.3f}",
+                f"{fast_s:.3f}",
+                f"{eager_s / fast_s:.2f}x",
+                *counts,
+            ]
+        )
+    header = ["size", "pictures", "eager s/step", "compiled s/step", "speed-up"]
+    return format_table([*header, "built", "loaded", "reused"], rows)
+
+
+def _by_size(report: RunReport) -> dict[tuple[int, int], list[float]]:
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for picture in report.pictures:
+        found[picture.width, picture.height].append(picture.seconds_per_step)
+    return found
+
+
+def _canvas(size: tuple[int, int]) -> tuple[int, int]:
+    from onediff_ext.core.shapes import CELL_PX, round_up
+
+    rows, columns = round_up(size[1], size[0])
+    return columns * CELL_PX, rows * CELL_PX

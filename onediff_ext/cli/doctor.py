@@ -1,0 +1,83 @@
+"""``onediff-ext doctor``: what works on this machine, what does not, and what mends it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from onediff_ext.cli import model_arguments
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("doctor", help="say what works here and what to do about the rest")
+    model_arguments.add_store_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line for each finding; 1 when something needs mending."""
+    worst = 0
+    for ok, line in _findings(arguments):
+        print(f"{'ok ' if ok else 'NO '} {line}")
+        worst = max(worst, 0 if ok else 1)
+    return worst
+
+
+def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    version = sys.version_info
+    yield (3, 10) <= version < (3, 14), f"Python {version.major}.{version.minor}.{version.micro}"
+    try:
+        import torch
+    except ImportError:
+        yield False, "torch is missing: run `python install.py demo` once"
+        return
+    from onediff_ext.backends.registry import make_backend
+
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    name = torch.cuda.get_device_name() if has_gpu else f"CPU, {torch.get_num_threads()} threads"
+    yield True, f"torch {torch.__version__} on {name}"
+    if not has_gpu:
+        yield True, "no GPU: pictures are drawn on the CPU, where graphs win little"
+    reason = make_backend("inductor").unavailable_reason(device)
+    yield reason is None, f"inductor backend: {reason or 'available'}"
+    if not has_gpu:
+        compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("cl")
+        hint = "install one (Debian: apt install g++); stored graphs load without"
+        yield compiler is not None, f"C++ compiler: {compiler or 'none: ' + hint}"
+    for package in ("diffusers", "transformers", "peft", "PIL"):
+        yield _importable(package)
+    yield from _store_findings(arguments)
+
+
+def _importable(package: str) -> tuple[bool, str]:
+    import importlib.util
+
+    if importlib.util.find_spec(package) is None:
+        return False, f"{package} is missing: pip install 'onediff-ext[diffusers]'"
+    return True, package
+
+
+def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    from onediff_ext.core.errors import StoreError
+    from onediff_ext.store import GraphLibrary, default_root
+
+    root = arguments.store or default_root()
+    library = GraphLibrary(root, int(arguments.store_limit_gb * 2**30))
+    try:
+        library.folder.prepare()
+    except StoreError as exc:
+        yield False, f"graph store: {exc}"
+        return
+    entries = library.entries()
+    used = sum(graph.size_bytes for graph in entries)
+    free = shutil.disk_usage(library.folder.root).free
+    yield True, f"graph store {root}: {len(entries)} graphs, {used / 1e6:.0f} MB"
+    yield free > 2**30, f"free disk space: {free / 1e9:.1f} GB"
+    seconds = [graph.header.build_seconds for graph in entries]
+    if seconds:
+        yield True, f"a graph took {sum(seconds) / len(seconds):.1f} s to build here, on average"

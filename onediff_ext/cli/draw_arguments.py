@@ -1,0 +1,44 @@
+"""Arguments that decide a picture."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.drawing import DrawSettings
+
+
+def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) -> None:
+    """Prompt, sampler and seed."""
+    group = parser.add_argument_group("picture")
+    group.add_argument("-p", "--prompt", default="")
+    group.add_argument("-n", "--negative-prompt", default="")
+    group.add_argument("--steps", type=int, default=20)
+    group.add_argument("--guidance", type=float, default=7.0, help="CFG scale (default: 7)")
+    group.add_argument(
+        "--scheduler", default="Euler a", help='sampler, such as "DPM++ 2M Karras" or LCM'
+    )
+    group.add_argument("--seed", type=int, default=0)
+    if with_strength:
+        group.add_argument("--strength", type=float, default=0.6, help="denoising strength")
+
+
+def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
+    """The settings on the command line.
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+    from onediff_ext.hosts.diffusers.drawing import DrawSettings
+
+    given = {
+        "prompt": arguments.prompt,
+        "negative_prompt": arguments.negative_prompt,
+        "steps": arguments.steps,
+        "guidance": arguments.guidance,
+        "scheduler": arguments.scheduler,
+    }
+    if hasattr(arguments, "strength"):
+        given["strength"] = arguments.strength
+    return DrawSettings(**given)

@@ -1,0 +1,175 @@
+"""``onediff-ext graphs``: the graph library on disk."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onediff_ext.cli import model_arguments
+from onediff_ext.cli.tables import format_table
+from onediff_ext.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from onediff_ext.store import GraphLibrary, StoredGraph
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command and its actions."""
+    parser = commands.add_parser("graphs", help="list, explain, check, prune and move graphs")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, action, text in (
+        ("list", _list, "graphs and the checkpoints that use them"),
+        ("explain", _explain, "what a graph was built for, or what a checkpoint lacks and why"),
+        ("verify", _verify, "check every file's checksum"),
+        ("prune", _prune, "delete the least recently used graphs"),
+        ("export", _export, "write graphs into an archive"),
+        ("import", _import, "take graphs from an archive (native code: needs --trust)"),
+    ):
+        sub = actions.add_parser(name, help=text, description=text)
+        if name == "explain":
+            sub.add_argument("graph", nargs="?", help="first digits of a graph's key")
+            model_arguments.add_model_arguments(sub)
+        else:
+            model_arguments.add_store_arguments(sub)
+        if name == "verify":
+            sub.add_argument("--repair", action="store_true", help="delete damaged graphs")
+        if name == "prune":
+            sub.add_argument("--to-gb", type=float, help="down to this size")
+            sub.add_argument("--older-than-days", type=float, help="not used for so long")
+            sub.add_argument("--other-versions", action="store_true", help="foreign graphs too")
+        if name in ("export", "import"):
+            sub.add_argument("file", type=Path)
+        if name == "export":
+            sub.add_argument("--checkpoint", help="only what this checkpoint uses, by name")
+        if name == "import":
+            sub.add_argument("--trust", action="store_true", help="I trust where it comes from")
+        sub.set_defaults(run=action)
+
+
+def _library(arguments: argparse.Namespace) -> GraphLibrary:
+    from onediff_ext.store import GraphLibrary, default_root
+
+    root = arguments.store or default_root()
+    return GraphLibrary(root, int(arguments.store_limit_gb * 2**30))
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from onediff_ext.store import CheckpointRecords
+
+    library = _library(arguments)
+    entries = library.entries()
+    users: dict[str, list[str]] = {}
+    listings = CheckpointRecords(library.folder).list()
+    for listing in listings:
+        for digest in listing.record.kinds:
+            users.setdefault(digest, []).append(listing.record.name)
+    rows = [_row(graph, users.get(graph.digest, [])) for graph in entries]
+    header = ["graph", "kind", "backend", "device", "MB", "built in s", "last use", "used by"]
+    print(format_table(header, rows) if rows else "No graphs yet.")
+    total = sum(graph.size_bytes for graph in entries)
+    print(f"\n{len(entries)} graphs, {total / 1e6:.1f} MB in {library.folder.root}")
+    for listing in listings:
+        record = listing.record
+        missing = f", {len(listing.missing)} no longer stored" if listing.missing else ""
+        print(f"{record.name} ({record.architecture}): {len(record.kinds)} kinds{missing}")
+    return 0
+
+
+def _row(graph: StoredGraph, users: list[str]) -> list[str]:
+    entries = graph.key.entries
+    return [
+        graph.digest[:12],
+        graph.label,
+        graph.header.backend,
+        entries.get("device", "?"),
+        f"{graph.size_bytes / 1e6:.1f}",
+        f"{graph.header.build_seconds:.1f}",
+        _ago(time.time() - graph.last_used_at),
+        ", ".join(users) or "-",
+    ]
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    if arguments.graph is not None:
+        return _explain_graph(_library(arguments), arguments.graph)
+    # Without building: which kinds does the checkpoint need, and why is one not there?
+    arguments.no_build, arguments.eager = True, False
+    identity = model_arguments.model_identity(arguments)
+    model = model_arguments.load_model(arguments, identity)
+    assert model.session is not None
+    for kind in model.session.kinds:
+        if kind.graph is not None:
+            print(f"{kind.label}: loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})")
+        else:
+            why = kind.reason or model.session.library.explain(kind.key, kind.label)
+            print(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}")
+    return 0
+
+
+def _explain_graph(library: GraphLibrary, prefix: str) -> int:
+    found = [graph for graph in library.entries() if graph.digest.startswith(prefix.lower())]
+    if len(found) != 1:
+        what = "No graph" if not found else f"{len(found)} graphs"
+        raise OptionError(f"{what} begins with {prefix!r}.", "See `onediff-ext graphs list`.")
+    graph = found[0]
+    print(f"{graph.label} ({graph.digest})")
+    for name, value in sorted(graph.key.entries.items()):
+        print(f"  {name}: {value}")
+    print(f"  origin: {graph.header.origin}, {graph.header.build_seconds:.1f} s to build")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    library = _library(arguments)
+    problems = library.verify(repair=arguments.repair)
+    for problem in problems:
+        print(f"{problem.path.name}: {problem.reason}{' (deleted)' if problem.removed else ''}")
+    sound = len(library.entries()) - sum(not problem.removed for problem in problems)
+    print(f"{sound} sound, {len(problems)} damaged")
+    if problems and not arguments.repair:
+        print("Run `onediff-ext graphs verify --repair` to delete those; they are built again.")
+    return 1 if any(not problem.removed for problem in problems) else 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    report = _library(arguments).prune(
+        limit_bytes=None if arguments.to_gb is None else int(arguments.to_gb * 2**30),
+        older_than_s=None if arguments.older_than_days is None else arguments.older_than_days * 86400,
+        other_versions=arguments.other_versions,
+    )  # fmt: skip
+    print(f"{len(report.digests)} graphs deleted, {report.freed_bytes / 1e6:.1f} MB freed")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from onediff_ext.store import CheckpointRecords
+
+    library = _library(arguments)
+    digests = None
+    if arguments.checkpoint is not None:
+        listings = CheckpointRecords(library.folder).list()
+        chosen = [seen for seen in listings if seen.record.name == arguments.checkpoint]
+        if not chosen:
+            names = ", ".join(seen.record.name for seen in listings) or "none yet"
+            raise OptionError(f"No checkpoint {arguments.checkpoint!r}.", f"Known: {names}.")
+        digests = sorted(
+            {d for seen in chosen for d in seen.record.kinds if d not in seen.missing}
+        )
+    count = library.export(arguments.file, digests)
+    print(f"{count} graphs in {arguments.file}. They are native code for this kind of machine.")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    report = _library(arguments).import_archive(arguments.file, trust=arguments.trust)
+    print(f"{len(report.imported)} graphs imported, {len(report.kept)} were here already")
+    return 0
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "just now"

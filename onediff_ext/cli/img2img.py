@@ -1,0 +1,115 @@
+"""``onediff-ext img2img FOLDER…``: the main job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onediff_ext.cli import draw_arguments, model_arguments, report_file
+from onediff_ext.cli.progress import BuildListener, Progress
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "img2img",
+        help="run folders of pictures of any sizes through image to image",
+        description="Pictures are grouped by size; the same seed gives the same picture however"
+        " they are grouped. A run that was stopped goes on where it stopped.",
+    )
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="FOLDER", help="or files")
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything but the inputs; the demo has these too."""
+    parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
+    parser.add_argument(
+        "--size",
+        default="own",
+        help="own, scale:0.5, longest:768 or fixed:512x512 (default: each picture's own)",
+    )
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--name", default="{stem}.png", help="name template of the results")
+    parser.add_argument("--recursive", action="store_true", help="look into subfolders")
+    parser.add_argument("--vary-seed", action="store_true", help="seed + number of the picture")
+    parser.add_argument("--keep-alpha", action="store_true", help="keep the inputs' transparency")
+    parser.add_argument("--max-megapixels", type=float, default=4.2)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
+    draw_arguments.add_draw_arguments(parser, with_strength=True)
+    model_arguments.add_model_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do the job; 1 when pictures had to be left out."""
+    report_file.check_report_path(arguments.report)
+    job = make_job(arguments, model_arguments.model_identity(arguments))
+
+    from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
+    from onediff_ext.hosts.diffusers.report import RunReport, describe_device
+    from onediff_ext.pictures.report import Report
+
+    skipped, report = Report(), RunReport()
+    plan = plan_job(job, skipped)
+    report.already_done = [str(path) for path in plan.already_done]
+    if plan.already_done:
+        print(f"{len(plan.already_done)} pictures are already done.")
+    try:
+        if plan.todo:
+            model = model_arguments.load_model(arguments, job.identity, BuildListener())
+            report.device = describe_device(model.painter.device)
+            report.ready_seconds = model.ready_seconds
+            progress = Progress("pictures", len(plan.todo))
+
+            def show(batch: BatchDone) -> None:
+                note = f"{batch.width_px}x{batch.height_px}, {batch.drawn.seconds_per_step:.3f} s/step"
+                progress.advance(len(batch.outputs), note)
+
+            try:
+                run_job(
+                    job, plan, model.painter, report, skipped, session=model.session, on_batch=show
+                )
+            finally:
+                progress.close()
+                report.take_session(model.session, model.painter.device)
+    finally:
+        report.skipped = skipped.as_json()
+        if arguments.report is not None:
+            report_file.write_report(arguments.report, report)
+    report_file.print_summary(report)
+    print(f"{len(report.pictures)} pictures in {job.output_dir}")
+    return 1 if skipped.failures else 0
+
+
+def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2ImgJob:
+    """The job on the command line.
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+    from onediff_ext.core.errors import OptionError
+    from onediff_ext.hosts.diffusers.img2img_job import Img2ImgJob
+    from onediff_ext.pictures.naming import NameTemplate
+    from onediff_ext.pictures.sizing import parse_size_rule
+
+    if not 1 <= arguments.batch_size <= 31:
+        raise OptionError("The batch size must be 1 to 31.", "Leave --batch-size out for 4.")
+    return Img2ImgJob(
+        inputs=arguments.inputs,
+        output_dir=arguments.output,
+        settings=draw_arguments.draw_settings(arguments),
+        identity=identity,
+        seed=arguments.seed,
+        size_rule=parse_size_rule(arguments.size),
+        vary_seed=arguments.vary_seed,
+        batch_size=arguments.batch_size,
+        name_template=NameTemplate(arguments.name),
+        recursive=arguments.recursive,
+        keep_alpha=arguments.keep_alpha,
+        max_megapixels=arguments.max_megapixels,
+    )

@@ -1,0 +1,260 @@
+"""Arguments that every command with a checkpoint has, and what they load."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.options import BACKENDS, COMPONENTS, CompileOptions, parse_ignores
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.drawing import Painter
+    from onediff_ext.service.builder import ProgressListener
+    from onediff_ext.service.session import Session
+
+_DTYPES = ("auto", "fp32", "fp16", "bf16")
+
+
+def default_model() -> Path:
+    """The demo checkpoint that ships with the package."""
+    return Path(__file__).resolve().parent.parent / "assets" / "demo" / "onediff-demo.safetensors"
+
+
+def add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where graphs are kept."""
+    group = parser.add_argument_group("graph store")
+    group.add_argument("--store", type=Path, help="folder of the graph store (default: user cache)")
+    group.add_argument(
+        "--store-limit-gb",
+        type=float,
+        default=CompileOptions.store_limit_bytes / 2**30,
+        help="evict the least recently used graphs above this size (default: %(default)g)",
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Checkpoint, device and compile options."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m",
+        "--model",
+        type=Path,
+        default=default_model(),
+        help=".safetensors checkpoint or diffusers folder (default: the demo model)",
+    )
+    group.add_argument("--vae", type=Path, help="VAE .safetensors in place of the checkpoint's own")
+    group.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="FILE[:WEIGHT]",
+        help="LoRA .safetensors, may be given several times",
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--dtype", choices=_DTYPES, default="auto", help="auto: fp16 on GPUs")
+    compile_group = parser.add_argument_group("compilation")
+    compile_group.add_argument("--backend", choices=BACKENDS, default=CompileOptions.backend)
+    compile_group.add_argument("--eager", action="store_true", help="compile nothing at all")
+    compile_group.add_argument("--ignore-vae", action="store_true", help="leave the VAE alone")
+    compile_group.add_argument(
+        "--ignore", action="append", default=[], choices=COMPONENTS, help="leave a part alone"
+    )
+    compile_group.add_argument("--no-build", action="store_true", help="use stored graphs only")
+    compile_group.add_argument("--workers", type=int, help="build processes at the same time")
+    add_store_arguments(parser)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint that is ready to draw.
+
+    Args:
+        painter: Draws.
+        session: Owns the graphs; None when nothing is compiled.
+        identity: Checkpoint and LoRAs, as they decide a picture.
+        ready_seconds: From the end of the imports to here.
+    """
+
+    painter: Painter
+    session: Session | None
+    identity: dict[str, object]
+    ready_seconds: float
+
+
+def parse_options(arguments: argparse.Namespace) -> CompileOptions:
+    """Compile options from the command line.
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+    return CompileOptions(
+        backend=arguments.backend,
+        build="never" if arguments.no_build else "wait",
+        store=arguments.store,
+        store_limit_bytes=int(arguments.store_limit_gb * 2**30),
+        workers=arguments.workers,
+    )
+
+
+def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
+    """What of the model decides a picture; cheap when the hashes are cached.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+        OptionError: A LoRA's weight is no number.
+    """
+    from onediff_ext.store import ContentHashes, GraphLibrary, default_root
+
+    root = arguments.store or default_root()
+    hashes = ContentHashes(GraphLibrary(root, limit_bytes=2**60).folder)
+    loras = [
+        f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}"
+        for path, weight in parse_loras(arguments.lora)
+    ]
+    return {
+        "checkpoint": hashes.content_hash(arguments.model),
+        "vae": None if arguments.vae is None else hashes.content_hash(arguments.vae),
+        "loras": loras,
+        "dtype": arguments.dtype,
+    }
+
+
+def parse_loras(texts: list[str]) -> list[tuple[Path, float]]:
+    """Read ``FILE`` or ``FILE:WEIGHT``.
+
+    Raises:
+        OptionError: The weight is no number.
+    """
+    found = []
+    for text in texts:
+        path, colon, weight = text.rpartition(":")
+        if not colon or Path(text).exists() or len(path) == 1:  # C:\file is a Windows path
+            found.append((Path(text), 1.0))
+            continue
+        try:
+            found.append((Path(path), float(weight)))
+        except ValueError:
+            raise OptionError(f"{weight!r} is no LoRA weight.", "Write FILE.safetensors:0.8.") from None
+    return found
+
+
+def load_model(
+    arguments: argparse.Namespace,
+    identity: dict[str, object],
+    listener: ProgressListener | None = None,
+) -> LoadedModel:
+    """Load checkpoint and LoRAs, put graphs under them, build what is missing.
+
+    Raises:
+        OneDiffError: Something cannot be loaded or used.
+    """
+    import_libraries()
+    start = time.perf_counter()
+    painter = load_painter(arguments)
+    session = None
+    if not arguments.eager:
+        session = compile_painter(painter, arguments, identity, listener)
+    return LoadedModel(painter, session, identity, time.perf_counter() - start)
+
+
+def load_painter(arguments: argparse.Namespace) -> Painter:
+    """Load checkpoint and LoRAs; everything runs eager.
+
+    Raises:
+        OneDiffError: Something cannot be loaded or used.
+    """
+    from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+    from onediff_ext.hosts.diffusers.drawing import Painter
+    from onediff_ext.hosts.diffusers.lora_files import load_lora
+
+    device = _device(arguments.device)
+    dtype = _dtype(arguments.dtype, device)
+    checkpoint = load_checkpoint(
+        arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
+    )
+    painter = Painter(checkpoint)
+    for path, weight in parse_loras(arguments.lora):
+        load_lora(painter.pipe, path, weight)
+    return painter
+
+
+def compile_painter(
+    painter: Painter,
+    arguments: argparse.Namespace,
+    identity: dict[str, object],
+    listener: ProgressListener | None = None,
+) -> Session:
+    """Put graphs under a loaded checkpoint, load or build them all, and compare them with eager.
+
+    Raises:
+        OptionError: An option cannot be used.
+    """
+    from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
+    from onediff_ext.hosts.diffusers.probe import probe
+
+    session = new_session(parse_options(arguments))
+    session.listener = listener
+    ignores = [*arguments.ignore, *(["vae"] if arguments.ignore_vae else [])]
+    compile_pipe(painter.pipe, ignores=parse_ignores(ignores), session=session)
+    probe(painter.pipe)
+    if session.count("built"):
+        probe(painter.pipe)  # compares the new graphs with eager
+    _record(session, painter, str(identity["checkpoint"]))
+    return session
+
+
+def import_libraries() -> None:
+    """Import what takes seconds to import, so that it is not counted as start-up."""
+    import diffusers
+    import torch  # noqa: F401
+    import transformers
+
+    # Their own chatter does not concern the user; nothing is downloaded either.
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _record(session: Session, painter: Painter, content_hash: str) -> None:
+    from onediff_ext.core.errors import StoreError
+    from onediff_ext.store import CheckpointRecords
+
+    checkpoint = painter.checkpoint
+    try:
+        CheckpointRecords(session.library.folder).record(
+            content_hash,
+            name=checkpoint.name,
+            path=str(checkpoint.path.resolve()),
+            architecture=checkpoint.architecture,
+            kinds={k.key.digest: len(k.blocks) for k in session.kinds if k.graph is not None},
+        )
+    except StoreError as exc:
+        print(f"The checkpoint's record is not kept: {exc}", file=sys.stderr)
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise OptionError(f"There is no device {name!r}.", "Use cpu, cuda or cuda:N.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"torch sees no GPU {name!r}.", "Use --device cpu, or run `onediff-ext doctor`."
+        )
+    return device
+
+
+def _dtype(name: str, device: Any) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]

@@ -1,0 +1,67 @@
+"""Progress of pictures and builds: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onediff_ext.service.builder import BuildProgress
+
+
+class Progress:
+    """One stage with a known number of units.
+
+    Args:
+        what: Named before the numbers, such as ``"pictures"``.
+        total: Units in all.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._started_at = time.monotonic()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=what, unit="", leave=True, dynamic_ncols=True)
+
+    def advance(self, units: int, note: str, seconds_left: float | None = None) -> None:
+        """Note finished units; the time left is estimated unless it is given."""
+        self._done += units
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(units)
+            return
+        if seconds_left is None:
+            per_unit = (time.monotonic() - self._started_at) / max(1, self._done)
+            seconds_left = per_unit * (self._total - self._done)
+        left = f", {_duration(seconds_left)} left" if self._done < self._total else ""
+        print(f"{self._what} {self._done}/{self._total}: {note}{left}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the display."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class BuildListener:
+    """Shows the progress of builds, each wave as a stage of its own."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+
+    def __call__(self, progress: BuildProgress) -> None:
+        if self._progress is None:
+            self._progress = Progress("building graphs", progress.needed)
+        self._progress.advance(1, progress.label, progress.seconds_left)
+        if progress.done == progress.needed:
+            self._progress.close()
+            self._progress = None
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"

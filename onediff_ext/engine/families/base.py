@@ -1,0 +1,83 @@
+"""How blocks of one class are called: which arguments are tensors, which dims may vary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# Inclusive bounds of what may vary, in the block's own units (latent cells, tokens).
+# Below 64 images diffusers' and Inductor's own code paths do not change.
+DIM_BOUNDS: Mapping[str, tuple[int, int]] = {
+    "batch": (1, 63),
+    "height": (1, 2048),
+    "width": (1, 2048),
+    "tokens": (1, 2048 * 2048),
+    "context": (1, 16384),
+}
+
+# One name per dim of a tensor; None for a dim that is part of the kind.
+Dims = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block, sorted into what a graph takes and what it freezes.
+
+    Args:
+        tensors: The tensor arguments in the order of the family's `dims`.
+        dims: For each tensor, the names of its dims.
+        statics: Everything else that changes what the block computes.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    dims: tuple[Dims, ...]
+    statics: tuple[tuple[str, Hashable], ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a block has to run eager."""
+
+    reason: str
+
+
+class BlockFamily(ABC):
+    """All blocks of one class."""
+
+    label: str
+
+    @abstractmethod
+    def block_class(self) -> type[nn.Module] | None:
+        """The exact class, or None when its package is not installed."""
+
+    @abstractmethod
+    def packages(self) -> Mapping[str, str]:
+        """Name → version of the packages whose code the block runs."""
+
+    @abstractmethod
+    def describe(self, block: nn.Module) -> str:
+        """A few words for people, such as ``"ResnetBlock2D 320→640"``."""
+
+    @abstractmethod
+    def bind(
+        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BlockCall | Refusal:
+        """Sort the arguments of one call, or say why no graph can serve it."""
+
+    @abstractmethod
+    def run(
+        self,
+        block: nn.Module,
+        tensors: Sequence[torch.Tensor],
+        statics: Mapping[str, Hashable],
+    ) -> torch.Tensor:
+        """Call the block's own forward with arguments that `bind` sorted."""
+
+    def widest(self, block: nn.Module, call: BlockCall) -> int:
+        """Elements of the largest tensor inside the block, for the limit of 32-bit indices."""
+        return max(t.numel() for t in call.tensors)

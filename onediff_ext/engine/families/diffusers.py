@@ -1,0 +1,210 @@
+"""The blocks of diffusers' UNet2DConditionModel, ControlNetModel and AutoencoderKL.
+
+Down- and upsamplers stay eager: each is one convolution, for which a graph has
+nothing to fuse.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.engine.families.base import BlockCall, BlockFamily, Dims, Refusal
+
+IMAGE: Dims = ("batch", None, "height", "width")
+VECTOR: Dims = ("batch", None)
+TOKENS: Dims = ("batch", "tokens", None)
+CONTEXT: Dims = ("batch", "context", None)
+
+# Attention that is a pure function of its arguments. Others (IP-Adapter,
+# attention stores, slicing, xformers) keep state or freeze shapes.
+PURE_PROCESSORS = frozenset({"AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"})
+
+
+class _DiffusersFamily(BlockFamily):
+    path: str  # "package.module:Class"
+
+    def block_class(self) -> type[nn.Module] | None:
+        if "diffusers" not in sys.modules:
+            return None
+        module, name = self.path.split(":")
+        return getattr(importlib.import_module(module), name, None)
+
+    def packages(self) -> Mapping[str, str]:
+        return {"diffusers": importlib.metadata.version("diffusers")}
+
+
+class ResnetFamily(_DiffusersFamily):
+    """ResnetBlock2D, with a time embedding (UNet) or without one (VAE)."""
+
+    label = "ResnetBlock2D"
+    path = "diffusers.models.resnet:ResnetBlock2D"
+
+    def describe(self, block: nn.Module) -> str:
+        return f"{self.label} {block.in_channels}→{block.out_channels}"
+
+    def bind(
+        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BlockCall | Refusal:
+        named = _named(("input_tensor", "temb"), args, kwargs)
+        if named is None or named.get("input_tensor") is None:
+            return Refusal("called with arguments that are not known")
+        if block.upsample is not None or block.downsample is not None:
+            return Refusal("a residual block that also resamples is not supported")
+        # x [B, C, H, W], temb [B, T] or None
+        if named.get("temb") is None:
+            return BlockCall((named["input_tensor"],), (IMAGE,), (("temb", False),))
+        return BlockCall((named["input_tensor"], named["temb"]), (IMAGE, VECTOR), (("temb", True),))
+
+    def run(
+        self,
+        block: nn.Module,
+        tensors: Sequence[torch.Tensor],
+        statics: Mapping[str, Hashable],
+    ) -> torch.Tensor:
+        return block.forward(tensors[0], tensors[1] if statics["temb"] else None)
+
+    def widest(self, block: nn.Module, call: BlockCall) -> int:
+        x = call.tensors[0]
+        return x.numel() // x.shape[1] * max(block.in_channels, block.out_channels)
+
+
+class TransformerFamily(_DiffusersFamily):
+    """BasicTransformerBlock with self-attention and cross-attention."""
+
+    label = "BasicTransformerBlock"
+    path = "diffusers.models.attention:BasicTransformerBlock"
+    unsupported = (
+        "attention_mask",
+        "encoder_attention_mask",
+        "timestep",
+        "class_labels",
+        "added_cond_kwargs",
+    )
+
+    def describe(self, block: nn.Module) -> str:
+        return f"{self.label} {block.dim}"
+
+    def bind(
+        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BlockCall | Refusal:
+        order = (
+            "hidden_states",
+            "attention_mask",
+            "encoder_hidden_states",
+            "encoder_attention_mask",
+            "timestep",
+            "cross_attention_kwargs",
+            "class_labels",
+            "added_cond_kwargs",
+        )
+        named = _named(order, args, kwargs)
+        if named is None or named.get("hidden_states") is None:
+            return Refusal("called with arguments that are not known")
+        if block.norm_type == "layer_norm":
+            # UNets hand the timestep to every transformer; plain layer norms ignore it.
+            named.pop("timestep", None)
+            named.pop("class_labels", None)
+            named.pop("added_cond_kwargs", None)
+        else:
+            return Refusal(f"norm type {block.norm_type} is not supported")
+        for name in self.unsupported:
+            if named.get(name) is not None:
+                return Refusal(f"called with {name}")
+        if named.get("cross_attention_kwargs"):
+            return Refusal("called with cross_attention_kwargs")
+        if block._chunk_size is not None:
+            return Refusal("feed-forward chunking is on")
+        for attention in (block.attn1, block.attn2):
+            reason = _processor_refusal(attention)
+            if reason is not None:
+                return Refusal(reason)
+        # x [B, H*W, D], context [B, 77n, C] or None
+        context = named.get("encoder_hidden_states")
+        if context is None:
+            return BlockCall((named["hidden_states"],), (TOKENS,), (("context", False),))
+        if isinstance(context, tuple):
+            return Refusal("IP-Adapter embeddings among the context")
+        return BlockCall((named["hidden_states"], context), (TOKENS, CONTEXT), (("context", True),))
+
+    def run(
+        self,
+        block: nn.Module,
+        tensors: Sequence[torch.Tensor],
+        statics: Mapping[str, Hashable],
+    ) -> torch.Tensor:
+        context = tensors[1] if statics["context"] else None
+        return block.forward(tensors[0], encoder_hidden_states=context)
+
+    def widest(self, block: nn.Module, call: BlockCall) -> int:
+        return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
+
+
+class AttentionFamily(_DiffusersFamily):
+    """The single-head attention of the VAE's middle block, on images."""
+
+    label = "Attention"
+    path = "diffusers.models.attention_processor:Attention"
+
+    def describe(self, block: nn.Module) -> str:
+        return f"{self.label} {block.query_dim}"
+
+    def bind(
+        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BlockCall | Refusal:
+        order = ("hidden_states", "encoder_hidden_states", "attention_mask")
+        named = _named((*order, "temb"), args, kwargs)
+        if named is None or named.get("hidden_states") is None or named["hidden_states"].ndim != 4:
+            return Refusal("attention outside a VAE's middle block runs inside its transformer")
+        if named.get("encoder_hidden_states") is not None:
+            return Refusal("called with encoder_hidden_states")
+        if named.get("attention_mask") is not None or named.get("temb") is not None:
+            return Refusal("called with a mask or a time embedding")
+        reason = _processor_refusal(block)
+        if reason is not None:
+            return Refusal(reason)
+        return BlockCall((named["hidden_states"],), (IMAGE,))  # x [B, C, H, W]
+
+    def run(
+        self,
+        block: nn.Module,
+        tensors: Sequence[torch.Tensor],
+        statics: Mapping[str, Hashable],  # noqa: ARG002
+    ) -> torch.Tensor:
+        return block.forward(tensors[0])
+
+
+DIFFUSERS_FAMILIES: tuple[BlockFamily, ...] = (
+    ResnetFamily(),
+    TransformerFamily(),
+    AttentionFamily(),
+)
+
+
+def _named(
+    order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Arguments by name, or None when some are not among `order`."""
+    if len(args) > len(order):
+        return None
+    named = dict(zip(order, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in order or name in named:
+            if value is None:
+                continue
+            return None
+        named[name] = value
+    return named
+
+
+def _processor_refusal(attention: nn.Module | None) -> str | None:
+    if attention is None:
+        return None
+    name = type(attention.processor).__name__
+    return None if name in PURE_PROCESSORS else f"attention processor {name} is not known as pure"

@@ -1,0 +1,251 @@
+"""What stands in the place of a block's forward: the kind's graph, or eager with a reason."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.core.errors import ExportError
+from onediff_ext.core.keys import KindKey
+from onediff_ext.engine.check import compare
+from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.structure import BlockTree, WrapperRule
+from onediff_ext.engine.trace import (
+    Autocast,
+    export_block,
+    is_channels_last,
+    save_program,
+)
+
+logger = logging.getLogger(__name__)
+
+_INDEX_LIMIT = 2**31 - 1
+
+
+class Kinds(ABC):
+    """Who knows the kinds of this process; the session implements it."""
+
+    rules: Sequence[WrapperRule]
+
+    @abstractmethod
+    def key_entries(self, device: torch.device) -> dict[str, str]:
+        """The parts of a key that machine and backend give."""
+
+    @abstractmethod
+    def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
+        """The kind of this key, made (and its graph loaded, if stored) when it is new."""
+
+    @abstractmethod
+    def fell_back(self, what: str, reason: str) -> None:
+        """Count one call that ran eager although a graph was wanted."""
+
+
+class BlockRunner:
+    """Runs one block of a host's model.
+
+    It is put into the block's instance attribute ``forward``, so that hooks on
+    the block itself go on working.
+    """
+
+    def __init__(
+        self, block: nn.Module, family: BlockFamily, forward: Callable[..., Any], kinds: Kinds
+    ) -> None:
+        self.block, self.family, self.eager, self._kinds = block, family, forward, kinds
+        self.active = True
+        self._tree: BlockTree | None = None
+        self._found: dict[tuple[Any, ...], Kind] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockRunner:
+        return self  # a copied model must not copy the session with it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return self.eager(*args, **kwargs)
+        prepared = self._prepare(args, kwargs)
+        if isinstance(prepared, Refusal):
+            self._kinds.fell_back(self.family.label, prepared.reason)
+            return self.eager(*args, **kwargs)
+        kind, arguments = prepared
+        kind.calls += 1
+        graph = kind.graph
+        if graph is None:
+            if kind.state is KindState.FAILED:
+                self._kinds.fell_back(kind.label, kind.reason)
+            return self.eager(*args, **kwargs)
+        try:
+            output = graph(arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exc:
+            kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
+            logger.warning("%s runs eager: %s", kind.label, kind.reason)
+            return self.eager(*args, **kwargs)
+        if kind.state is KindState.READY:
+            return output
+        return self._check(kind, output, args, kwargs)
+
+    def _check(self, kind: Kind, output: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        """First run of a graph in this process: eager's result counts."""
+        eager = self.eager(*args, **kwargs)
+        comparison = compare(output, eager)
+        kind.comparison = comparison
+        if comparison.problem is not None:
+            kind.fail(comparison.problem)
+            logger.warning("%s runs eager: its graph %s", kind.label, comparison.problem)
+        elif comparison.decided:
+            kind.state = KindState.READY
+        return eager
+
+    def _prepare(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Kind, list[torch.Tensor]] | Refusal:
+        call = self.family.bind(self.block, args, kwargs)
+        if isinstance(call, Refusal):
+            return call
+        if torch.is_grad_enabled():
+            return Refusal("gradients are enabled")
+        if self.block.training:
+            return Refusal("the model is in training mode")
+        tree = self._tree
+        if tree is None or not tree.holds():
+            tree = self._look()
+        if tree.refusal is not None:
+            return Refusal(tree.refusal)
+        weights = tree.weights()
+        if weights is None:
+            tree = self._look()
+            weights = None if tree.refusal else tree.weights()
+            if weights is None:
+                return Refusal(tree.refusal or "weights change while they are read")
+        inputs = [_normalise(t) for t in call.tensors]
+        problem = _boundary_problem(inputs, call, weights)
+        if problem is not None:
+            return Refusal(problem)
+        if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
+            return Refusal("more elements than a 32-bit index reaches")
+        call = BlockCall(tuple(inputs), call.dims, call.statics)
+        autocast = _autocast_state(inputs[0].device.type)
+        signature = (_signature(call), autocast)
+        kind = self._found.get(signature)
+        if kind is None:
+            kind = self._identify(tree, weights, call, autocast)
+            self._found[signature] = kind
+        return kind, weights + inputs
+
+    def _look(self) -> BlockTree:
+        self._tree = BlockTree(self.block, self._kinds.rules)
+        self._found.clear()
+        return self._tree
+
+    def _identify(
+        self,
+        tree: BlockTree,
+        weights: list[torch.Tensor],
+        call: BlockCall,
+        autocast: Autocast,
+    ) -> Kind:
+        device = call.tensors[0].device
+        entries = {
+            **tree.entries,
+            **{name: version for name, version in self.family.packages().items()},
+            **self._kinds.key_entries(device),
+            "inputs": "; ".join(
+                _input_text(t, dims) for t, dims in zip(call.tensors, call.dims, strict=True)
+            ),
+            "call": repr(call.statics),
+            "autocast": "off" if autocast is None else str(autocast[1]),
+        }
+        key, block, family = KindKey(entries), weakref.ref(self.block), self.family
+        rules = self._kinds.rules
+        # Only shapes, dtypes and layouts of the example matter: keep none of its memory.
+        outline = BlockCall(
+            tuple(torch.empty_like(t, device="meta") for t in call.tensors),
+            call.dims,
+            call.statics,
+        )
+
+        def export() -> bytes:
+            return _export(block(), tree, family, rules, outline, autocast, device)
+
+        label = family.describe(self.block)
+        kind = self._kinds.find(key, lambda: Kind(key, label, device, export))
+        kind.blocks.add(id(self.block))
+        return kind
+
+
+def _export(
+    block: nn.Module | None,
+    identified: BlockTree,
+    family: BlockFamily,
+    rules: Sequence[WrapperRule],
+    outline: BlockCall,
+    autocast: Autocast,
+    device: torch.device,
+) -> bytes:
+    if block is None:
+        raise ExportError("The model is gone.")
+    tree = BlockTree(block, rules)
+    weights = tree.weights()
+    if tree.refusal is not None or weights is None or tree.entries != identified.entries:
+        raise ExportError("The block has changed since its kind was named.")
+    program = export_block(tree.copy(), family, tree.names, weights, outline, device, autocast)
+    return save_program(program)
+
+
+def _normalise(tensor: torch.Tensor) -> torch.Tensor:
+    """The one layout that graphs are built for: NHWC images, everything else contiguous."""
+    if tensor.ndim == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor.contiguous()
+
+
+def _boundary_problem(
+    inputs: Sequence[torch.Tensor], call: BlockCall, weights: Sequence[torch.Tensor]
+) -> str | None:
+    """What a stored graph would not notice by itself, since it checks none of its inputs."""
+    device = inputs[0].device
+    sizes: dict[str, int] = {}
+    for tensor, dims in zip(inputs, call.dims, strict=True):
+        if tensor.ndim != len(dims):
+            return f"an input has {tensor.ndim} dims where {len(dims)} are expected"
+        if tensor.device != device:
+            return "inputs on different devices"
+        for size, name in zip(tensor.shape, dims, strict=True):
+            if name is None:
+                continue
+            if size == 0:
+                return f"an empty {name}"
+            if sizes.setdefault(name, size) != size:
+                return f"{name} differs between inputs"
+    if weights and weights[0].device != device:
+        return "weights are on another device (offloading)"
+    if sizes["batch"] > 63:
+        return "more than 63 images at once"
+    return None
+
+
+def _signature(call: BlockCall) -> tuple[Any, ...]:
+    fixed = tuple(
+        (t.dtype, t.device, *(n for n, name in zip(t.shape, dims, strict=True) if name is None))
+        for t, dims in zip(call.tensors, call.dims, strict=True)
+    )
+    return (fixed, call.statics)
+
+
+def _autocast_state(device_type: str) -> Autocast:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return device_type, torch.get_autocast_dtype(device_type)
+
+
+def _input_text(tensor: torch.Tensor, dims: Sequence[str | None]) -> str:
+    shape = ",".join(name or str(n) for n, name in zip(tensor.shape, dims, strict=True))
+    layout = " nhwc" if is_channels_last(tensor) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]{layout}"

@@ -1,0 +1,266 @@
+"""The modules and weights of one block as they are now: identity, weights, a copy to trace."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_KNOWN_PACKAGES = ("torch.nn.modules", "diffusers.")
+
+
+class WrapperRule(ABC):
+    """A module that stands around another one and changes its weight, as LoRA layers do."""
+
+    @abstractmethod
+    def matches(self, module: nn.Module) -> bool:
+        """Whether `module` is such a wrapper."""
+
+    @abstractmethod
+    def base(self, module: nn.Module) -> nn.Module:
+        """The wrapped module, whose graph serves."""
+
+    @abstractmethod
+    def refusal(self, module: nn.Module) -> str | None:
+        """Why this wrapper cannot be expressed as another weight, or None."""
+
+    @abstractmethod
+    def state(self, module: nn.Module) -> Hashable:
+        """A value that differs whenever `effective` would return something else."""
+
+    @abstractmethod
+    def effective(self, module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+        """The weight with which the bare base computes what the wrapper computes."""
+
+
+class _Slot:
+    """One weight of a block, read anew at every call since hosts replace Parameters."""
+
+    __slots__ = ("holder", "layout", "name", "path", "rule", "state", "value", "wrapper")
+
+    def __init__(
+        self, path: str, holder: dict[str, Any], name: str, rule: WrapperRule | None, wrapper: Any
+    ) -> None:
+        self.path, self.holder, self.name = path, holder, name
+        self.rule, self.wrapper = rule, wrapper
+        self.state: Hashable = None
+        self.value: torch.Tensor | None = None
+        self.layout: tuple[Any, ...] = ()
+
+    def read(self) -> torch.Tensor | None:
+        weight = self.holder.get(self.name)
+        if weight is None or self.rule is None:
+            return weight
+        state = self.rule.state(self.wrapper)
+        if state != self.state or self.value is None:
+            self.value = self.rule.effective(self.wrapper, weight)
+            self.state = state
+        return self.value
+
+
+class BlockTree:
+    """What a block consists of at one moment.
+
+    Attributes:
+        refusal: Why no graph may stand for this block, or None.
+        entries: The parts of the kind's key that the block itself gives.
+        names: Full names of the weights, in the order of `weights()`.
+    """
+
+    def __init__(self, block: nn.Module, rules: Sequence[WrapperRule] = ()) -> None:
+        self.refusal: str | None = None
+        self._block = block
+        self._rules = tuple(rules)
+        self._children: list[tuple[dict[str, Any], str, Any]] = []
+        self._modules: list[tuple[nn.Module, type, int, bool]] = []
+        self._processors: list[tuple[dict[str, Any], Any]] = []
+        self._slots: list[_Slot] = []
+        lines: list[str] = []
+        self._sources: set[str] = set()
+        self._visit("", block, lines, inner=False)
+        self.names = tuple(slot.path for slot in self._slots)
+        self._describe_weights(lines)
+
+    def _visit(
+        self,
+        path: str,
+        module: nn.Module,
+        lines: list[str],
+        *,
+        inner: bool,
+        wrapped: tuple[WrapperRule | None, Any] = (None, None),
+    ) -> None:
+        foreign = inner and _is_hooked(module)
+        self._modules.append((module, type(module), len(module._modules), foreign))
+        if foreign:
+            self._refuse(f"{path} has a hook or a replaced forward of another extension")
+        if not _is_known(type(module)):
+            self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
+        self._sources.add(type(module).__module__)
+        lines.append(f"{path}: {_qualname(type(module))} {_describe_attributes(module)}")
+        processor = vars(module).get("processor")
+        if processor is not None:
+            self._processors.append((vars(module), processor))
+        prefix = f"{path}." if path else ""
+        rule, wrapper = wrapped
+        for kind, holder in (("p", module._parameters), ("b", module._buffers)):
+            for name, weight in holder.items():
+                if weight is None:
+                    continue
+                merges = rule if kind == "p" and name == "weight" else None
+                self._slots.append(_Slot(prefix + name, holder, name, merges, wrapper))
+        for name, child in module._modules.items():
+            self._children.append((module._modules, name, child))
+            if child is None:
+                continue
+            found = next((r for r in self._rules if r.matches(child)), None)
+            if found is None:
+                self._visit(prefix + name, child, lines, inner=True)
+                continue
+            reason = found.refusal(child)
+            if reason is not None:
+                self._refuse(f"{prefix}{name}: {reason}")
+            base = found.base(child)
+            hooked = _is_hooked(child)
+            self._modules.append((child, type(child), len(child._modules), hooked))
+            if hooked:
+                self._refuse(f"{prefix}{name} has a hook of another extension")
+            self._visit(prefix + name, base, lines, inner=True, wrapped=(found, child))
+
+    def _describe_weights(self, lines: list[str]) -> None:
+        weights, dtypes = [], set()
+        for slot in self._slots:
+            weight = None if self.refusal else slot.read()
+            if weight is None:
+                continue
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
+                continue
+            slot.layout = (weight.dtype, weight.shape, weight.stride())
+            weights.append(f"{slot.path} {tuple(weight.shape)} {weight.stride()} {weight.dtype}")
+            dtypes.add(str(weight.dtype).removeprefix("torch."))
+        self.entries: Mapping[str, str] = {
+            "block": _qualname(type(self._block)),
+            "hyper-parameters": _digest("\n".join(lines)),
+            "weights": _digest("\n".join(weights)),
+            "weight dtype": " ".join(sorted(dtypes)),
+            "source": _digest(" ".join(_source_digest(name) for name in sorted(self._sources))),
+        }
+
+    def _refuse(self, reason: str) -> None:
+        if self.refusal is None:
+            self.refusal = reason
+
+    def holds(self) -> bool:
+        """Whether the block still consists of the same modules, without hooks or wrappers added."""
+        for holder, name, child in self._children:
+            if holder.get(name) is not child:
+                return False
+        for module, cls, count, foreign in self._modules:
+            if module.__class__ is not cls or len(module._modules) != count:
+                return False
+            if module is not self._block and _is_hooked(module) is not foreign:
+                return False
+        return all(holder.get("processor") is processor for holder, processor in self._processors)
+
+    def weights(self) -> list[torch.Tensor] | None:
+        """The weights as they are now, or None when their shape, dtype or layout changed."""
+        found = []
+        for slot in self._slots:
+            weight = slot.read()
+            if weight is None or slot.layout != (weight.dtype, weight.shape, weight.stride()):
+                return None
+            found.append(weight)
+        return found
+
+    def copy(self) -> nn.Module:
+        """A structural copy without hooks, patches and wrappers that shares every tensor.
+
+        Tracing the live block would race with other threads, which would meet
+        fake tensors, and would run other extensions' hooks.
+        """
+        tensors = [*self._block.parameters(), *self._block.buffers()]
+        block = copy.deepcopy(self._block, {id(t): t for t in tensors})
+        self._unwrap(block)
+        for module in block.modules():
+            vars(module).pop("forward", None)
+            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+                getattr(module, hooks).clear()
+        return block
+
+    def _unwrap(self, module: nn.Module) -> None:
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
+            rule = next((r for r in self._rules if r.matches(child)), None)
+            if rule is not None:
+                child = rule.base(child)
+                module._modules[name] = child
+            self._unwrap(child)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    )
+
+
+def _is_known(cls: type) -> bool:
+    return cls.__module__.startswith(_KNOWN_PACKAGES)
+
+
+def _qualname(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _source_digest(module_name: str) -> str:
+    """Digest of a Python module's file; torch's own is covered by torch's version."""
+    if module_name.startswith("torch."):
+        return ""
+    path = getattr(sys.modules.get(module_name), "__file__", None)
+    return _digest(Path(path).read_text(encoding="utf-8")) if path else "none"
+
+
+def _describe_attributes(module: nn.Module) -> str:
+    kept = {
+        name: value
+        for name, value in vars(module).items()
+        if name == "_chunk_size" or not (name.startswith("_") or name == "forward")
+    }
+    return _describe(kept, depth=0)
+
+
+def _describe(value: object, depth: int) -> str:
+    """Text that is equal for equal hyper-parameters, never an address."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "(" + ",".join(_describe(v, depth) for v in value) + ")"
+    if isinstance(value, Mapping):
+        parts = (f"{k}={_describe(v, depth)}" for k, v in sorted(value.items(), key=_by_name))
+        return "{" + ",".join(parts) + "}"
+    if isinstance(value, type):
+        return _qualname(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if depth < 3 and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        return _qualname(type(value)) + _describe(vars(value), depth + 1)
+    return _qualname(type(value))
+
+
+def _by_name(item: tuple[Any, Any]) -> str:
+    return str(item[0])

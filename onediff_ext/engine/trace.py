@@ -1,0 +1,164 @@
+"""From a block to an exported program that takes its weights as arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Hashable, Mapping, Sequence
+
+import sympy
+import torch
+from torch import nn
+
+from onediff_ext.core.errors import ExportError
+from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily, Dims
+
+Autocast = tuple[str, torch.dtype] | None
+
+
+class _Pure(nn.Module):
+    """A block as a function of (weights, *inputs); the block is no submodule, so nothing is
+    baked into the graph."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        family: BlockFamily,
+        names: Sequence[str],
+        statics: Mapping[str, Hashable],
+        autocast: Autocast,
+    ) -> None:
+        super().__init__()
+        caller = _Caller(block, family, statics)
+        object.__setattr__(self, "_caller", caller)
+        self._names = [f"block.{name}" for name in names]
+        self._autocast = autocast
+
+    def forward(self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(self._names, weights, strict=True))
+        # Tracing under an outer autocast does not record it, so it stands inside.
+        with _autocast_context(self._autocast):
+            return torch.func.functional_call(self._caller, named, tensors)
+
+
+class _Caller(nn.Module):
+    def __init__(
+        self, block: nn.Module, family: BlockFamily, statics: Mapping[str, Hashable]
+    ) -> None:
+        super().__init__()
+        self.block, self._family, self._statics = block, family, statics
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self._family.run(self.block, tensors, self._statics)
+
+
+def export_block(
+    block: nn.Module,
+    family: BlockFamily,
+    names: Sequence[str],
+    weights: Sequence[torch.Tensor],
+    call: BlockCall,
+    device: torch.device,
+    autocast: Autocast = None,
+) -> torch.export.ExportedProgram:
+    """Export one block with batch, height, width and tokens symbolic.
+
+    Args:
+        block: A structural copy (`BlockTree.copy`), never the live block.
+        names, weights: The block's weights; their shapes become constants.
+        call: Gives dtypes, layouts and fixed dims; its sizes are only hints. Its
+            tensors may be on the meta device.
+        device: Where the block runs.
+
+    Raises:
+        ExportError: The block cannot be traced, or tracing froze a dim that must vary.
+    """
+    # Whole-number dims of one tensor must not be taken for those of another that happen to
+    # be equal (duck shapes), and a batch of 1 would be taken for a constant.
+    import torch.fx.experimental._config as symbolic_config
+
+    examples = [_example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)]
+    dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
+    pure = _Pure(block, family, names, dict(call.statics), autocast)
+    try:
+        with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):
+            program = torch.export.export(
+                pure,
+                ([w.detach() for w in weights], *examples),
+                dynamic_shapes=([None] * len(weights), dynamic),
+                strict=False,
+            )
+    except Exception as exc:  # torch.export raises dozens of unrelated types
+        raise ExportError(f"The block cannot be traced: {_first_line(exc)}") from exc
+    _check_dims_vary(program, call, len(weights))
+    program._example_inputs = None  # would save the weights with the program
+    return program
+
+
+def save_program(program: torch.export.ExportedProgram) -> bytes:
+    """Serialise an exported block, without any weight."""
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
+
+
+def load_program(serialised: bytes) -> torch.export.ExportedProgram:
+    """The inverse of `save_program`."""
+    return torch.export.load(io.BytesIO(serialised))
+
+
+def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    """The program's inputs as its own fake tensors: weights first, then the block's tensors."""
+    nodes = program.graph_module.graph.nodes
+    return [node.meta["val"] for node in nodes if node.op == "placeholder"]
+
+
+def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:
+    shape = [
+        n if name is None else max(n, 2) for n, name in zip(tensor.shape, dims, strict=True)
+    ]
+    layout = torch.channels_last if is_channels_last(tensor) else torch.contiguous_format
+    return torch.empty(shape, dtype=tensor.dtype, device=device, memory_format=layout)
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an image batch [B, C, H, W] in NHWC order."""
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _dynamic_dims(dims: Dims) -> dict[int, object]:
+    return {
+        i: torch.export.Dim.AUTO(min=DIM_BOUNDS[name][0], max=DIM_BOUNDS[name][1])
+        for i, name in enumerate(dims)
+        if name is not None
+    }
+
+
+def _check_dims_vary(
+    program: torch.export.ExportedProgram, call: BlockCall, weight_count: int
+) -> None:
+    names: dict[sympy.Basic, str] = {}
+    for fake, dims in zip(input_fakes(program)[weight_count:], call.dims, strict=True):
+        for size, name in zip(fake.shape, dims, strict=True):
+            if name is None:
+                continue
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+            if not isinstance(symbol, sympy.Symbol):
+                raise ExportError(f"Tracing froze {name} to {symbol}.")
+            if names.setdefault(symbol, name) != name:
+                raise ExportError(f"Tracing took {name} for {names[symbol]}.")
+            bounds = program.range_constraints[symbol]
+            if bounds.lower > 2 or bounds.upper < DIM_BOUNDS[name][1]:
+                raise ExportError(f"Tracing narrowed {name} to {bounds.lower}..{bounds.upper}.")
+
+
+def _autocast_context(autocast: Autocast) -> contextlib.AbstractContextManager[object]:
+    if autocast is None:
+        return contextlib.nullcontext()
+    device_type, dtype = autocast
+    return torch.autocast(device_type, dtype=dtype)
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"[:300]

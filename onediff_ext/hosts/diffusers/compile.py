@@ -1,0 +1,155 @@
+"""`compile_pipe` and what belongs to it: graphs under the components of a diffusers pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.options import CompileOptions, parse_ignores
+from onediff_ext.engine.families.diffusers import DIFFUSERS_FAMILIES
+from onediff_ext.hosts.diffusers.lora_rule import PeftLoraRule
+from onediff_ext.service.component import Component
+from onediff_ext.service.session import Session
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_onediff"
+Pipe = TypeVar("Pipe")
+
+
+class CompiledPipe:
+    """What `compile_pipe` has done to one pipeline.
+
+    Attributes:
+        session: Kinds, graphs and counts.
+        components: The models that run compiled.
+    """
+
+    def __init__(self, session: Session, components: list[Component]) -> None:
+        self.session, self.components = session, components
+        self._layouts: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def install(self) -> None:
+        """Put graphs under the components."""
+        for component in self.components:
+            if self.session.options.channels_last:
+                self._use_channels_last(component.model)
+            component.install()
+
+    def remove(self) -> None:
+        """Leave modules and weights as they were."""
+        for component in self.components:
+            component.remove()
+        for parameter, before in self._layouts:
+            if parameter.data.shape == before.shape:
+                contiguous = parameter.data.contiguous()
+                parameter.data = contiguous
+        self._layouts = []
+
+    def _use_channels_last(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.ndim == 4 and not parameter.is_contiguous(
+                memory_format=torch.channels_last
+            ):
+                self._layouts.append((parameter, parameter.data.new_empty(0)))
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def new_session(options: CompileOptions | Mapping[str, Any] | None = None) -> Session:
+    """A session for diffusers models. One session may serve several pipes, which then share
+    graphs (never weights)."""
+    return Session(CompileOptions.parse(options), DIFFUSERS_FAMILIES, (PeftLoraRule(),))
+
+
+def compile_pipe(
+    pipe: Pipe,
+    *,
+    ignores: object = (),
+    options: CompileOptions | Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    session: Session | None = None,
+) -> Pipe:
+    """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
+
+    Missing graphs are built after the first forward that asks for them, and kept
+    on disk. Nothing else of the pipeline changes, and `undo_compile` takes it back.
+
+    Args:
+        pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
+        ignores: Components to leave alone: ``"unet"``, ``"vae"``, ``"vae_encoder"``,
+            ``"vae_decoder"``, ``"controlnet"``.
+        options: `CompileOptions`, or a mapping of its fields.
+        backend: Shorthand for the option of this name.
+        session: Share the graphs of this session.
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        OptionError: An option is unknown, or the pipeline has nothing to compile.
+    """
+    undo_compile(pipe)
+    chosen = CompileOptions.parse(options)
+    if backend is not None:
+        chosen = CompileOptions.parse({**vars(chosen), "backend": backend})
+    session = session or new_session(chosen)
+    components = [
+        Component(name, model, session) for name, model in find_models(pipe, parse_ignores(ignores))
+    ]
+    if not components:
+        raise OptionError(
+            f"{type(pipe).__name__} has no component to compile.",
+            "A unet, vae or controlnet is needed that `ignores` does not name.",
+        )
+    compiled = CompiledPipe(session, components)
+    compiled.install()
+    vars(pipe)[_ATTRIBUTE] = compiled
+    return pipe
+
+
+def undo_compile(pipe: Pipe) -> Pipe:
+    """Leave the pipeline as it was before `compile_pipe`; does nothing if it is not compiled."""
+    compiled = vars(pipe).pop(_ATTRIBUTE, None)
+    if compiled is not None:
+        compiled.remove()
+    return pipe
+
+
+@contextmanager
+def compiled(pipe: Pipe, **kwargs: Any) -> Iterator[Pipe]:
+    """`compile_pipe` for the length of a ``with`` block; takes the same arguments."""
+    compile_pipe(pipe, **kwargs)
+    try:
+        yield pipe
+    finally:
+        undo_compile(pipe)
+
+
+def compiled_state(pipe: object) -> CompiledPipe | None:
+    """What `compile_pipe` has done to a pipeline, or None."""
+    found: CompiledPipe | None = vars(pipe).get(_ATTRIBUTE)
+    return found
+
+
+def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    """The pipeline's models that can run compiled, by component name."""
+    models: list[tuple[str, nn.Module]] = []
+    unet = getattr(pipe, "unet", None)
+    if unet is not None and "unet" not in ignored:
+        models.append(("unet", unet))
+    vae = getattr(pipe, "vae", None)
+    for part in ("encoder", "decoder"):
+        model = getattr(vae, part, None)
+        if isinstance(model, nn.Module) and f"vae_{part}" not in ignored:
+            models.append((f"vae_{part}", model))
+    controlnet = getattr(pipe, "controlnet", None)
+    if controlnet is not None and "controlnet" not in ignored:
+        nets = getattr(controlnet, "nets", None) or [controlnet]
+        models += [(f"controlnet{i or ''}", net) for i, net in enumerate(nets)]
+    return models

@@ -1,0 +1,194 @@
+"""Draw pictures with a loaded checkpoint: text to image and image to image, timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from onediff_ext.hosts.diffusers.checkpoint import LoadedCheckpoint
+
+
+@dataclass(frozen=True)
+class DrawSettings:
+    """What decides a picture, besides its size, its seed and the picture it starts from.
+
+    Args:
+        prompt, negative_prompt: As in the WebUI; cut at 75 tokens.
+        steps: Sampling steps; image to image runs ``steps * strength`` of them.
+        guidance: CFG scale; 1 or less draws without CFG.
+        strength: Denoising strength of image to image, above 0 and up to 1.
+        scheduler: A sampler's name, such as "Euler a" or "DPM++ 2M Karras".
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+
+    prompt: str = ""
+    negative_prompt: str = ""
+    steps: int = 20
+    guidance: float = 7.0
+    strength: float = 0.6
+    scheduler: str = "Euler a"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= 1000:
+            raise OptionError(f"{self.steps} steps cannot be drawn.", "Choose 1 to 1000.")
+        if not 0 < self.strength <= 1:
+            raise OptionError(
+                f"A strength of {self.strength} cannot be used.", "Choose above 0 and up to 1."
+            )
+        if not 0 <= self.guidance <= 100:
+            raise OptionError(f"A guidance of {self.guidance} cannot be used.", "Choose 1 to 30.")
+        infotext_names(self.scheduler)
+
+    def check_img2img_steps(self) -> None:
+        """Raise OptionError when strength leaves image to image without a single step."""
+        if int(self.steps * self.strength) < 1:
+            raise OptionError(
+                f"{self.steps} steps at strength {self.strength} are less than one step.",
+                f"Use at least {int(1 / self.strength) + 1} steps, or a higher strength.",
+            )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The result of one batch.
+
+    Args:
+        images: RGB pictures in the order of the seeds.
+        seconds: Of the whole batch, from prompt to pixels.
+        step_seconds: Of each sampling step but the first, whose start is not seen; all of a
+            batch of one step is its only entry.
+    """
+
+    images: list[Image.Image]
+    seconds: float
+    step_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median over the steps."""
+        return sorted(self.step_seconds)[len(self.step_seconds) // 2]
+
+
+class _StepClock:
+    """Notes when each sampling step ends; waits for the device, so that work is counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.ends: list[float] = []
+
+    def __call__(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.ends.append(time.perf_counter())
+        return kwargs
+
+
+class Painter:
+    """Draws with one checkpoint. Its pipelines share all models.
+
+    Args:
+        checkpoint: From `load_checkpoint`.
+    """
+
+    def __init__(self, checkpoint: LoadedCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.pipe = checkpoint.pipeline
+        self._noise_config = dict(self.pipe.scheduler.config)
+        self._pipes: dict[str, Any] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the UNet is."""
+        return next(self.pipe.unet.parameters()).device
+
+    def img2img(
+        self, settings: DrawSettings, images: Sequence[Image.Image], seeds: Sequence[int]
+    ) -> Drawn:
+        """Draw from pictures of one size, both sides multiples of 8.
+
+        Each picture's noise comes from its own seed, so that the batch it is in
+        does not matter.
+
+        Raises:
+            OptionError: Strength and steps leave nothing to draw.
+        """
+        settings.check_img2img_steps()
+        inputs: dict[str, Any] = {"image": list(images), "strength": settings.strength}
+        if self.checkpoint.is_inpaint:
+            from PIL import Image
+
+            width, height = images[0].size
+            everything = Image.new("L", (width, height), 255)
+            inputs |= {"mask_image": [everything] * len(images), "width": width, "height": height}
+            return self._draw(self._pipe("inpaint"), settings, inputs, seeds)
+        return self._draw(self._pipe("img2img"), settings, inputs, seeds)
+
+    def txt2img(
+        self, settings: DrawSettings, width_px: int, height_px: int, seeds: Sequence[int]
+    ) -> Drawn:
+        """Draw pictures of one size, both sides multiples of 8, one for each seed.
+
+        Raises:
+            OptionError: The checkpoint cannot draw without a picture (inpainting, refiner).
+        """
+        if self.checkpoint.is_inpaint or self.checkpoint.architecture == "sdxl-refiner":
+            raise OptionError(
+                f"{self.checkpoint.name} cannot draw from text alone.",
+                "Use img2img, or another checkpoint.",
+            )
+        inputs = {"width": width_px, "height": height_px}
+        return self._draw(self._pipe("txt2img"), settings, inputs, seeds)
+
+    def _draw(
+        self, pipe: Any, settings: DrawSettings, inputs: dict[str, Any], seeds: Sequence[int]
+    ) -> Drawn:
+        pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
+        # From the CPU: one seed is one picture on every device.
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        clock = _StepClock(self.device)
+        start = time.perf_counter()
+        result = pipe(
+            prompt=[settings.prompt] * len(seeds),
+            negative_prompt=[settings.negative_prompt] * len(seeds),
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance,
+            generator=generators,
+            callback_on_step_end=clock,
+            **inputs,
+        )
+        seconds = time.perf_counter() - start
+        steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
+        return Drawn(list(result.images), seconds, steps or [seconds])
+
+    def _pipe(self, task: str) -> Any:
+        if task not in self._pipes:
+            from diffusers import (
+                AutoPipelineForImage2Image,
+                AutoPipelineForInpainting,
+                AutoPipelineForText2Image,
+            )
+
+            if self.checkpoint.architecture == "sdxl-refiner":
+                made = self.pipe
+            else:
+                auto = {
+                    "img2img": AutoPipelineForImage2Image,
+                    "inpaint": AutoPipelineForInpainting,
+                    "txt2img": AutoPipelineForText2Image,
+                }[task]
+                made = auto.from_pipe(self.pipe)
+            made.set_progress_bar_config(disable=True)
+            self._pipes[task] = made
+        return self._pipes[task]

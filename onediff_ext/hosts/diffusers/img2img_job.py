@@ -1,0 +1,287 @@
+"""The main job: folders of pictures of many sizes through image to image."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onediff_ext.core.errors import PictureError
+from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
+from onediff_ext.hosts.diffusers.report import PictureResult, ReuseCounter, RunReport
+from onediff_ext.hosts.diffusers.schedulers import infotext_names
+from onediff_ext.pictures.finding import find_pictures
+from onediff_ext.pictures.fitting import from_canvas, to_target
+from onediff_ext.pictures.grouping import (
+    LoadedPicture,
+    PlannedPicture,
+    group_by_canvas,
+    plan_pictures,
+    read_batches,
+)
+from onediff_ext.pictures.infotext import build_infotext
+from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
+from onediff_ext.pictures.report import Report
+from onediff_ext.pictures.resume import Output, job_digest, plan_outputs
+from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, SizeRule
+from onediff_ext.pictures.writing import write_png
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from onediff_ext.service.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Img2ImgJob:
+    """One run over folders of pictures.
+
+    Args:
+        inputs: Files and folders.
+        output_dir: Where results go.
+        settings: What to draw.
+        identity: What else decides a picture: checkpoint and LoRAs by their content.
+        seed: Every picture's seed.
+        vary_seed: Add the picture's number to the seed.
+        size_rule: How large each result becomes.
+        batch_size: Pictures of one size at the same time, at most.
+        name_template: How results are named.
+        recursive: Look into subfolders too.
+        keep_alpha: Give a result the transparency of its input.
+        max_megapixels: Larger results are refused.
+    """
+
+    inputs: Sequence[Path]
+    output_dir: Path
+    settings: DrawSettings
+    identity: dict[str, object]
+    seed: int
+    size_rule: SizeRule
+    vary_seed: bool = False
+    batch_size: int = 4
+    name_template: NameTemplate = field(default_factory=NameTemplate)
+    recursive: bool = False
+    keep_alpha: bool = False
+    max_megapixels: float = MAX_MEGAPIXELS
+
+    def seed_of(self, planned: PlannedPicture) -> int:
+        """The picture's seed; never depends on how pictures are grouped."""
+        return self.seed + (planned.index if self.vary_seed else 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is left to do.
+
+    Args:
+        todo: Picture and output, in input order.
+        already_done: Results of an earlier run of the same job.
+    """
+
+    todo: list[tuple[PlannedPicture, Output]]
+    already_done: list[Path]
+
+
+@dataclass(frozen=True)
+class BatchDone:
+    """One batch, for progress displays."""
+
+    width_px: int
+    height_px: int
+    drawn: Drawn
+    outputs: list[Path]
+
+
+def plan_job(job: Img2ImgJob, report: Report) -> Plan:
+    """Find the pictures and settle sizes and names; loads no model and few pixels.
+
+    Raises:
+        OptionError: A setting cannot be used.
+        PictureError: An input does not exist, or a result cannot be looked at.
+    """
+    job.settings.check_img2img_steps()
+    found = find_pictures(
+        job.inputs, report=report, recursive=job.recursive, output_dir=job.output_dir
+    )
+    paths = [picture.path for picture in found]
+    planned = plan_pictures(
+        paths, job.size_rule, report=report, max_megapixels=job.max_megapixels
+    )
+    today = datetime.date.today()
+    names = distinct_names(
+        [
+            job.name_template.render(
+                NameFacts(
+                    path=p.facts.path,
+                    index=p.index,
+                    seed=job.seed_of(p),
+                    width_px=p.fit.target_width_px,
+                    height_px=p.fit.target_height_px,
+                    date=today,
+                )
+            )
+            for p in planned
+        ]
+    )
+    digests = [job_digest(_digest_settings(job, p), p.facts) for p in planned]
+    outputs = plan_outputs(job.output_dir, names, digests, inputs=paths)
+    pairs = list(zip(planned, outputs, strict=True))
+    return Plan(
+        todo=[(p, o) for p, o in pairs if not o.is_done],
+        already_done=[o.path for _, o in pairs if o.is_done],
+    )
+
+
+def run_job(
+    job: Img2ImgJob,
+    plan: Plan,
+    painter: Painter,
+    report: RunReport,
+    skipped: Report,
+    *,
+    session: Session | None,
+    on_batch: Callable[[BatchDone], None] = lambda _: None,
+) -> ReuseCounter:
+    """Draw what is left, batch after batch; a picture that fails leaves the others alone.
+
+    Returns:
+        For each size, how its kinds were had.
+
+    Raises:
+        PictureError: A result cannot be written (disk full); what was written stays, and the
+            same job goes on there.
+    """
+    outputs = {planned.index: output for planned, output in plan.todo}
+    reuse = ReuseCounter(session)
+    results: dict[int, PictureResult] = {}
+    try:
+        for group in group_by_canvas([planned for planned, _ in plan.todo]):
+            size = (group.canvas_width_px, group.canvas_height_px)
+            for batch in read_batches(group, job.batch_size, report=skipped):
+                had = reuse.before()
+                for part, drawn in _draw(job, painter, batch, skipped):
+                    written = _write(job, painter, part, drawn, outputs, results)
+                    report.reused += reuse.after(*size, had)
+                    on_batch(BatchDone(*size, drawn, written))
+    finally:
+        report.pictures = [results[index] for index in sorted(results)]
+    return reuse
+
+
+def _draw(
+    job: Img2ImgJob, painter: Painter, batch: tuple[LoadedPicture, ...], skipped: Report
+) -> Iterator[tuple[tuple[LoadedPicture, ...], Drawn]]:
+    """Draw a batch, in halves when it does not fit into memory."""
+    import torch
+
+    seeds = [job.seed_of(loaded.planned) for loaded in batch]
+    try:
+        drawn = painter.img2img(job.settings, [loaded.canvas for loaded in batch], seeds)
+    except torch.OutOfMemoryError:
+        drawn = None
+    if drawn is not None:
+        yield batch, drawn
+        return
+    torch.cuda.empty_cache()
+    if len(batch) == 1:
+        reason = PictureError(
+            "It does not fit into the GPU's memory.", "Use a smaller size, such as longest:1024."
+        )
+        skipped.skip(batch[0].planned.facts.path, reason)
+        return
+    logger.info("A batch of %d does not fit into memory: halved", len(batch))
+    half = len(batch) // 2
+    yield from _draw(job, painter, batch[:half], skipped)
+    yield from _draw(job, painter, batch[half:], skipped)
+
+
+def _write(
+    job: Img2ImgJob,
+    painter: Painter,
+    batch: tuple[LoadedPicture, ...],
+    drawn: Drawn,
+    outputs: dict[int, Output],
+    results: dict[int, PictureResult],
+) -> list[Path]:
+    written = []
+    for loaded, image in zip(batch, drawn.images, strict=True):
+        planned = loaded.planned
+        result = from_canvas(image, planned.fit)
+        path = outputs[planned.index].path
+        alpha = loaded.picture.alpha if job.keep_alpha else None
+        write_png(
+            path,
+            result,
+            infotext=_infotext(job, painter, planned, result),
+            digest=job_digest(_digest_settings(job, planned), planned.facts),
+            alpha=None if alpha is None else to_target(alpha, planned.fit),
+        )
+        results[planned.index] = PictureResult(
+            input=str(planned.facts.path),
+            output=str(path),
+            width=result.width,
+            height=result.height,
+            seconds=drawn.seconds / len(batch),
+            seconds_per_step=drawn.seconds_per_step,
+        )
+        written.append(path)
+    return written
+
+
+def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, object]:
+    """What a result depends on besides its input; grouping and batch size are no part of it."""
+    return {
+        **vars(job.settings),
+        **job.identity,
+        "seed": job.seed_of(planned),
+        "size_rule": str(job.size_rule),
+        "keep_alpha": job.keep_alpha,
+    }
+
+
+def _infotext(
+    job: Img2ImgJob, painter: Painter, planned: PlannedPicture, result: Image.Image
+) -> str:
+    return infotext(
+        painter,
+        job.settings,
+        job.seed_of(planned),
+        result,
+        {"Denoising strength": job.settings.strength, **_lora_field(job.identity)},
+    )
+
+
+def infotext(
+    painter: Painter,
+    settings: DrawSettings,
+    seed: int,
+    result: Image.Image,
+    extra: dict[str, object],
+) -> str:
+    """The WebUI's `parameters` text of one result."""
+    from onediff_ext import __version__
+
+    sampler, schedule = infotext_names(settings.scheduler)
+    fields: dict[str, object] = {
+        "Steps": settings.steps,
+        "Sampler": sampler,
+        "Schedule type": schedule,
+        "CFG scale": settings.guidance,
+        "Seed": seed,
+        "Size": f"{result.width}x{result.height}",
+        "Model": painter.checkpoint.name,
+        **extra,
+        "Version": f"onediff-ext {__version__}",
+    }
+    return build_infotext(settings.prompt, settings.negative_prompt, fields)
+
+
+def _lora_field(identity: dict[str, object]) -> dict[str, object]:
+    loras = identity.get("loras")
+    return {"Lora": ", ".join(map(str, loras))} if isinstance(loras, list) and loras else {}
+

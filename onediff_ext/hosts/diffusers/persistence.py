@@ -1,0 +1,88 @@
+"""`save_pipe` and `load_pipe`: the graphs of one pipeline as a folder to take along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onediff_ext.core.errors import OptionError, StoreError
+from onediff_ext.engine.kinds import KindState
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.hosts.diffusers.probe import probe
+
+Pipe = TypeVar("Pipe")
+
+_ARCHIVE, _LISTING, _SCHEMA = "graphs.zip", "pipe.json", 1
+
+
+def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = True) -> Path:  # noqa: A002
+    """Write the graphs that a compiled pipeline uses into a folder.
+
+    The store keeps them anyway; this is for taking them to another machine of the
+    same kind. Components that have not run yet are run once on noise, and what is
+    missing is built.
+
+    Args:
+        pipe: A pipeline that went through `compile_pipe`.
+        dir: The folder; made if it does not exist.
+        overwrite: Whether a folder that holds saved graphs may be written again.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OptionError: The pipeline is not compiled, or `overwrite` forbids.
+        StoreError: The folder cannot be written.
+    """
+    compiled = compiled_state(pipe)
+    if compiled is None:
+        raise OptionError("This pipeline is not compiled.", "Call compile_pipe(pipe) first.")
+    folder = Path(dir)
+    if (folder / _LISTING).exists() and not overwrite:
+        raise OptionError(f"{folder} already holds saved graphs.", "Pass overwrite=True.")
+    session = compiled.session
+    probe(pipe)
+    session.build_missing()
+    kinds = {kind.key.digest: kind for c in compiled.components for kind in c.kinds()}
+    usable = [d for d, kind in kinds.items() if kind.state is not KindState.FAILED]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StoreError(f"{folder} cannot be made: {exc.strerror}.", "Name another.") from exc
+    session.library.export(folder / _ARCHIVE, usable)
+    listing = {
+        "schema": _SCHEMA,
+        "kinds": {d: kinds[d].label for d in usable},
+        "eager": {kinds[d].label: kinds[d].reason for d in kinds if d not in usable},
+    }
+    (folder / _LISTING).write_text(json.dumps(listing, indent=1), encoding="utf-8")
+    return folder
+
+
+def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:  # noqa: A002
+    """Take the graphs of `save_pipe` into the store and use them in a pipeline.
+
+    Graphs are native code. Load only folders whose origin you trust as much as you
+    would a program: calling this function is that decision.
+
+    Args:
+        pipe: Compiled or not; an uncompiled one is compiled with default options.
+        dir: A folder that `save_pipe` wrote.
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        StoreError: The folder holds no saved graphs, or they are damaged. Graphs of
+            another machine or version are no error: they are simply not found, and
+            built when needed.
+    """
+    archive = Path(dir) / _ARCHIVE
+    if not archive.exists():
+        raise StoreError(f"{dir} holds no saved graphs.", "Name a folder that save_pipe wrote.")
+    compiled = compiled_state(pipe) or compiled_state(compile_pipe(pipe))
+    assert compiled is not None
+    compiled.session.library.import_archive(archive, trust=True)
+    compiled.session.load_missing()
+    return pipe

@@ -1,0 +1,90 @@
+"""One small forward of each compiled component, so that its kinds are known before a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.hosts.diffusers.compile import compiled_state
+
+_SIDE_LATENT = 16  # 128 pixels: every level of every UNet keeps at least two cells
+
+
+def probe(pipe: Any) -> None:
+    """Run each component of a compiled pipeline once on noise.
+
+    Kinds that are missing are found (and built, under the "wait" policy); those
+    that have a graph are compared with eager.
+    """
+    compiled = compiled_state(pipe)
+    if compiled is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for component in compiled.components:
+            if component.name == "unet":
+                component.model(**unet_inputs(component.model, generator))
+            elif component.name.startswith("controlnet"):
+                inputs = unet_inputs(component.model, generator)
+                image = torch.rand(2, 3, 8 * _SIDE_LATENT, 8 * _SIDE_LATENT, generator=generator)
+                weight = next(component.model.parameters())
+                component.model(**inputs, controlnet_cond=image.to(weight))
+            else:
+                _run_vae_part(pipe, component.name, component.model, generator)
+
+
+def unet_inputs(
+    unet: Any,
+    generator: torch.Generator,
+    *,
+    batch: int = 2,
+    height_latent: int = _SIDE_LATENT,
+    width_latent: int = _SIDE_LATENT,
+) -> dict[str, Any]:
+    """Noise for one forward of a UNet2DConditionModel or ControlNetModel of any architecture."""
+    config, weight = unet.config, next(unet.parameters())
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(weight)
+
+    # sample [B, C, H/8, W/8], context [B, 77, D]
+    inputs: dict[str, Any] = {
+        "sample": noise(batch, config.in_channels, height_latent, width_latent),
+        "timestep": torch.tensor(500, device=weight.device),
+        "encoder_hidden_states": noise(batch, 77, config.cross_attention_dim),
+    }
+    if getattr(config, "time_cond_proj_dim", None):
+        inputs["timestep_cond"] = noise(batch, config.time_cond_proj_dim)
+    if config.addition_embed_type == "text_time":
+        # [pooled text | size and crop numbers]: SDXL base has six of these, its refiner five,
+        # whose text is as wide as its context.
+        width, each = unet.add_embedding.linear_1.in_features, config.addition_time_embed_dim
+        pooled = width - 6 * each
+        if width - 5 * each == config.cross_attention_dim:
+            pooled = config.cross_attention_dim
+        inputs["added_cond_kwargs"] = {
+            "text_embeds": noise(batch, pooled),
+            "time_ids": torch.full((batch, (width - pooled) // each), 128.0).to(weight),
+        }
+    return inputs
+
+
+def _run_vae_part(pipe: Any, name: str, model: nn.Module, generator: torch.Generator) -> None:
+    vae = pipe.vae
+    weight = next(model.parameters())
+    # diffusers itself casts such a VAE up for every picture, since float16 overflows in it.
+    upcast = weight.dtype == torch.float16 and vae.config.get("force_upcast", False)
+    upcast = upcast and "XL" in type(pipe).__name__
+    dtype = torch.float32 if upcast else weight.dtype
+    channels = 3 if name == "vae_encoder" else vae.config.latent_channels
+    side = _SIDE_LATENT * (8 if name == "vae_encoder" else 1)
+    sample = torch.randn(2, channels, side, side, generator=generator).to(weight.device, dtype)
+    if upcast:
+        model.to(torch.float32)
+    try:
+        model(sample)
+    finally:
+        if upcast:
+            model.to(weight.dtype if weight.dtype != torch.float32 else torch.float16)
