@@ -57,9 +57,11 @@ class InductorBackend(Backend):
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         # The graph's own fake tensors, never real ones: those would make the weights'
         # shapes symbolic, which is slower and hands out one kind's code for another's.
+        import torch.fx.experimental._config as symbolic_config
+
         fakes = input_fakes(program)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):
                 if device.type == "cuda":
                     return _build_cuda(program.graph_module, fakes)
                 return _build_cpu(program.graph_module, fakes)

@@ -64,8 +64,11 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         if problem is not None:
             return {"error": problem}
         Path(request["output"]).write_bytes(payload)
-    except (OneDiffError, RuntimeError, OSError) as exc:
-        return {"error": str(exc).strip().splitlines()[0] if str(exc).strip() else repr(exc)}
+    except OneDiffError as exc:
+        return {"error": exc.message}
+    except Exception as exc:  # compilers raise anything; this process exists to contain it
+        lines = str(exc).strip().splitlines()
+        return {"error": f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"}
     return {"seconds": time.perf_counter() - start}
 
 

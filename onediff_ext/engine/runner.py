@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -62,8 +63,9 @@ class BlockRunner:
         self._tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockRunner:
-        return self  # a copied model must not copy the session with it
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        # A copied model has weights of its own: its blocks run their own forward, eager.
+        return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:

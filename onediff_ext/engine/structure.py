@@ -209,9 +209,7 @@ class BlockTree:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    )
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def _is_known(cls: type) -> bool:

@@ -15,6 +15,9 @@ from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily,
 
 Autocast = tuple[str, torch.dtype] | None
 
+# Elements of one image's activation in the outermost blocks of SDXL at 1024x1024.
+_HINT_ELEMENTS = 320 * 128 * 128
+
 
 class _Pure(nn.Module):
     """A block as a function of (weights, *inputs); the block is no submodule, so nothing is
@@ -66,7 +69,7 @@ def export_block(
     Args:
         block: A structural copy (`BlockTree.copy`), never the live block.
         names, weights: The block's weights; their shapes become constants.
-        call: Gives dtypes, layouts and fixed dims; its sizes are only hints. Its
+        call: Gives dtypes, layouts and fixed dims; its sizes do not matter, and its
             tensors may be on the meta device.
         device: Where the block runs.
 
@@ -114,11 +117,31 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
 
 
 def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor at the sizes for which a kind's graph is tuned."""
+    channels = tensor.shape[1] if tensor.ndim == 4 else tensor.shape[-1]
     shape = [
-        n if name is None else max(n, 2) for n, name in zip(tensor.shape, dims, strict=True)
+        n if name is None else _hint(name, channels)
+        for n, name in zip(tensor.shape, dims, strict=True)
     ]
     layout = torch.channels_last if is_channels_last(tensor) else torch.contiguous_format
     return torch.empty(shape, dtype=tensor.dtype, device=device, memory_format=layout)
+
+
+def _hint(name: str, channels: int) -> int:
+    """The size that compilers tune for: the same whatever size a user comes with first.
+
+    All hints of one block differ, since a compiler that traces again takes equal hints for
+    one symbol: a graph whose example was square then served squares only (torch 2.11).
+    """
+    if name == "batch":
+        return 2
+    if name == "context":
+        return 77
+    cells = max(64, _HINT_ELEMENTS // channels)
+    if name == "tokens":
+        return cells
+    side = max(8, round(cells**0.5 / 8) * 8)
+    return side if name == "height" else side + 8
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:

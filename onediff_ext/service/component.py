@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -68,8 +69,8 @@ class _BuildAfterForward:
     def __init__(self, forward: Callable[..., Any], session: Session) -> None:
         self._forward, self._session = forward, session
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BuildAfterForward:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._forward, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)

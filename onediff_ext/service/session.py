@@ -63,9 +63,7 @@ class Session(Kinds):
         self.backend = make_backend(options.backend)
         root = options.store if options.store is not None else default_root()
         self.library = GraphLibrary(root, options.store_limit_bytes)
-        self.builder = Builder(
-            self.library, self.backend, options.workers, options.build_timeout_s
-        )
+        self.builder = Builder(self.library, self.backend, options.workers, options.build_timeout_s)
         self.listener: ProgressListener | None = None
         self._kinds: dict[str, Kind] = {}
         self._fallbacks: Counter[tuple[str, str]] = Counter()

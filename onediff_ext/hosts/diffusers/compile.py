@@ -13,6 +13,8 @@ from torch import nn
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.engine.families.diffusers import DIFFUSERS_FAMILIES
+from onediff_ext.engine.patch import Patches
+from onediff_ext.hosts.diffusers.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora_rule import PeftLoraRule
 from onediff_ext.service.component import Component
 from onediff_ext.service.session import Session
@@ -33,10 +35,15 @@ class CompiledPipe:
 
     def __init__(self, session: Session, components: list[Component]) -> None:
         self.session, self.components = session, components
-        self._layouts: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._strides: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = []
+        self._patches = Patches()
 
-    def install(self) -> None:
+    def install(self, pipe: Any) -> None:
         """Put graphs under the components."""
+        if hasattr(pipe, "fuse_lora"):
+            exact = ExactFusing(pipe)
+            self._patches.set(pipe, "fuse_lora", exact.fuse_lora)
+            self._patches.set(pipe, "unfuse_lora", exact.unfuse_lora)
         for component in self.components:
             if self.session.options.channels_last:
                 self._use_channels_last(component.model)
@@ -46,18 +53,19 @@ class CompiledPipe:
         """Leave modules and weights as they were."""
         for component in self.components:
             component.remove()
-        for parameter, before in self._layouts:
-            if parameter.data.shape == before.shape:
-                contiguous = parameter.data.contiguous()
-                parameter.data = contiguous
-        self._layouts = []
+        self._patches.undo()
+        for parameter, shape, stride in self._strides:
+            if parameter.shape == shape and parameter.stride() != stride:
+                weight = parameter.data
+                parameter.data = weight.new_empty_strided(shape, stride).copy_(weight)
+        self._strides = []
 
     def _use_channels_last(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 4 and not parameter.is_contiguous(
                 memory_format=torch.channels_last
             ):
-                self._layouts.append((parameter, parameter.data.new_empty(0)))
+                self._strides.append((parameter, parameter.shape, parameter.stride()))
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
@@ -108,7 +116,7 @@ def compile_pipe(
             "A unet, vae or controlnet is needed that `ignores` does not name.",
         )
     compiled = CompiledPipe(session, components)
-    compiled.install()
+    compiled.install(pipe)
     vars(pipe)[_ATTRIBUTE] = compiled
     return pipe
 

@@ -59,13 +59,13 @@ def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
     )
     with torch.no_grad():
         first_s, output = _timed(unet, inputs)
-        with _paused(compiled):
+        with paused(compiled):
             _, expected = _timed(unet, inputs)
         _timed(unet, inputs)
         eager, fast = [], []
         for _ in range(rounds):  # interleaved, so that a slow moment hits both
             fast.append(_timed(unet, inputs)[0])
-            with _paused(compiled):
+            with paused(compiled):
                 eager.append(_timed(unet, inputs)[0])
     return StepTiming(
         shape,
@@ -78,7 +78,7 @@ def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
     )
 
 
-class _paused:  # noqa: N801  (a context manager, named like a function)
+class paused:  # noqa: N801  (a context manager, named like a function)
     """Runs the blocks eager, in the same layout, for the length of a ``with`` block."""
 
     def __init__(self, compiled: CompiledPipe) -> None:

@@ -1,0 +1,33 @@
+"""Sessions with one store for the whole run, so that a graph is built once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.hosts.diffusers.compile import new_session
+from onediff_ext.service.session import Session
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that fills up while the tests run."""
+    return tmp_path_factory.getbasetemp() / "shared-store"
+
+
+@pytest.fixture
+def make_session(shared_store: Path) -> Callable[..., Session]:
+    """Sessions over the shared store; the eager backend unless another is named."""
+
+    def make(backend: str = "eager", **options: object) -> Session:
+        return new_session(
+            CompileOptions.parse({"backend": backend, "store": shared_store, **options})
+        )
+
+    return make
