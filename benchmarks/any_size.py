@@ -25,11 +25,10 @@ from benchmarks.fingerprint import fingerprint
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.check import compare
 from onediff_ext.hosts.diffusers.architectures import read_architecture
-from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.hosts.diffusers.report import recompile_count
 from onediff_ext.hosts.diffusers.step_bench import paused
-from onediff_ext.hosts.diffusers.compile import compiled_state
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NAMED_SIZES = ((1024, 1024), (960, 720), (720, 720), (512, 512), (1280, 1280), (136, 200))

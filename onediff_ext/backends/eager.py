@@ -41,6 +41,7 @@ class EagerBackend(Backend):
             raise BackendError(f"The stored program cannot be read: {exc}") from exc
 
         def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-            return graph_module(*arguments)[0]
+            output: torch.Tensor = graph_module(*arguments)[0]
+            return output
 
         return run

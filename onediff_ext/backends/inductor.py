@@ -20,7 +20,7 @@ from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
 from onediff_ext.engine.trace import input_fakes
 
-_OLDEST_TORCH = (2, 11)
+_OLDEST_TORCH = "2.11"  # the oldest that this was tried with
 
 # Inductor settings that change the code it makes; they are part of every key.
 CPU_CONFIG: Mapping[str, Any] = {
@@ -36,8 +36,8 @@ class InductorBackend(Backend):
     name = "inductor"
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        if torch.__version__ < torch.torch_version.TorchVersion("2.11"):
-            return f"torch {torch.__version__} is older than 2.11"
+        if torch.torch_version.TorchVersion(torch.__version__) < _OLDEST_TORCH:
+            return f"torch {torch.__version__} is older than {_OLDEST_TORCH}"
         if device.type == "cuda":
             return _no_triton_reason()
         if device.type == "cpu":
@@ -61,7 +61,7 @@ class InductorBackend(Backend):
 
         fakes = input_fakes(program)
         try:
-            with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):
+            with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 if device.type == "cuda":
                     return _build_cuda(program.graph_module, fakes)
                 return _build_cpu(program.graph_module, fakes)
@@ -99,12 +99,12 @@ def _load_cpu(payload: bytes) -> Graph:
             os.unlink(path)
 
     def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        return runner.run(arguments)[0]
+        return runner.run(list(arguments))[0]
 
     return run
 
 
-def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor]) -> bytes:
+def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
     from torch._inductor import config, standalone_compile
 
     with config.patch(dict(CUDA_CONFIG)):
@@ -116,7 +116,7 @@ def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor]) -
 
 
 def _load_cuda(payload: bytes) -> Graph:
-    from torch._inductor import CompiledArtifact
+    from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
         path = Path(folder) / "graph.bin"
@@ -125,7 +125,8 @@ def _load_cuda(payload: bytes) -> Graph:
 
     def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         output = artefact(*arguments)
-        return output[0] if isinstance(output, (list, tuple)) else output
+        first: torch.Tensor = output[0] if isinstance(output, (list, tuple)) else output
+        return first
 
     return run
 

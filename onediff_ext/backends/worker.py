@@ -9,7 +9,6 @@ closes, so that none survives the process that started it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import queue
 import signal
@@ -17,9 +16,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-
-# Sizes that no example has: batch 1, odd sides, one token.
-_TRIALS = ({"batch": 1, "long": 7, "short": 5}, {"batch": 3, "long": 13, "short": 2})
 
 
 def main() -> int:
@@ -51,6 +47,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     import torch
 
     from onediff_ext.backends.registry import make_backend
+    from onediff_ext.backends.trial import try_out
     from onediff_ext.core.errors import OneDiffError
     from onediff_ext.engine.trace import load_program
 
@@ -60,7 +57,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     try:
         program = load_program(Path(request["program"]).read_bytes())
         payload = backend.build(program, device)
-        problem = _try_out(program, backend.load(payload, device), device)
+        problem = try_out(program, backend.load(payload, device), device)
         if problem is not None:
             return {"error": problem}
         Path(request["output"]).write_bytes(payload)
@@ -70,54 +67,6 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         lines = str(exc).strip().splitlines()
         return {"error": f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"}
     return {"seconds": time.perf_counter() - start}
-
-
-def _try_out(program: object, graph: object, device: object) -> str | None:
-    """Run the new graph at sizes that its example did not have, against eager operators."""
-    import torch
-
-    from onediff_ext.engine.check import compare
-    from onediff_ext.engine.trace import input_fakes
-
-    assert isinstance(program, torch.export.ExportedProgram)
-    assert callable(graph)
-    fakes = input_fakes(program)
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    for trial in _TRIALS:
-        sizes: dict[object, int] = {}
-        arguments = [_random_like(fake, trial, sizes, device, generator) for fake in fakes]
-        with torch.no_grad():
-            expected = program.graph_module(*arguments)[0]
-            comparison = compare(graph(arguments), expected)
-        if comparison.problem is not None:
-            shapes = [tuple(a.shape) for a in arguments[-2:]]
-            return f"at sizes {shapes} the new graph {comparison.problem}"
-    return None
-
-
-def _random_like(
-    fake: object, trial: dict[str, int], sizes: dict[object, int], device: object, generator: object
-) -> object:
-    import torch
-
-    from onediff_ext.engine.trace import is_channels_last
-
-    assert isinstance(fake, torch.Tensor)
-    shape: list[int] = []
-    for axis, size in enumerate(fake.shape):
-        if isinstance(size, torch.SymInt):
-            name = "batch" if axis == 0 else ("long" if axis % 2 else "short")
-            shape.append(sizes.setdefault(size.node.expr, trial[name]))
-        else:
-            shape.append(int(size))
-    values = torch.randn(shape, generator=generator)  # type: ignore[arg-type]
-    if any(isinstance(size, torch.SymInt) for size in fake.shape):
-        layout = torch.channels_last if is_channels_last(fake) else torch.contiguous_format
-        return values.to(device=device, dtype=fake.dtype, memory_format=layout)  # type: ignore
-    # A weight: at the usual scale of its fan-in, so that deep products stay of order 1.
-    values *= max(1, math.prod(shape[1:])) ** -0.5
-    like = torch.empty_strided(shape, fake.stride(), dtype=fake.dtype, device=device)  # type: ignore
-    return like.copy_(values)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class BlockRunner:
         signature = (_signature(call), autocast)
         kind = self._found.get(signature)
         if kind is None:
-            kind = self._identify(tree, weights, call, autocast)
+            kind = self._identify(tree, call, autocast)
             self._found[signature] = kind
         return kind, weights + inputs
 
@@ -149,14 +149,13 @@ class BlockRunner:
     def _identify(
         self,
         tree: BlockTree,
-        weights: list[torch.Tensor],
         call: BlockCall,
         autocast: Autocast,
     ) -> Kind:
         device = call.tensors[0].device
         entries = {
             **tree.entries,
-            **{name: version for name, version in self.family.packages().items()},
+            **self.family.packages(),
             **self._kinds.key_entries(device),
             "inputs": "; ".join(
                 _input_text(t, dims) for t, dims in zip(call.tensors, call.dims, strict=True)

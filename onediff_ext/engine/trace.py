@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
@@ -34,6 +35,7 @@ class _Pure(nn.Module):
         super().__init__()
         caller = _Caller(block, family, statics)
         object.__setattr__(self, "_caller", caller)
+        self._caller: nn.Module
         self._names = [f"block.{name}" for name in names]
         self._autocast = autocast
 
@@ -41,7 +43,8 @@ class _Pure(nn.Module):
         named = dict(zip(self._names, weights, strict=True))
         # Tracing under an outer autocast does not record it, so it stands inside.
         with _autocast_context(self._autocast):
-            return torch.func.functional_call(self._caller, named, tensors)
+            output: torch.Tensor = torch.func.functional_call(self._caller, named, tensors)
+            return output
 
 
 class _Caller(nn.Module):
@@ -78,13 +81,13 @@ def export_block(
     """
     # Whole-number dims of one tensor must not be taken for those of another that happen to
     # be equal (duck shapes), and a batch of 1 would be taken for a constant.
-    import torch.fx.experimental._config as symbolic_config
+    import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
 
     examples = [_example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)]
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
     pure = _Pure(block, family, names, dict(call.statics), autocast)
     try:
-        with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):
+        with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             program = torch.export.export(
                 pure,
                 ([w.detach() for w in weights], *examples),
@@ -140,7 +143,7 @@ def _hint(name: str, channels: int) -> int:
     cells = max(64, _HINT_ELEMENTS // channels)
     if name == "tokens":
         return cells
-    side = max(8, round(cells**0.5 / 8) * 8)
+    side = max(8, round(math.sqrt(cells) / 8) * 8)
     return side if name == "height" else side + 8
 
 

@@ -60,24 +60,24 @@ class BlockFamily(ABC):
         """Name → version of the packages whose code the block runs."""
 
     @abstractmethod
-    def describe(self, block: nn.Module) -> str:
+    def describe(self, block: Any) -> str:
         """A few words for people, such as ``"ResnetBlock2D 320→640"``."""
 
     @abstractmethod
     def bind(
-        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
         """Sort the arguments of one call, or say why no graph can serve it."""
 
     @abstractmethod
     def run(
         self,
-        block: nn.Module,
+        block: Any,
         tensors: Sequence[torch.Tensor],
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
         """Call the block's own forward with arguments that `bind` sorted."""
 
-    def widest(self, block: nn.Module, call: BlockCall) -> int:
+    def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
         """Elements of the largest tensor inside the block, for the limit of 32-bit indices."""
         return max(t.numel() for t in call.tensors)

@@ -46,11 +46,11 @@ class ResnetFamily(_DiffusersFamily):
     label = "ResnetBlock2D"
     path = "diffusers.models.resnet:ResnetBlock2D"
 
-    def describe(self, block: nn.Module) -> str:
+    def describe(self, block: Any) -> str:
         return f"{self.label} {block.in_channels}→{block.out_channels}"
 
     def bind(
-        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
         named = _named(("input_tensor", "temb"), args, kwargs)
         if named is None or named.get("input_tensor") is None:
@@ -64,15 +64,16 @@ class ResnetFamily(_DiffusersFamily):
 
     def run(
         self,
-        block: nn.Module,
+        block: Any,
         tensors: Sequence[torch.Tensor],
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
-        return block.forward(tensors[0], tensors[1] if statics["temb"] else None)
+        output: torch.Tensor = block.forward(tensors[0], tensors[1] if statics["temb"] else None)
+        return output
 
-    def widest(self, block: nn.Module, call: BlockCall) -> int:
+    def widest(self, block: Any, call: BlockCall) -> int:
         x = call.tensors[0]
-        return x.numel() // x.shape[1] * max(block.in_channels, block.out_channels)
+        return x.numel() // x.shape[1] * int(max(block.in_channels, block.out_channels))
 
 
 class TransformerFamily(_DiffusersFamily):
@@ -88,11 +89,11 @@ class TransformerFamily(_DiffusersFamily):
         "added_cond_kwargs",
     )
 
-    def describe(self, block: nn.Module) -> str:
+    def describe(self, block: Any) -> str:
         return f"{self.label} {block.dim}"
 
     def bind(
-        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
         order = (
             "hidden_states",
@@ -135,14 +136,15 @@ class TransformerFamily(_DiffusersFamily):
 
     def run(
         self,
-        block: nn.Module,
+        block: Any,
         tensors: Sequence[torch.Tensor],
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
         context = tensors[1] if statics["context"] else None
-        return block.forward(tensors[0], encoder_hidden_states=context)
+        output: torch.Tensor = block.forward(tensors[0], encoder_hidden_states=context)
+        return output
 
-    def widest(self, block: nn.Module, call: BlockCall) -> int:
+    def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
         return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
 
 
@@ -152,11 +154,11 @@ class AttentionFamily(_DiffusersFamily):
     label = "Attention"
     path = "diffusers.models.attention_processor:Attention"
 
-    def describe(self, block: nn.Module) -> str:
+    def describe(self, block: Any) -> str:
         return f"{self.label} {block.query_dim}"
 
     def bind(
-        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
         order = ("hidden_states", "encoder_hidden_states", "attention_mask")
         named = _named((*order, "temb"), args, kwargs)
@@ -173,11 +175,12 @@ class AttentionFamily(_DiffusersFamily):
 
     def run(
         self,
-        block: nn.Module,
+        block: Any,
         tensors: Sequence[torch.Tensor],
         statics: Mapping[str, Hashable],  # noqa: ARG002
     ) -> torch.Tensor:
-        return block.forward(tensors[0])
+        output: torch.Tensor = block.forward(tensors[0])
+        return output
 
 
 DIFFUSERS_FAMILIES: tuple[BlockFamily, ...] = (

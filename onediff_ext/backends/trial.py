@@ -1,0 +1,60 @@
+"""The trial of a new graph, in the process that built it and may die of it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from onediff_ext.engine.check import compare
+from onediff_ext.engine.port import Graph
+from onediff_ext.engine.trace import input_fakes, is_channels_last
+
+# Sizes that no example has: batch 1, odd sides, few tokens. By axis, counted from 0.
+_TRIALS = ((1, 7, 5, 7), (3, 13, 2, 13))
+
+
+def try_out(
+    program: torch.export.ExportedProgram, graph: Graph, device: torch.device
+) -> str | None:
+    """Run a new graph at sizes that its example did not have, against eager operators.
+
+    Returns:
+        What is wrong, or None when the graph may be stored.
+    """
+    fakes = input_fakes(program)
+    generator = torch.Generator().manual_seed(0)
+    for trial in _TRIALS:
+        sizes: dict[object, int] = {}
+        arguments = [_random_like(fake, trial, sizes, device, generator) for fake in fakes]
+        with torch.no_grad():
+            expected = program.graph_module(*arguments)[0]
+            comparison = compare(graph(arguments), expected)
+        if comparison.problem is not None:
+            shapes = [tuple(argument.shape) for argument in arguments[-2:]]
+            return f"at sizes {shapes} the new graph {comparison.problem}"
+    return None
+
+
+def _random_like(
+    fake: torch.Tensor,
+    trial: tuple[int, ...],
+    sizes: dict[object, int],
+    device: torch.device,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Noise of the shape, layout and usual scale of one of a program's inputs."""
+    shape: list[int] = []
+    for axis, size in enumerate(fake.shape):
+        if isinstance(size, torch.SymInt):
+            shape.append(sizes.setdefault(size.node.expr, trial[axis]))
+        else:
+            shape.append(int(size))
+    values = torch.randn(shape, generator=generator)
+    if any(isinstance(size, torch.SymInt) for size in fake.shape):
+        layout = torch.channels_last if is_channels_last(fake) else torch.contiguous_format
+        return values.to(device=device, dtype=fake.dtype).contiguous(memory_format=layout)
+    # A weight: at the usual scale of its fan-in, so that deep products stay of order 1.
+    values *= max(1, math.prod(shape[1:])) ** -0.5
+    like = torch.empty_strided(shape, fake.stride(), dtype=fake.dtype, device=device)
+    return like.copy_(values)

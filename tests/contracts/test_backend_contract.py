@@ -1,0 +1,171 @@
+"""What every backend must do; the same suite for each of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from onediff_ext.backends.registry import make_backend
+from onediff_ext.core.errors import BackendError, OptionError
+from onediff_ext.engine.check import compare
+from onediff_ext.engine.families.diffusers import ResnetFamily, TransformerFamily
+from onediff_ext.engine.structure import BlockTree
+from onediff_ext.engine.trace import export_block, load_program, save_program
+
+CPU = torch.device("cpu")
+BACKENDS = ("eager", "inductor")
+
+
+def _resnet() -> torch.nn.Module:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    torch.manual_seed(0)
+    block = ResnetBlock2D(in_channels=16, out_channels=24, temb_channels=32, groups=8)
+    return block.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+
+
+def _transformer() -> torch.nn.Module:
+    from diffusers.models.attention import BasicTransformerBlock
+
+    torch.manual_seed(0)
+    return BasicTransformerBlock(24, 2, 12, cross_attention_dim=20).eval().requires_grad_(False)
+
+
+def _image(batch: int, height: int, width: int) -> torch.Tensor:
+    return torch.randn(batch, 16, height, width).to(memory_format=torch.channels_last)
+
+
+BLOCKS = {
+    "resnet": (
+        ResnetFamily(),
+        _resnet,
+        lambda b, h, w: (_image(b, h, w), torch.randn(b, 32)),
+    ),
+    "transformer": (
+        TransformerFamily(),
+        _transformer,
+        lambda b, h, w: (torch.randn(b, h * w, 24), None, torch.randn(b, 7 * w, 20)),
+    ),
+}
+
+
+@pytest.fixture(scope="session", params=[(b, k) for b in BACKENDS for k in BLOCKS], ids="-".join)
+def built(request):
+    """Backend, family, block, inputs and the graph's bytes, each built once."""
+    name, kind = request.param
+    backend = make_backend(name)
+    family, make_block, make_inputs = BLOCKS[kind]
+    block = make_block()
+    tree = BlockTree(block)
+    call = family.bind(block, make_inputs(2, 8, 8), {})
+    program = export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU)
+    payload = backend.build(load_program(save_program(program)), CPU)
+    return backend, family, block, make_inputs, payload
+
+
+def _run(graph, family, block, inputs):
+    call = family.bind(block, inputs, {})
+    with torch.no_grad():
+        return graph([*BlockTree(block).weights(), *call.tensors])
+
+
+@pytest.mark.parametrize(
+    ("batch", "height", "width"), [(1, 8, 8), (1, 1, 1), (2, 45, 3), (3, 3, 3), (5, 17, 25)]
+)
+def test_serves_every_size(built, batch, height, width):
+    backend, family, block, make_inputs, payload = built
+    inputs = make_inputs(batch, height, width)
+    found = _run(backend.load(payload, CPU), family, block, inputs)
+    with torch.no_grad():
+        comparison = compare(found, block(*inputs))
+    assert comparison.problem is None
+    assert comparison.error < 1e-5
+
+
+def test_weights_are_arguments_and_stay_as_they_are(built):
+    backend, family, block, make_inputs, payload = built
+    graph, inputs = backend.load(payload, CPU), make_inputs(2, 4, 6)
+    before = _run(graph, family, block, inputs)
+    originals = [p.detach().clone() for p in block.parameters()]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.mul_(0.5)
+        changed = _run(graph, family, block, inputs)
+        assert compare(changed, block(*inputs)).problem is None
+        assert compare(changed, before).problem is not None
+        for parameter, original in zip(block.parameters(), originals, strict=True):
+            assert torch.equal(parameter, 0.5 * original)
+            parameter.copy_(original)
+
+
+def test_inputs_are_not_written(built):
+    backend, family, block, make_inputs, payload = built
+    inputs = make_inputs(2, 4, 6)
+    copies = [None if t is None else t.clone() for t in inputs]
+    _run(backend.load(payload, CPU), family, block, inputs)
+    for tensor, copy in zip(inputs, copies, strict=True):
+        assert tensor is None or torch.equal(tensor, copy)
+
+
+def test_one_result_does_not_live_in_anothers_memory(built):
+    backend, family, block, make_inputs, payload = built
+    graph, inputs = backend.load(payload, CPU), make_inputs(2, 4, 6)
+    first = _run(graph, family, block, inputs)
+    kept = first.clone()
+    _run(graph, family, block, make_inputs(2, 4, 6))
+    assert torch.equal(first, kept)
+
+
+def test_threads_do_not_mix(built):
+    backend, family, block, make_inputs, payload = built
+    graph = backend.load(payload, CPU)
+    inputs = [make_inputs(1 + i % 3, 3 + i % 5, 4) for i in range(24)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: _run(graph, family, block, i), inputs))
+    with torch.no_grad():
+        for output, i in zip(found, inputs, strict=True):
+            assert compare(output, block(*i)).problem is None
+
+
+def test_bytes_of_something_else_are_refused(built):
+    backend, *_ = built
+    with pytest.raises(BackendError):
+        backend.load(b"not a graph", CPU)
+
+
+def test_loads_in_a_new_process_without_compiling(built, tmp_path: Path):
+    backend, *_, payload = built
+    path = tmp_path / "graph"
+    path.write_bytes(payload)
+    code = (
+        "import sys, torch, pathlib\n"
+        "from onediff_ext.backends.registry import make_backend\n"
+        f"backend = make_backend({backend.name!r})\n"
+        f"backend.load(pathlib.Path({str(path)!r}).read_bytes(), torch.device('cpu'))\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+    )
+    # No compiler within reach: compiling would fail, not just be slow.
+    environment = {"PATH": str(tmp_path), "CXX": "/nonexistent", "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+    left = [p for p in tmp_path.iterdir() if p.name.startswith("onediff-")]
+    assert left == []
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_key_entries_are_plain_text_and_stable(name):
+    backend = make_backend(name)
+    entries = backend.key_entries(CPU)
+    assert entries == make_backend(name).key_entries(CPU)
+    assert entries["backend"] == name
+    assert all(isinstance(k, str) and isinstance(v, str) for k, v in entries.items())
+    assert backend.unavailable_reason(CPU) is None
+
+
+def test_an_unknown_backend_is_named():
+    with pytest.raises(OptionError, match="no backend 'tensorrt'"):
+        make_backend("tensorrt")
