@@ -20,7 +20,7 @@ Autocast = tuple[str, torch.dtype] | None
 _HINT_ELEMENTS = 320 * 128 * 128
 
 
-class _Pure(nn.Module):
+class BlockFunction(nn.Module):
     """A block as a function of (weights, *inputs); the block is no submodule, so nothing is
     baked into the graph."""
 
@@ -85,7 +85,7 @@ def export_block(
 
     examples = [_example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)]
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
-    pure = _Pure(block, family, names, dict(call.statics), autocast)
+    pure = BlockFunction(block, family, names, dict(call.statics), autocast)
     try:
         with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             program = torch.export.export(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from pathlib import Path
 from onediff_ext.core.errors import OneDiffError, StoreError
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.port import Backend
+from onediff_ext.service.build_folder import BuildFolder
 from onediff_ext.service.workers import WorkerProcess
 from onediff_ext.store import GraphLibrary, StoreBusyError
 
@@ -132,10 +132,8 @@ class _Run:
     ) -> None:
         self._builder, self._listen = builder, listen
         self._needed, self._done = len(kinds), 0
-        self._cache = tempfile.TemporaryDirectory(
-            prefix="onediff-build-", ignore_cleanup_errors=True
-        )
-        self._workers = builder.new_workers(len(kinds), Path(self._cache.name))
+        self._folder = BuildFolder()
+        self._workers = builder.new_workers(len(kinds), self._folder.path)
         self._idle = list(self._workers)
         self._pool = ThreadPoolExecutor(len(self._workers), thread_name_prefix="onediff-build")
         self._pending: dict[Future[_Built], tuple[Kind, ExitStack]] = {}
@@ -151,7 +149,7 @@ class _Run:
         for worker in self._workers:
             worker.close()  # an interrupted build ends at once
         self._pool.shutdown()
-        self._cache.cleanup()
+        self._folder.remove()
 
     def start(self, kind: Kind, lock_timeout_s: float) -> bool:
         """Begin one kind. Returns False when another process is building it."""

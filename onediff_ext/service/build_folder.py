@@ -1,0 +1,57 @@
+"""Where build workers put their files, gone afterwards even when the process was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+_PREFIX = "onediff-build-"
+
+
+class BuildFolder:
+    """A temporary folder with a lock in it that the system frees when its owner dies.
+
+    Making one removes those whose owners are dead.
+
+    Args:
+        parent: Where build folders are made; None is the system's temporary folder.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self._parent = parent or Path(tempfile.gettempdir())
+        self._remove_stale()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+        self._lock = _lock_of(self.path)
+        self._lock.acquire(timeout=0)
+
+    def remove(self) -> None:
+        """Delete the folder; what is still being written there is waited for, a little."""
+        self._lock.release()
+        _remove(self.path)
+
+    def _remove_stale(self) -> None:
+        for folder in self._parent.glob(f"{_PREFIX}*"):
+            lock = _lock_of(folder)
+            if not Path(lock.lock_file).exists():
+                continue  # just being made, or not ours
+            with contextlib.suppress(Timeout, OSError):
+                lock.acquire(timeout=0)
+                lock.release()
+                _remove(folder)
+
+
+def _lock_of(folder: Path) -> BaseFileLock:
+    return FileLock(folder / "owner.lock")
+
+
+def _remove(folder: Path) -> None:
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
