@@ -1,0 +1,118 @@
+"""The demo model's parts: Stable Diffusion 1.x's own classes, made narrow.
+
+Every width is a multiple of 32, as the LDM code normalises over 32 groups whatever the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel
+
+CONTEXT_WIDTH = 96
+"""Width of the text encoder, and so of the UNet's context."""
+
+SCALE_FACTOR = 0.18215
+"""SD1's latent scale; the VAE's weights are rescaled after training to make it right."""
+
+PART_BYTES = 15_000_000
+"""The size of one stored part: what the device machine sends back is limited for each file."""
+
+
+def build_vae() -> AutoencoderKL:
+    """4 latent channels, 8 pixels a cell; LDM: ch 64, ch_mult [1, 1, 1, 2]."""
+    return AutoencoderKL(
+        block_out_channels=(64, 64, 64, 128),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=4,
+        sample_size=256,
+        scaling_factor=SCALE_FACTOR,
+    )
+
+
+def build_text_encoder() -> CLIPTextModel:
+    """CLIP's text transformer, 3 layers of width 96, with CLIP's own vocabulary."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=49408,
+            hidden_size=CONTEXT_WIDTH,
+            intermediate_size=4 * CONTEXT_WIDTH,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            projection_dim=CONTEXT_WIDTH,
+            bos_token_id=49406,
+            eos_token_id=49407,
+            pad_token_id=1,
+        )
+    )
+
+
+def build_unet() -> UNet2DConditionModel:
+    """SD1's four levels, 8 heads; LDM: model_channels 64, channel_mult [1, 2, 2, 1]."""
+    return UNet2DConditionModel(
+        sample_size=32,
+        block_out_channels=(64, 128, 128, 64),
+        layers_per_block=2,
+        cross_attention_dim=CONTEXT_WIDTH,
+        attention_head_dim=8,
+    )
+
+
+def text_core(text_encoder: CLIPTextModel) -> nn.Module:
+    """What holds the weights: transformers 4 and early 5 keep them one level down."""
+    return getattr(text_encoder, "text_model", text_encoder)
+
+
+def encode_text(text_encoder: CLIPTextModel, token_ids: Tensor) -> Tensor:
+    """The same as the model's own forward, less its mask-making, which a capture can't hold.
+
+    Args:
+        token_ids: [B, 77].
+
+    Returns:
+        Context, [B, 77, D].
+    """
+    core = text_core(text_encoder)
+    hidden = core.embeddings(input_ids=token_ids)
+    for layer in core.encoder.layers:
+        hidden = layer(hidden, attention_mask=None, is_causal=True)
+    return core.final_layer_norm(hidden)
+
+
+def alphas_cumprod(device: torch.device | str) -> Tensor:
+    """SD1's noise schedule: what is left of the picture's variance at each of 1000 times."""
+    betas = torch.linspace(0.00085**0.5, 0.0120**0.5, 1000, dtype=torch.float64) ** 2
+    return torch.cumprod(1 - betas, 0).float().to(device)
+
+
+def save_parts(modules: dict[str, nn.Module], folder: Path, name: str) -> None:
+    """Save modules as fp16 in files small enough to be sent, "NAME-0.safetensors" and on."""
+    part: dict[str, Tensor] = {}
+    index = size_bytes = 0
+    for prefix, module in modules.items():
+        for key, value in module.state_dict().items():
+            tensor = value.half().contiguous().cpu() if value.is_floating_point() else value.cpu()
+            if part and size_bytes + tensor.nbytes > PART_BYTES:
+                save_file(part, folder / f"{name}-{index}.safetensors")
+                part, index, size_bytes = {}, index + 1, 0
+            part[f"{prefix}.{key}"] = tensor
+            size_bytes += tensor.nbytes
+    save_file(part, folder / f"{name}-{index}.safetensors")
+
+
+def load_parts(modules: dict[str, nn.Module], files: Iterable[Path]) -> None:
+    """Load what `save_parts` wrote; every key of every module must be there."""
+    stored: dict[str, Tensor] = {}
+    for file in files:
+        stored.update(load_file(file))
+    for prefix, module in modules.items():
+        start = f"{prefix}."
+        state = {k.removeprefix(start): v for k, v in stored.items() if k.startswith(start)}
+        module.load_state_dict(state)
