@@ -1,0 +1,42 @@
+"""What holds for every test: one thread, no network, a store of its own, no GPU unless there is."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+
+import pytest
+
+_SETTINGS = {
+    # Test models are tiny: more threads only wait for each other, and sums change with them.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+_store = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test module can load torch, which reads these once.
+    os.environ.update(_SETTINGS)
+    os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_store], ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)
+
+
+@functools.cache
+def _why_no_gpu() -> str:
+    """Why tests marked `gpu` cannot run here; "" if they can. Loads torch, so asked late."""
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs a CUDA device; torch sees none here"
