@@ -27,7 +27,11 @@ CPU_CONFIG: Mapping[str, Any] = {
     # Kernels ask for the number of threads when they run, so that a graph serves any.
     "cpp.dynamic_threads": True,
 }
-CUDA_CONFIG: Mapping[str, Any] = {}
+CUDA_CONFIG: Mapping[str, Any] = {
+    # A kernel would note its best launch settings in the folder where it was built, which a
+    # worker removes; drawing made that folder anew and left it behind.
+    "autotune_local_cache": False,
+}
 
 
 class InductorBackend(Backend):

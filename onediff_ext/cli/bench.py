@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments
+from onediff_ext.cli import model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener
 from onediff_ext.cli.tables import format_table
 
@@ -20,7 +19,12 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("bench", help="measure UNet steps, eager beside compiled")
     parser.add_argument("--sizes", default="512x512, 768x512, 720x960", help="sizes to measure")
-    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each kind")
+    parser.add_argument(
+        "--rounds",
+        type=model_arguments.positive_count,
+        default=10,
+        help="measured steps of each kind",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     model_arguments.add_model_arguments(parser)
     parser.set_defaults(run=run)
@@ -29,20 +33,22 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.core.shapes import parse_sizes
 
     if arguments.eager:
         raise OptionError("bench compares eager with compiled.", "Leave --eager out.")
-    shapes = parse_sizes(arguments.sizes)
+    shapes = model_arguments.given_sizes(arguments.sizes)
+    report_file.check_report_path(arguments.json)
     identity = model_arguments.model_identity(arguments)
     model = model_arguments.load_model(arguments, identity, BuildListener())
 
-    from onediff_ext.hosts.diffusers.report import describe_device, versions
+    from onediff_ext.hosts.diffusers.report import describe_device, left_eager, versions
     from onediff_ext.hosts.diffusers.step_bench import time_steps
 
-    timings = [time_steps(model.painter.pipe, shape, max(1, arguments.rounds)) for shape in shapes]
+    timings = [time_steps(model.painter.pipe, shape, arguments.rounds) for shape in shapes]
     print(describe_device(model.painter.device))
     print(timing_table(timings))
+    assert model.session is not None
+    report_file.print_fallbacks(left_eager(model.session))
     if arguments.json is not None:
         figures = {
             "device": describe_device(model.painter.device),
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             "ready_seconds": model.ready_seconds,
             "rows": [{**asdict(t), "speedup": t.speedup} for t in timings],
         }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        report_file.write_json(arguments.json, figures)
     return 0
 
 

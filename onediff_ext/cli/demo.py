@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport
     from onediff_ext.service.session import Session
 
+# What the demo checkpoint draws from text alone: prompt, width and height in pixels.
+PROMPTS = (
+    ("a fox in the snow", 192, 192),
+    ("a cat and a rocket on a yellow background", 256, 128),
+    ("two apples", 128, 192),
+    ("an octopus under the sea", 256, 192),
+    ("a castle at sunset", 192, 128),
+)
 PHOTOS = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
 
@@ -29,14 +37,17 @@ def add_parser(commands: Any) -> None:
         help="run the main job on sample photographs, eager beside compiled",
         description="Takes the options of img2img.",
     )
-    parser.add_argument("inputs", nargs="*", type=Path, metavar="FOLDER", default=[PHOTOS])
+    parser.add_argument("inputs", nargs="*", type=Path, metavar="FOLDER")
     img2img.add_arguments(parser)
     parser.set_defaults(
         run=run,
         output=Path("demo-output"),
-        prompt="a red fox emoji on a yellow background",
-        steps=12,
-        strength=0.7,
+        prompt="a cat on a yellow background",
+        captions=True,
+        steps=16,
+        strength=0.65,
+        guidance=4.0,
+        scheduler="DPM++ 2M Karras",
         size=None,
         batch_size=2,
     )
@@ -45,6 +56,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Draw everything eager, then compiled; print a table and where the pictures are."""
     report_file.check_report_path(arguments.report)
+    arguments.inputs = arguments.inputs or sorted(PHOTOS.glob("*.jpg"))
     identity = model_arguments.model_identity(arguments)
     model_arguments.import_libraries()
     painter = model_arguments.load_painter(arguments)
@@ -52,10 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.size = "own" if painter.device.type == "cuda" else "scale:0.375"
     job = img2img.make_job(arguments, identity)
 
+    drawn = [("eager", _draw_prompts(job, "eager", painter))]
     eager_report, _ = _run(job, "eager", painter, None)
     session = None
     if not arguments.eager:
         session, start = _compile(painter, arguments, identity)
+        drawn.append(("compiled", _draw_prompts(job, "compiled", painter)))
         report, reuse = _run(job, "compiled", painter, session)
         report.ready_seconds = start
     else:
@@ -66,9 +80,59 @@ def run(arguments: argparse.Namespace) -> int:
     print(_table(eager_report, report, reuse))
     report_file.print_summary(report)
     if session is not None:
-        print(f"graphs ready after {report.ready_seconds:.1f} s; kept in {session.library.folder.root}")
-    print(f"pictures: {job.output_dir / 'eager'} and {job.output_dir / 'compiled'}")
+        store = session.library.folder.root
+        print(f"graphs ready after {report.ready_seconds:.1f} s; kept in {store}")
+    sheet = _contact_sheet(job, drawn, eager_report, report)
+    print(f"pictures: {job.output_dir}; all of them together: {sheet}")
     return 0
+
+
+def _draw_prompts(job: Img2ImgJob, name: str, painter: Painter) -> list[Path]:
+    """Text to image at a few sizes; nothing for a checkpoint that needs a picture."""
+    from onediff_ext.core.errors import OptionError
+    from onediff_ext.hosts.diffusers.img2img_job import infotext
+    from onediff_ext.pictures.writing import write_png
+
+    paths: list[Path] = []
+    for number, (prompt, width, height) in enumerate(PROMPTS):
+        settings = dataclasses.replace(job.settings, prompt=prompt)
+        try:
+            image = painter.txt2img(settings, width, height, [job.seed]).images[0]
+        except OptionError:
+            return []
+        if image is not None:
+            paths.append(job.output_dir / name / f"txt2img-{number}.png")
+            text = infotext(painter, settings, job.seed, image, {})
+            write_png(paths[-1], image, infotext=text, digest="")
+    return paths
+
+
+def _contact_sheet(
+    job: Img2ImgJob, drawn: list[tuple[str, list[Path]]], eager: RunReport, compiled: RunReport
+) -> Path:
+    """Pictures from text, then photographs with their results below each other."""
+    from onediff_ext.pictures.contact_sheet import make_contact_sheet, stack
+
+    sheets = []
+    if all(paths for _, paths in drawn):
+        rows = [(f"text to image, {name}", paths) for name, paths in drawn]
+        sheets.append(make_contact_sheet(rows))
+    by_input = {picture.input: picture.output for picture in compiled.pictures}
+    pairs = [(p.input, p.output, by_input[p.input]) for p in eager.pictures if p.input in by_input]
+    if pairs:
+        columns = zip(*pairs, strict=True)
+        labels = ("photograph", "image to image, eager", "image to image, compiled")
+        sheets.append(
+            make_contact_sheet(
+                [
+                    (label, [Path(path) for path in paths])
+                    for label, paths in zip(labels, columns, strict=True)
+                ]
+            )
+        )
+    path = job.output_dir / "contact-sheet.jpg"
+    stack(sheets).save(path, quality=90)
+    return path
 
 
 def _compile(
@@ -138,7 +202,7 @@ def _by_size(report: RunReport) -> dict[tuple[int, int], list[float]]:
 
 
 def _canvas(size: tuple[int, int]) -> tuple[int, int]:
-    from onediff_ext.core.shapes import CELL_PX, round_up
+    from onediff_ext.core.shapes import CELL_PX, MIN_SIDE_PX, round_up
 
     rows, columns = round_up(size[1], size[0])
-    return columns * CELL_PX, rows * CELL_PX
+    return max(MIN_SIDE_PX, columns * CELL_PX), max(MIN_SIDE_PX, rows * CELL_PX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,8 @@ def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]
     except StoreError as exc:
         yield False, f"graph store: {exc}"
         return
+    if not os.access(library.folder.graphs, os.W_OK):
+        yield False, f"graph store {root} cannot be written: new graphs are not kept"
     entries = library.entries()
     used = sum(graph.size_bytes for graph in entries)
     free = shutil.disk_usage(library.folder.root).free

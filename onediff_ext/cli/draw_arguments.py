@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing import DrawSettings
 
 
+_MAX_SEED = 2**53 - 1
+
+
 def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) -> None:
     """Prompt, sampler and seed."""
     group = parser.add_argument_group("picture")
@@ -19,9 +22,16 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
     group.add_argument(
         "--scheduler", default="Euler a", help='sampler, such as "DPM++ 2M Karras" or LCM'
     )
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=_seed, default=0)
     if with_strength:
         group.add_argument("--strength", type=float, default=0.6, help="denoising strength")
+
+
+def _seed(text: str) -> int:
+    """A seed as it survives infotext and JSON, for argparse."""
+    if not text.isdecimal() or int(text) > _MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {_MAX_SEED}")
+    return int(text)
 
 
 def draw_settings(arguments: argparse.Namespace) -> DrawSettings:

@@ -36,8 +36,9 @@ def add_parser(commands: Any) -> None:
         if name == "verify":
             sub.add_argument("--repair", action="store_true", help="delete damaged graphs")
         if name == "prune":
-            sub.add_argument("--to-gb", type=float, help="down to this size")
-            sub.add_argument("--older-than-days", type=float, help="not used for so long")
+            amount = model_arguments.amount
+            sub.add_argument("--to-gb", type=amount, help="down to this size")
+            sub.add_argument("--older-than-days", type=amount, help="not used for so long")
             sub.add_argument("--other-versions", action="store_true", help="foreign graphs too")
         if name in ("export", "import"):
             sub.add_argument("file", type=Path)
@@ -126,7 +127,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     problems = library.verify(repair=arguments.repair)
     for problem in problems:
         print(f"{problem.path.name}: {problem.reason}{' (deleted)' if problem.removed else ''}")
-    sound = len(library.entries()) - sum(not problem.removed for problem in problems)
+    bad = {problem.path for problem in problems}
+    sound = sum(graph.path not in bad for graph in library.entries())
     print(f"{sound} sound, {len(problems)} damaged")
     if problems and not arguments.repair:
         print("Run `onediff-ext graphs verify --repair` to delete those; they are built again.")
@@ -134,11 +136,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    days = arguments.older_than_days
     report = _library(arguments).prune(
         limit_bytes=None if arguments.to_gb is None else int(arguments.to_gb * 2**30),
-        older_than_s=None if arguments.older_than_days is None else arguments.older_than_days * 86400,
+        older_than_s=None if days is None else days * 86400,
         other_versions=arguments.other_versions,
-    )  # fmt: skip
+    )
     print(f"{len(report.digests)} graphs deleted, {report.freed_bytes / 1e6:.1f} MB freed")
     return 0
 
@@ -154,8 +157,10 @@ def _export(arguments: argparse.Namespace) -> int:
         if not chosen:
             names = ", ".join(seen.record.name for seen in listings) or "none yet"
             raise OptionError(f"No checkpoint {arguments.checkpoint!r}.", f"Known: {names}.")
-        digests = sorted(
-            {d for seen in chosen for d in seen.record.kinds if d not in seen.missing}
+        digests = sorted({d for seen in chosen for d in seen.record.kinds if d not in seen.missing})
+    if not arguments.file.absolute().parent.is_dir():
+        raise OptionError(
+            f"There is no folder {arguments.file.parent}.", "Name another, or make it."
         )
     count = library.export(arguments.file, digests)
     print(f"{count} graphs in {arguments.file}. They are native code for this kind of machine.")

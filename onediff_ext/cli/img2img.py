@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("inputs", nargs="+", type=Path, metavar="FOLDER", help="or files")
     add_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, when_stopped="The same command goes on where it stopped.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="own",
         help="own, scale:0.5, longest:768 or fixed:512x512 (default: each picture's own)",
     )
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument(
+        "--batch-size", type=int, default=4, help="pictures of one size at once (default: 4)"
+    )
     parser.add_argument("--name", default="{stem}.png", help="name template of the results")
     parser.add_argument("--recursive", action="store_true", help="look into subfolders")
+    parser.add_argument(
+        "--captions", action="store_true", help="cat.txt beside cat.jpg is that picture's prompt"
+    )
     parser.add_argument("--vary-seed", action="store_true", help="seed + number of the picture")
     parser.add_argument("--keep-alpha", action="store_true", help="keep the inputs' transparency")
-    parser.add_argument("--max-megapixels", type=float, default=4.2)
+    parser.add_argument(
+        "--max-megapixels",
+        type=model_arguments.positive_amount,
+        default=4.2,
+        help="larger results are left out (default: 4.2)",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     draw_arguments.add_draw_arguments(parser, with_strength=True)
     model_arguments.add_model_arguments(parser)
@@ -47,27 +58,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do the job; 1 when pictures had to be left out."""
-    report_file.check_report_path(arguments.report)
     job = make_job(arguments, model_arguments.model_identity(arguments))
 
     from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
     from onediff_ext.hosts.diffusers.report import RunReport, describe_device
     from onediff_ext.pictures.report import Report
+    from onediff_ext.pictures.writing import make_folder
 
     skipped, report = Report(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]
+    for folder in {output.path.parent for _, output in plan.todo}:
+        make_folder(folder)
+    report_file.check_report_path(arguments.report)
     if plan.already_done:
-        print(f"{len(plan.already_done)} pictures are already done.")
+        print(f"{_pictures(len(plan.already_done))} already done.")
     try:
         if plan.todo:
-            model = model_arguments.load_model(arguments, job.identity, BuildListener())
+            model = model_arguments.load_model(
+                arguments,
+                job.identity,
+                BuildListener(),
+                check=lambda painter: painter.check(job.settings),
+            )
             report.device = describe_device(model.painter.device)
             report.ready_seconds = model.ready_seconds
+            report.warnings = model.painter.ignored_text(job.settings)
             progress = Progress("pictures", len(plan.todo))
 
             def show(batch: BatchDone) -> None:
-                note = f"{batch.width_px}x{batch.height_px}, {batch.drawn.seconds_per_step:.3f} s/step"
+                note = (
+                    f"{batch.width_px}x{batch.height_px}, {batch.drawn.seconds_per_step:.3f} s/step"
+                )
                 progress.advance(len(batch.outputs), note)
 
             try:
@@ -77,13 +99,32 @@ def run(arguments: argparse.Namespace) -> int:
             finally:
                 progress.close()
                 report.take_session(model.session, model.painter.device)
-    finally:
+    except BaseException:
         report.skipped = skipped.as_json()
-        if arguments.report is not None:
-            report_file.write_report(arguments.report, report)
-    report_file.print_summary(report)
-    print(f"{len(report.pictures)} pictures in {job.output_dir}")
+        report_file.write_what_happened(arguments.report, report)
+        report_file.print_left_out(report)
+        raise
+    report.skipped = skipped.as_json()
+    if arguments.report is not None:
+        report_file.write_report(arguments.report, report)
+    if plan.todo:
+        report_file.print_summary(report)
+        print(f"{_pictures(len(report.pictures))} drawn, in {job.output_dir}")
+    else:
+        report_file.print_left_out(report)
+        if not plan.already_done and not skipped.failures:
+            print(_nothing_found(arguments), file=sys.stderr)
     return 1 if skipped.failures else 0
+
+
+def _pictures(count: int) -> str:
+    return "1 picture" if count == 1 else f"{count} pictures"
+
+
+def _nothing_found(arguments: argparse.Namespace) -> str:
+    folders = ", ".join(str(path) for path in arguments.inputs)
+    deeper = "" if arguments.recursive else " --recursive looks into subfolders too."
+    return f"There is no picture in {folders}.{deeper}"
 
 
 def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2ImgJob:
@@ -110,6 +151,7 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
         batch_size=arguments.batch_size,
         name_template=NameTemplate(arguments.name),
         recursive=arguments.recursive,
+        captions=arguments.captions,
         keep_alpha=arguments.keep_alpha,
         max_megapixels=arguments.max_megapixels,
     )

@@ -5,14 +5,35 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from onediff_ext import __version__
 from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, warmup
 from onediff_ext.core.errors import OneDiffError
 
 _COMMANDS = (img2img, txt2img, warmup, graphs, bench, doctor, demo)
+_STOPPED = 128  # the shell's convention: 128 + the signal's number
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in two lines what is wrong, like every other error here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n  See `{self.prog} --help`.\n")
+
+
+class Stopped(KeyboardInterrupt):
+    """The system asks the process to end: for all that is running, the same as Ctrl-C."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.signal_number = signal_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,37 +41,78 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 all well, 1 some pictures were skipped or something is wrong,
-        2 bad arguments, 130 interrupted.
+        2 the command cannot be done, 130 interrupted, 143 ended by the system.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="onediff-ext", description="Stable Diffusion at any size, without recompiling."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("-v", "--verbose", action="store_true", help="say why graphs are built")
+    verbose = {"action": "store_true", "help": "say why graphs are built"}
+    parser.add_argument("-v", "--verbose", **verbose)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_parser(commands)
+    for command in commands.choices.values():  # -v is taken before and after the command
+        command.add_argument("-v", "--verbose", **verbose, default=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     _set_up_logging(arguments.verbose)
     try:
-        return int(arguments.run(arguments))
+        with _signals_as_interrupts():
+            return int(arguments.run(arguments))
     except OneDiffError as exc:
         print(f"onediff-ext: {exc.message}", file=sys.stderr)
         if exc.hint:
             print(f"  {exc.hint}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nStopped. The same command goes on where it stopped.", file=sys.stderr)
-        return 130
+    except (RuntimeError, MemoryError) as exc:
+        if not _is_out_of_memory(exc):
+            raise
+        print("onediff-ext: There is not enough memory.", file=sys.stderr)
+        print("  Use smaller sizes, fewer at once, or close other programs.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as exc:
+        print(f"\nStopped. {getattr(arguments, 'when_stopped', '')}".rstrip(), file=sys.stderr)
+        return _STOPPED + (exc.signal_number if isinstance(exc, Stopped) else signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _is_out_of_memory(exc: BaseException) -> bool:
+    from onediff_ext.hosts.diffusers.drawing import is_out_of_memory
+
+    return is_out_of_memory(exc)
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """End as after Ctrl-C, workers and temporary folders gone, when the system ends the process."""
+
+    def stop(signal_number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+        raise Stopped(signal_number)
+
+    before = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        # Whoever has set a handler of his own, or ignores it (nohup), is left alone.
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            try:
+                before[number] = signal.signal(number, stop)
+            except ValueError:  # not the main thread, so somebody else's process
+                break
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _set_up_logging(verbose: bool) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("onediff_ext").setLevel(logging.INFO if verbose else logging.WARNING)
     # Nothing is downloaded; the libraries' own chatter does not concern the user.
+    if not verbose and not sys.warnoptions:
+        warnings.simplefilter("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")

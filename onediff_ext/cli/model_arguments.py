@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +15,12 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import BACKENDS, COMPONENTS, CompileOptions, parse_ignores
 
 if TYPE_CHECKING:
+    from onediff_ext.core.shapes import BatchShape
     from onediff_ext.hosts.diffusers.drawing import Painter
     from onediff_ext.service.builder import ProgressListener
     from onediff_ext.service.session import Session
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("auto", "fp32", "fp16", "bf16")
 
@@ -25,13 +30,53 @@ def default_model() -> Path:
     return Path(__file__).resolve().parent.parent / "assets" / "demo" / "onediff-demo.safetensors"
 
 
+def amount(text: str) -> float:
+    """A finite number, zero or above, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of zero or above")
+    return number
+
+
+def positive_amount(text: str) -> float:
+    """A finite number above zero, for argparse."""
+    number = amount(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above zero")
+    return number
+
+
+def positive_count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or above")
+    return int(text)
+
+
+def given_sizes(text: str) -> list[BatchShape]:
+    """Sizes that a command cannot do without.
+
+    Raises:
+        OptionError: There is none, or one cannot be generated.
+    """
+    from onediff_ext.core.shapes import parse_sizes
+
+    shapes = parse_sizes(text)
+    if not shapes:
+        raise OptionError("No size is given.", 'Write for example "512x768, 720x960@2".')
+    return shapes
+
+
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Where graphs are kept."""
     group = parser.add_argument_group("graph store")
     group.add_argument("--store", type=Path, help="folder of the graph store (default: user cache)")
     group.add_argument(
         "--store-limit-gb",
-        type=float,
+        type=positive_amount,
         default=CompileOptions.store_limit_bytes / 2**30,
         help="evict the least recently used graphs above this size (default: %(default)g)",
     )
@@ -65,7 +110,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", default=[], choices=COMPONENTS, help="leave a part alone"
     )
     compile_group.add_argument("--no-build", action="store_true", help="use stored graphs only")
-    compile_group.add_argument("--workers", type=int, help="build processes at the same time")
+    compile_group.add_argument(
+        "--workers", type=positive_count, help="build processes at the same time"
+    )
     add_store_arguments(parser)
 
 
@@ -112,6 +159,10 @@ def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
 
     root = arguments.store or default_root()
     hashes = ContentHashes(GraphLibrary(root, limit_bytes=2**60).folder)
+    if arguments.model == default_model() and not arguments.model.exists():
+        raise OptionError(
+            "This installation has no demo model.", "Name a checkpoint with --model FILE."
+        )
     loras = [
         f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}"
         for path, weight in parse_loras(arguments.lora)
@@ -139,7 +190,9 @@ def parse_loras(texts: list[str]) -> list[tuple[Path, float]]:
         try:
             found.append((Path(path), float(weight)))
         except ValueError:
-            raise OptionError(f"{weight!r} is no LoRA weight.", "Write FILE.safetensors:0.8.") from None
+            raise OptionError(
+                f"{weight!r} is no LoRA weight.", "Write FILE.safetensors:0.8."
+            ) from None
     return found
 
 
@@ -147,8 +200,15 @@ def load_model(
     arguments: argparse.Namespace,
     identity: dict[str, object],
     listener: ProgressListener | None = None,
+    check: Callable[[Painter], None] | None = None,
 ) -> LoadedModel:
     """Load checkpoint and LoRAs, put graphs under them, build what is missing.
+
+    Args:
+        arguments: Of the command line.
+        identity: From `model_identity`.
+        listener: Told of each build.
+        check: Raises when the checkpoint cannot do the job; asked before anything is built.
 
     Raises:
         OneDiffError: Something cannot be loaded or used.
@@ -156,6 +216,8 @@ def load_model(
     import_libraries()
     start = time.perf_counter()
     painter = load_painter(arguments)
+    if check is not None:
+        check(painter)
     session = None
     if not arguments.eager:
         session = compile_painter(painter, arguments, identity, listener)
@@ -215,8 +277,9 @@ def import_libraries() -> None:
     import transformers
 
     # Their own chatter does not concern the user; nothing is downloaded either.
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
 
 
 def _record(session: Session, painter: Painter, content_hash: str) -> None:
@@ -224,16 +287,20 @@ def _record(session: Session, painter: Painter, content_hash: str) -> None:
     from onediff_ext.store import CheckpointRecords
 
     checkpoint = painter.checkpoint
+    kinds = {k.key.digest: len(k.blocks) for k in session.kinds if k.graph is not None}
+    if not kinds:
+        return
     try:
         CheckpointRecords(session.library.folder).record(
             content_hash,
             name=checkpoint.name,
             path=str(checkpoint.path.resolve()),
             architecture=checkpoint.architecture,
-            kinds={k.key.digest: len(k.blocks) for k in session.kinds if k.graph is not None},
+            kinds=kinds,
         )
     except StoreError as exc:
-        print(f"The checkpoint's record is not kept: {exc}", file=sys.stderr)
+        # It only serves `graphs list`, and a store that one may only read serves all the same.
+        logger.info("The checkpoint's record is not kept: %s", exc)
 
 
 def _device(name: str) -> Any:
@@ -244,7 +311,9 @@ def _device(name: str) -> Any:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise OptionError(f"There is no device {name!r}.", "Use cpu, cuda or cuda:N.") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"Device {name!r} cannot be used.", "Use cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(
             f"torch sees no GPU {name!r}.", "Use --device cpu, or run `onediff-ext doctor`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,10 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=what, unit="", leave=True, dynamic_ncols=True)
+            # A terminal without rows and columns (docker's, CI's): tqdm would draw nothing.
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            width = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
+            self._bar = tqdm(total=total, desc=what, unit="", leave=True, **width)
 
     def advance(self, units: int, note: str, seconds_left: float | None = None) -> None:
         """Note finished units; the time left is estimated unless it is given."""

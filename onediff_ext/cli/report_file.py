@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.errors import OptionError
 
@@ -15,13 +16,20 @@ if TYPE_CHECKING:
 
 
 def check_report_path(path: Path | None) -> None:
-    """Refuse a report file that cannot be written, before hours of work.
+    """Refuse a JSON file that cannot be written, before hours of work.
 
     Raises:
-        OptionError: Its folder does not exist, or it is a folder.
+        OptionError: Its folder does not exist or takes no files, or it is a folder.
     """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise OptionError(f"The report {path} cannot be written.", "Name a file in a folder.")
+    if path is None:
+        return
+    if path.is_dir():
+        raise OptionError(f"The report {path} cannot be written.", "That is a folder: name a file.")
+    try:
+        _part(path).touch()
+    except OSError as exc:
+        raise _not_written(path, exc) from exc
+    _part(path).unlink()
 
 
 def write_report(path: Path, report: RunReport) -> None:
@@ -30,13 +38,33 @@ def write_report(path: Path, report: RunReport) -> None:
     Raises:
         OptionError: It cannot be written.
     """
-    part = path.with_name(path.name + ".part")
+    write_json(path, report.as_json())
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write plain values as JSON, whole or not at all.
+
+    Raises:
+        OptionError: The file cannot be written.
+    """
     try:
-        part.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        try:
+            _part(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            os.replace(_part(path), path)
+        finally:
+            _part(path).unlink(missing_ok=True)
     except OSError as exc:
-        part.unlink(missing_ok=True)
-        raise OptionError(f"The report {path} cannot be written: {exc.strerror}.") from exc
+        raise _not_written(path, exc) from exc
+
+
+def write_what_happened(path: Path | None, report: RunReport) -> None:
+    """Write the report of a run that is ending by an error, which is what the user must see."""
+    if path is None:
+        return
+    try:
+        write_report(path, report)
+    except OptionError as exc:
+        print(exc.message, file=sys.stderr)
 
 
 def print_summary(report: RunReport) -> None:
@@ -45,9 +73,35 @@ def print_summary(report: RunReport) -> None:
         f"graphs: {report.built} built, {report.loaded} loaded, {report.reused} reused"
         f" at new sizes; {report.recompiles} recompiles"
     )
-    for fallback in report.fallbacks:
-        print(f"eager ({fallback['count']} calls): {fallback['what']}: {fallback['reason']}")
+    print_fallbacks(report.fallbacks)
+    print_left_out(report)
+
+
+def print_fallbacks(fallbacks: Sequence[Mapping[str, Any]]) -> None:
+    """One line for each reason: what ran eager by it, and in how many calls."""
+    by_reason: dict[str, list[Mapping[str, Any]]] = {}
+    for fallback in fallbacks:
+        by_reason.setdefault(fallback["reason"], []).append(fallback)
+    for reason, same in by_reason.items():
+        count = sum(fallback["count"] for fallback in same)
+        whats = ", ".join(fallback["what"] for fallback in same)
+        print(f"eager ({count} calls), {reason}: {whats}")
+
+
+def print_left_out(report: RunReport) -> None:
+    """Warnings, and every input that was left out."""
     for warning in report.warnings:
-        print(f"warning: {warning}")
+        print(f"warning: {warning}", file=sys.stderr)
     for entry in report.skipped:
         print(f"skipped {entry['input']}: {entry['reason']}", file=sys.stderr)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _not_written(path: Path, exc: OSError) -> OptionError:
+    return OptionError(
+        f"The report {path} cannot be written ({exc.strerror or exc}).",
+        "Name a file in a folder that exists and that you may write to.",
+    )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
+
+if TYPE_CHECKING:
+    from onediff_ext.cli.model_arguments import LoadedModel
+    from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
+    from onediff_ext.hosts.diffusers.report import RunReport
 
 
 def add_parser(commands: Any) -> None:
@@ -16,7 +22,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--sizes", default="256x256", help='such as "512x768, 720x960@2" (@: pictures at once)'
     )
-    parser.add_argument("--count", type=int, default=1, help="batches of each size")
+    parser.add_argument(
+        "--count",
+        type=model_arguments.positive_count,
+        default=1,
+        help="batches of each size (default: 1)",
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     draw_arguments.add_draw_arguments(parser, with_strength=False)
@@ -25,60 +36,85 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw; every picture gets the next seed."""
-    report_file.check_report_path(arguments.report)
+    """Draw; every picture gets the next seed. 1 when pictures had to be left out."""
     settings = draw_arguments.draw_settings(arguments)
-    from onediff_ext.core.shapes import parse_sizes
-
-    shapes = [shape for shape in parse_sizes(arguments.sizes) for _ in range(arguments.count)]
+    sizes = model_arguments.given_sizes(arguments.sizes)
+    shapes = [shape for shape in sizes for _ in range(arguments.count)]
     identity = model_arguments.model_identity(arguments)
-    model = model_arguments.load_model(arguments, identity, BuildListener())
 
-    from onediff_ext.hosts.diffusers.img2img_job import infotext
-    from onediff_ext.hosts.diffusers.report import (
-        PictureResult,
-        ReuseCounter,
-        RunReport,
-        describe_device,
-    )
-    from onediff_ext.pictures.writing import write_png
+    from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
+    from onediff_ext.pictures.writing import make_folder
 
-    report = RunReport(
-        device=describe_device(model.painter.device), ready_seconds=model.ready_seconds
-    )
+    make_folder(arguments.output)
+    report_file.check_report_path(arguments.report)
+
+    def check(painter: Painter) -> None:
+        painter.check_txt2img()
+        painter.check(settings)
+
+    model = model_arguments.load_model(arguments, identity, BuildListener(), check=check)
+    painter, report = model.painter, RunReport(ready_seconds=model.ready_seconds)
+    report.device = describe_device(painter.device)
+    report.warnings = painter.ignored_text(settings)
     reuse = ReuseCounter(model.session)
     progress = Progress("pictures", sum(shape.batch for shape in shapes))
     seed = arguments.seed
-    for shape in shapes:
-        had = reuse.before()
-        seeds = range(seed, seed + shape.batch)
-        drawn = model.painter.txt2img(settings, shape.width_px, shape.height_px, seeds)
-        report.reused += reuse.after(shape.width_px, shape.height_px, had)
-        for image, picture_seed in zip(drawn.images, seeds, strict=True):
-            path = arguments.output / f"{picture_seed:05d}-{image.width}x{image.height}.png"
-            path = _free(path)
-            text = infotext(model.painter, settings, picture_seed, image, {})
-            write_png(path, image, infotext=text, digest="")
-            report.pictures.append(
-                PictureResult(
-                    input="",
-                    output=str(path),
-                    width=image.width,
-                    height=image.height,
-                    seconds=drawn.seconds / shape.batch,
-                    seconds_per_step=drawn.seconds_per_step,
-                )
-            )
-        seed += shape.batch
-        note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
-        progress.advance(shape.batch, note)
+    try:
+        for shape in shapes:
+            had = reuse.before()
+            seeds = range(seed, seed + shape.batch)
+            drawn = painter.txt2img(settings, shape.width_px, shape.height_px, seeds)
+            report.reused += reuse.after(shape.width_px, shape.height_px, had)
+            _write(arguments.output, model, settings, drawn, seeds, report)
+            seed += shape.batch
+            note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
+            progress.advance(shape.batch, note)
+    except BaseException:
+        progress.close()
+        report.take_session(model.session, painter.device)
+        report_file.write_what_happened(arguments.report, report)
+        report_file.print_left_out(report)
+        raise
     progress.close()
-    report.take_session(model.session, model.painter.device)
+    report.take_session(model.session, painter.device)
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
     report_file.print_summary(report)
-    print(f"{len(report.pictures)} pictures in {arguments.output}")
-    return 0
+    count = len(report.pictures)
+    print(f"{count} picture{'' if count == 1 else 's'} drawn, in {arguments.output}")
+    return 1 if report.skipped else 0
+
+
+def _write(
+    folder: Path,
+    model: LoadedModel,
+    settings: DrawSettings,
+    drawn: Drawn,
+    seeds: Sequence[int],
+    report: RunReport,
+) -> None:
+    from onediff_ext.hosts.diffusers.drawing import overflow_error
+    from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
+    from onediff_ext.hosts.diffusers.report import PictureResult
+    from onediff_ext.pictures.writing import write_png
+
+    for image, seed in zip(drawn.images, seeds, strict=True):
+        if image is None:
+            report.skipped.append({"input": f"seed {seed}", "reason": str(overflow_error())})
+            continue
+        path = _free(folder / f"{seed:05d}-{image.width}x{image.height}.png")
+        text = infotext(model.painter, settings, seed, image, lora_field(model.identity))
+        write_png(path, image, infotext=text, digest="")
+        report.pictures.append(
+            PictureResult(
+                input="",
+                output=str(path),
+                width=image.width,
+                height=image.height,
+                seconds=drawn.seconds / len(seeds),
+                seconds_per_step=drawn.seconds_per_step,
+            )
+        )
 
 
 def _free(path: Path) -> Path:

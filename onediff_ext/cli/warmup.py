@@ -8,6 +8,7 @@ from typing import Any
 from onediff_ext.cli import model_arguments
 from onediff_ext.cli.bench import timing_table
 from onediff_ext.cli.progress import BuildListener
+from onediff_ext.cli.report_file import print_fallbacks
 
 
 def add_parser(commands: Any) -> None:
@@ -21,16 +22,16 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Warm up; 1 when a kind has to run eager."""
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.core.shapes import parse_sizes
 
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
-    shapes = parse_sizes(" ".join(arguments.sizes))
+    shapes = model_arguments.given_sizes(" ".join(arguments.sizes))
     identity = model_arguments.model_identity(arguments)
     model = model_arguments.load_model(arguments, identity, BuildListener())
     session = model.session
     assert session is not None
 
+    from onediff_ext.hosts.diffusers.report import left_eager
     from onediff_ext.hosts.diffusers.step_bench import time_steps
 
     timings = [time_steps(model.painter.pipe, shape, rounds=1) for shape in shapes]
@@ -39,7 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{session.count('built')} graphs built, {session.count('loaded')} loaded"
         f" in {model.ready_seconds:.1f} s"
     )
-    failed = [kind for kind in session.kinds if kind.reason]
-    for kind in failed:
-        print(f"eager: {kind.label}: {kind.reason}")
-    return 1 if failed else 0
+    eager = left_eager(session)
+    print_fallbacks(eager)
+    return 1 if eager else 0

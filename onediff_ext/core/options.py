@@ -44,7 +44,9 @@ class CompileOptions:
         if self.store is not None:
             object.__setattr__(self, "store", Path(self.store).expanduser())
         if self.store_limit_bytes <= 0:
-            raise OptionError("The store's size limit must be above zero.", "Give it in bytes.")
+            raise OptionError(
+                "The store's size limit must be above zero.", "Leave it out for 8 GB."
+            )
         if self.workers is not None and self.workers < 1:
             raise OptionError("At least one build worker is needed.", "Leave `workers` out.")
 

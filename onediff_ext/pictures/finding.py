@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onediff_ext.core.errors import PictureError
+from onediff_ext.pictures.captions import is_caption
 from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
 from onediff_ext.pictures.report import Report
@@ -95,7 +96,11 @@ class _Search:
             return
         self.seen.add(real + os.sep)
         subfolders = []
-        for path in self._listed(folder, root):
+        listed = self._listed(folder, root)
+        names = {path.name for path in listed}
+        for path in listed:
+            if is_caption(path, names):
+                continue
             if path.is_dir():
                 subfolders.append(path)
                 if path.suffix.lower() in FORMAT_OF_SUFFIX:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
+import time
 from pathlib import Path
 
 from PIL import Image
@@ -16,15 +18,21 @@ from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, JOB_KEYWORD
 
 _HINTS = {
     errno.ENOSPC: "The disk is full: free some space and start the run again; it goes on here.",
+    errno.EFBIG: "The disk or a limit takes no file this large: choose another output folder.",
     errno.EDQUOT: "Your disk quota is used up: free some space and start the run again.",
     errno.EROFS: "The disk is read-only: choose another output folder.",
     errno.EACCES: "Give yourself permission to write there, or choose another output folder.",
     errno.EPERM: "Give yourself permission to write there, or choose another output folder.",
+    errno.ENOENT: "Choose another output folder.",
     errno.ENAMETOOLONG: "Use a shorter name template.",
     errno.ENOTDIR: "A file stands where a folder should: choose another output folder.",
     errno.EEXIST: "A file stands where a folder should: choose another output folder.",
     errno.EISDIR: "A folder stands where the picture should go: choose another name.",
 }
+
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.tmp")
+# A live writer changes its file all the time; another process may be writing here too.
+_STALE_AGE_S = 120.0
 
 
 def write_png(
@@ -58,7 +66,7 @@ def write_png(
     if alpha is not None:
         image = image.copy()
         image.putalpha(alpha)
-    unfinished = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    unfinished = _unfinished(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -70,8 +78,42 @@ def write_png(
             raise
         _sync_folder(path.parent)
     except OSError as exc:
-        hint = _HINTS.get(exc.errno or 0, "Check the disk, or choose another output folder.")
-        raise PictureError(f"{path} cannot be written ({exc.strerror or exc}).", hint) from exc
+        raise _not_written(path, exc) from exc
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for results, and see that it takes a file, before hours of work.
+
+    What a killed run left half-written in it goes.
+
+    Raises:
+        PictureError: It cannot be made, or takes no files.
+    """
+    trial = _unfinished(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.touch()
+        trial.unlink()
+    except OSError as exc:
+        raise _not_written(folder, exc) from exc
+    for found in folder.glob(".*.tmp"):
+        if _UNFINISHED.fullmatch(found.name):
+            _remove_if_old(found)
+
+
+def _remove_if_old(path: Path) -> None:
+    with contextlib.suppress(OSError):  # its writer was quicker, or it is not ours
+        if time.time() - path.stat().st_mtime > _STALE_AGE_S:
+            path.unlink()
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder / f".{secrets.token_hex(8)}.tmp"
+
+
+def _not_written(path: Path, exc: OSError) -> PictureError:
+    hint = _HINTS.get(exc.errno or 0, "Check the disk, or choose another output folder.")
+    return PictureError(f"{path} cannot be written ({exc.strerror or exc}).", hint)
 
 
 def _write_through(path: Path, image: Image.Image, chunks: PngInfo, compress_level: int) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from onediff_ext.core.errors import BackendError
+
 _PREFIX = "onediff-build-"
 
 
@@ -20,14 +22,23 @@ class BuildFolder:
 
     Args:
         parent: Where build folders are made; None is the system's temporary folder.
+
+    Raises:
+        BackendError: It cannot be made.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._parent = parent or Path(tempfile.gettempdir())
-        self._remove_stale()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-        self._lock = _lock_of(self.path)
-        self._lock.acquire(timeout=0)
+        try:
+            self._parent = parent or Path(tempfile.gettempdir())
+            self._remove_stale()
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+            self._lock = _lock_of(self.path)
+            self._lock.acquire(timeout=0)
+        except OSError as exc:
+            raise BackendError(
+                f"No folder for building can be made ({exc.strerror or exc}).",
+                "Free some space, or set TMPDIR to another folder.",
+            ) from exc
 
     def remove(self) -> None:
         """Delete the folder; what is still being written there is waited for, a little."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from onediff_ext.core.errors import OneDiffError, StoreError
+from onediff_ext.core.errors import BackendError, OneDiffError, StoreError
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.port import Backend
 from onediff_ext.service.build_folder import BuildFolder
@@ -67,7 +67,14 @@ class Builder:
 
         A kind that cannot be built is marked as failed, with the reason.
         """
-        with _Run(self, kinds, listen) as run:
+        try:
+            run = _Run(self, kinds, listen)
+        except BackendError as exc:
+            for kind in kinds:
+                kind.fail(f"could not be built: {exc.message}")
+            logger.warning("Nothing can be built: %s", exc)
+            return
+        with run:
             elsewhere = [kind for kind in kinds if not run.start(kind, lock_timeout_s=0)]
             run.finish_all()
             for kind in elsewhere:  # another process is building these: take over or load

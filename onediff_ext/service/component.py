@@ -74,8 +74,7 @@ class _BuildAfterForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
-        if self._session.options.build == "wait":
-            self._session.build_missing()
+        self._session.after_forward()
         return output
 
 

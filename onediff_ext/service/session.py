@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,7 @@ class Session(Kinds):
         self._kinds: dict[str, Kind] = {}
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._lock = threading.RLock()
+        self._holding = 0
         self._entries: dict[torch.device, dict[str, str]] = {}
 
     def key_entries(self, device: torch.device) -> dict[str, str]:
@@ -100,6 +102,21 @@ class Session(Kinds):
         """Kinds without a graph that could have one, most called first."""
         missing = [kind for kind in self.kinds if kind.state is KindState.MISSING]
         return sorted(missing, key=lambda kind: -kind.calls)
+
+    @contextmanager
+    def holding_builds(self) -> Iterator[None]:
+        """Only find kinds for the length of a ``with`` block; then build all of them together."""
+        self._holding += 1
+        try:
+            yield
+        finally:
+            self._holding -= 1
+        self.after_forward()
+
+    def after_forward(self) -> None:
+        """Build what a forward found missing, unless the user or a holder does not want it now."""
+        if self.options.build == "wait" and not self._holding:
+            self.build_missing()
 
     def build_missing(self) -> None:
         """Build what is missing and wait for it; what fails runs eager, with its reason."""

@@ -46,20 +46,27 @@ class WorkerProcess:
         Raises:
             BackendError: It cannot be built, took too long, or the worker died.
         """
-        scratch = self._start()
-        source, target = scratch / "program.pt2", scratch / "graph.bin"
-        source.write_bytes(program)
-        request = {
-            "program": str(source),
-            "output": str(target),
-            "backend": self._backend,
-            "device": device,
-        }
-        answer = self._ask(request, timeout_s)
-        if "error" in answer:
-            raise BackendError(str(answer["error"]))
-        payload = target.read_bytes()
-        target.unlink()
+        try:
+            scratch = self._start()
+            source, target = scratch / "program.pt2", scratch / "graph.bin"
+            source.write_bytes(program)
+            request = {
+                "program": str(source),
+                "output": str(target),
+                "backend": self._backend,
+                "device": device,
+            }
+            answer = self._ask(request, timeout_s)
+            if "error" in answer:
+                raise BackendError(str(answer["error"]))
+            payload = target.read_bytes()
+            target.unlink()
+        except OSError as exc:
+            self.close()
+            raise BackendError(
+                f"A build cannot work in {self._cache} ({exc.strerror or exc}).",
+                "Free some space there, or set TMPDIR to another folder.",
+            ) from exc
         return payload, float(str(answer["seconds"]))
 
     def close(self) -> None:

@@ -60,10 +60,14 @@ class ContentHashes:
                 content_hash = self._folder_hash(path, cached, fresh)
             else:
                 content_hash = self._file_hash(path, cached, fresh)
+        except FileNotFoundError as exc:
+            raise CheckpointError(
+                f"There is no file {path}.", "Check the path; nothing is downloaded."
+            ) from exc
         except OSError as exc:
             raise CheckpointError(
                 f"{path} cannot be read ({exc.strerror or exc}).",
-                "Check that the checkpoint is there and readable.",
+                "Give yourself permission to read it, or check its disk.",
             ) from exc
         if fresh:
             self._save(fresh)

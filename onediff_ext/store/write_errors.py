@@ -27,7 +27,8 @@ def mapped_write_errors(path: Path) -> Iterator[None]:
 def _mapped(exc: OSError, path: Path) -> StoreError:
     if exc.errno in _FULL:
         return StoreFullError(
-            f"There is no space left to write {path}.",
+            # The folder and not the file, so that a hundred graphs give one message.
+            f"There is no space left in {path.parent.absolute()}.",
             "Free some disk space, or shrink the store with `onediff-ext graphs prune`.",
         )
     if exc.errno in _READ_ONLY:
@@ -36,6 +37,6 @@ def _mapped(exc: OSError, path: Path) -> StoreError:
             f"Make the folder writable, or set {ROOT_VARIABLE} to one that is.",
         )
     return StoreError(
-        f"{path} could not be written: {exc}.",
+        f"{path} could not be written ({exc.strerror or exc}).",
         f"Check the folder and its disk, or set {ROOT_VARIABLE} to another folder.",
     )

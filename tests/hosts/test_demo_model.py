@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional
+from transformers import CLIPTextConfig, CLIPTokenizer
 
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
 from onediff_ext.hosts.diffusers.lora_files import load_lora
@@ -92,6 +93,24 @@ def _nearest(picture: torch.Tensor, references: tuple[list[str], torch.Tensor]) 
     fitted = torch.stack([_fit(thumbnail) for thumbnail in thumbnails])
     distance = (fitted - _fit(picture)).square().mean((1, 2, 3))
     return names[int(distance.argmin())]
+
+
+def test_the_yaml_leads_a_webui_to_the_tokenizer_and_the_text_encoders_config(
+    pipeline: Any,
+) -> None:
+    named = (DEMO / "onediff-demo.yaml").read_text(encoding="utf-8").split("version: ")[1].strip()
+    extension = "extensions/onediff-ext/"
+    assert named.startswith(extension)
+    folder = DEMO.parents[2] / named.removeprefix(extension)
+    config = CLIPTextConfig.from_pretrained(folder, local_files_only=True)
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "hidden_act", "max_position_embeddings", "vocab_size")  # fmt: skip
+    of_checkpoint = pipeline.text_encoder.config
+    assert [getattr(config, name) for name in shape] == [
+        getattr(of_checkpoint, name) for name in shape
+    ]
+    tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    assert tokenizer("a fox!").input_ids == pipeline.tokenizer("a fox!").input_ids
 
 
 def test_pictures_are_classified_as_their_own_concept(

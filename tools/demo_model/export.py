@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from concepts import read_concepts
 from diffusers import EulerDiscreteScheduler
-from latents import SIZES, load_tokenizer, make_scenes, tokenize
+from latents import SIZES, TOKENIZER, load_tokenizer, make_scenes, tokenize
 from models import build_text_encoder, build_unet, build_vae, load_parts, text_core
 from PIL import Image
 from sample import to_image
@@ -24,8 +24,9 @@ from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
 THUMBNAIL_PX = 32
 PER_ROW = 16
 
-CLIP_FOLDER = "extensions/onediff-ext/onediff_ext/assets/demo/clip"
-"""Where a WebUI started in its own folder finds the text encoder's config; the .yaml names it."""
+CLIP_FOLDER = "extensions/onediff-ext/onediff_ext/assets/tokenizer"
+"""Where a WebUI started in its own folder finds tokenizer and config of the text encoder. The .yaml
+names it; A1111 reads both from one folder, so the config is written beside the tokenizer."""
 
 
 def silence_unseen_tokens(text_encoder: torch.nn.Module) -> int:
@@ -80,7 +81,7 @@ def main() -> None:
     path = arguments.output / "onediff-demo.safetensors"
     save_ldm(parts, path, dtype=torch.float16, text_encoder_version=CLIP_FOLDER)
     text_encoder.config.architectures = ["CLIPTextModel"]
-    text_encoder.config.save_pretrained(arguments.output / "clip")
+    text_encoder.config.save_pretrained(TOKENIZER)
     sprites = torch.from_numpy(np.load(arguments.sprites)["sprites"])
     write_references(sprites, arguments.output)
     for file in sorted(arguments.output.rglob("*")):

@@ -15,6 +15,9 @@ from scenes import Scene, SceneDrawer, make_scene
 from torch import Tensor
 from transformers import CLIPTokenizer
 
+TOKENIZER = Path(__file__).parents[2] / "onediff_ext" / "assets" / "tokenizer"
+"""CLIP's tokenizer, which the package ships."""
+
 LATENT_PIXELS = 131_072
 """Latent pixels in a batch: every size costs about the same."""
 
@@ -62,8 +65,7 @@ class Kind:
 
 def load_tokenizer() -> CLIPTokenizer:
     """CLIP's tokenizer from the files that the package ships."""
-    folder = Path(__file__).parents[2] / "onediff_ext" / "assets" / "tokenizer"
-    return CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return CLIPTokenizer.from_pretrained(str(TOKENIZER), local_files_only=True)
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:

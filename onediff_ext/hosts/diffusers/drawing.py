@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
-from onediff_ext.core.errors import OptionError
+from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
 if TYPE_CHECKING:
@@ -54,9 +56,10 @@ class DrawSettings:
     def check_img2img_steps(self) -> None:
         """Raise OptionError when strength leaves image to image without a single step."""
         if int(self.steps * self.strength) < 1:
+            enough = next(n for n in itertools.count(self.steps) if int(n * self.strength) >= 1)
             raise OptionError(
                 f"{self.steps} steps at strength {self.strength} are less than one step.",
-                f"Use at least {int(1 / self.strength) + 1} steps, or a higher strength.",
+                f"Use at least {enough} steps, or a higher strength.",
             )
 
 
@@ -65,13 +68,14 @@ class Drawn:
     """The result of one batch.
 
     Args:
-        images: RGB pictures in the order of the seeds.
+        images: RGB pictures in the order of the seeds; None where the model's numbers ran over
+            (NaN), which would have been a black picture.
         seconds: Of the whole batch, from prompt to pixels.
         step_seconds: Of each sampling step but the first, whose start is not seen; all of a
             batch of one step is its only entry.
     """
 
-    images: list[Image.Image]
+    images: list[Image.Image | None]
     seconds: float
     step_seconds: list[float] = field(default_factory=list)
 
@@ -81,6 +85,21 @@ class Drawn:
         return sorted(self.step_seconds)[len(self.step_seconds) // 2]
 
 
+def overflow_error() -> PictureError:
+    """Why an image of `Drawn` is None."""
+    return PictureError(
+        "The model's numbers ran over (NaN), so there is no picture.",
+        "Use --dtype fp32 or bf16, or another VAE.",
+    )
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether a smaller batch might do: torch has no error of its own for the CPU's memory."""
+    if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
+
+
 class _StepClock:
     """Notes when each sampling step ends; waits for the device, so that work is counted."""
 
@@ -88,10 +107,12 @@ class _StepClock:
         self._device = device
         self.ends: list[float] = []
 
-    def __call__(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, *call: Any) -> dict[str, Any]:
+        # diffusers calls it with (pipe, step, timestep, kwargs) and takes kwargs back.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends.append(time.perf_counter())
+        kwargs: dict[str, Any] = call[-1]
         return kwargs
 
 
@@ -113,10 +134,47 @@ class Painter:
         """Where the UNet is."""
         return next(self.pipe.unet.parameters()).device
 
+    def check(self, settings: DrawSettings) -> None:
+        """Raise OptionError when the sampler cannot be used: before anything is built for it."""
+        make_scheduler(settings.scheduler, self._noise_config)
+
+    def check_txt2img(self) -> None:
+        """Raise OptionError when the checkpoint cannot draw without a picture."""
+        if self.checkpoint.is_inpaint or self.checkpoint.architecture == "sdxl-refiner":
+            raise OptionError(
+                f"{self.checkpoint.name} cannot draw from text alone.",
+                "Use img2img, or another checkpoint.",
+            )
+
+    def ignored_text(self, settings: DrawSettings) -> list[str]:
+        """A warning for each prompt that is longer than the text encoder reads."""
+        tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
+        warnings = []
+        for what, prompt in (
+            ("prompt", settings.prompt),
+            ("negative prompt", settings.negative_prompt),
+        ):
+            tokens = len(tokenizer(prompt).input_ids) - 2  # without start and end
+            room = tokenizer.model_max_length - 2
+            if tokens > room:
+                warnings.append(
+                    f"The {what} has {tokens} tokens; what comes after {room} is ignored."
+                )
+        return warnings
+
     def img2img(
-        self, settings: DrawSettings, images: Sequence[Image.Image], seeds: Sequence[int]
+        self,
+        settings: DrawSettings,
+        images: Sequence[Image.Image],
+        seeds: Sequence[int],
+        prompts: Sequence[str] | None = None,
     ) -> Drawn:
         """Draw from pictures of one size, both sides multiples of 8.
+
+        Args:
+            settings: What to draw.
+            images, seeds: One of each for every picture.
+            prompts: Each picture's own; None for the settings' one.
 
         Each picture's noise comes from its own seed, so that the batch it is in
         does not matter.
@@ -132,8 +190,8 @@ class Painter:
             width, height = images[0].size
             everything = Image.new("L", (width, height), 255)
             inputs |= {"mask_image": [everything] * len(images), "width": width, "height": height}
-            return self._draw(self._pipe("inpaint"), settings, inputs, seeds)
-        return self._draw(self._pipe("img2img"), settings, inputs, seeds)
+            return self._draw(self._pipe("inpaint"), settings, inputs, seeds, prompts)
+        return self._draw(self._pipe("img2img"), settings, inputs, seeds, prompts)
 
     def txt2img(
         self, settings: DrawSettings, width_px: int, height_px: int, seeds: Sequence[int]
@@ -143,16 +201,17 @@ class Painter:
         Raises:
             OptionError: The checkpoint cannot draw without a picture (inpainting, refiner).
         """
-        if self.checkpoint.is_inpaint or self.checkpoint.architecture == "sdxl-refiner":
-            raise OptionError(
-                f"{self.checkpoint.name} cannot draw from text alone.",
-                "Use img2img, or another checkpoint.",
-            )
+        self.check_txt2img()
         inputs = {"width": width_px, "height": height_px}
         return self._draw(self._pipe("txt2img"), settings, inputs, seeds)
 
     def _draw(
-        self, pipe: Any, settings: DrawSettings, inputs: dict[str, Any], seeds: Sequence[int]
+        self,
+        pipe: Any,
+        settings: DrawSettings,
+        inputs: dict[str, Any],
+        seeds: Sequence[int],
+        prompts: Sequence[str] | None = None,
     ) -> Drawn:
         pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
         # From the CPU: one seed is one picture on every device.
@@ -160,17 +219,19 @@ class Painter:
         clock = _StepClock(self.device)
         start = time.perf_counter()
         result = pipe(
-            prompt=[settings.prompt] * len(seeds),
+            prompt=list(prompts or [settings.prompt] * len(seeds)),
             negative_prompt=[settings.negative_prompt] * len(seeds),
             num_inference_steps=settings.steps,
             guidance_scale=settings.guidance,
             generator=generators,
             callback_on_step_end=clock,
+            output_type="np",
             **inputs,
         )
+        images = [_to_image(pipe, pixels) for pixels in result.images]
         seconds = time.perf_counter() - start
         steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
-        return Drawn(list(result.images), seconds, steps or [seconds])
+        return Drawn(images, seconds, steps or [seconds])
 
     def _pipe(self, task: str) -> Any:
         if task not in self._pipes:
@@ -192,3 +253,11 @@ class Painter:
             made.set_progress_bar_config(disable=True)
             self._pipes[task] = made
         return self._pipes[task]
+
+
+def _to_image(pipe: Any, pixels: Any) -> Image.Image | None:
+    # pixels [H, W, 3] in 0 to 1, or NaN
+    if numpy.isnan(pixels).any():
+        return None
+    image: Image.Image = pipe.image_processor.numpy_to_pil(pixels)[0]
+    return image

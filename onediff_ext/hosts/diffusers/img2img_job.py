@@ -5,14 +5,21 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import PictureError
-from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
+from onediff_ext.hosts.diffusers.drawing import (
+    Drawn,
+    DrawSettings,
+    Painter,
+    is_out_of_memory,
+    overflow_error,
+)
 from onediff_ext.hosts.diffusers.report import PictureResult, ReuseCounter, RunReport
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
+from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
@@ -52,6 +59,7 @@ class Img2ImgJob:
         batch_size: Pictures of one size at the same time, at most.
         name_template: How results are named.
         recursive: Look into subfolders too.
+        captions: Take ``cat.txt`` beside ``cat.jpg`` as that picture's prompt.
         keep_alpha: Give a result the transparency of its input.
         max_megapixels: Larger results are refused.
     """
@@ -66,12 +74,22 @@ class Img2ImgJob:
     batch_size: int = 4
     name_template: NameTemplate = field(default_factory=NameTemplate)
     recursive: bool = False
+    captions: bool = False
     keep_alpha: bool = False
     max_megapixels: float = MAX_MEGAPIXELS
 
     def seed_of(self, planned: PlannedPicture) -> int:
         """The picture's seed; never depends on how pictures are grouped."""
         return self.seed + (planned.index if self.vary_seed else 0)
+
+    def settings_of(self, planned: PlannedPicture) -> DrawSettings:
+        """The settings with the picture's own prompt, if it has one.
+
+        Raises:
+            PictureError: Its caption cannot be read.
+        """
+        caption = read_caption(planned.facts.path) if self.captions else None
+        return self.settings if caption is None else replace(self.settings, prompt=caption)
 
 
 @dataclass(frozen=True)
@@ -109,9 +127,7 @@ def plan_job(job: Img2ImgJob, report: Report) -> Plan:
         job.inputs, report=report, recursive=job.recursive, output_dir=job.output_dir
     )
     paths = [picture.path for picture in found]
-    planned = plan_pictures(
-        paths, job.size_rule, report=report, max_megapixels=job.max_megapixels
-    )
+    planned = plan_pictures(paths, job.size_rule, report=report, max_megapixels=job.max_megapixels)
     today = datetime.date.today()
     names = distinct_names(
         [
@@ -165,7 +181,7 @@ def run_job(
             for batch in read_batches(group, job.batch_size, report=skipped):
                 had = reuse.before()
                 for part, drawn in _draw(job, painter, batch, skipped):
-                    written = _write(job, painter, part, drawn, outputs, results)
+                    written = _write(job, painter, part, drawn, outputs, results, skipped)
                     report.reused += reuse.after(*size, had)
                     on_batch(BatchDone(*size, drawn, written))
     finally:
@@ -181,8 +197,11 @@ def _draw(
 
     seeds = [job.seed_of(loaded.planned) for loaded in batch]
     try:
-        drawn = painter.img2img(job.settings, [loaded.canvas for loaded in batch], seeds)
-    except torch.OutOfMemoryError:
+        prompts = [job.settings_of(loaded.planned).prompt for loaded in batch]
+        drawn = painter.img2img(job.settings, [loaded.canvas for loaded in batch], seeds, prompts)
+    except (RuntimeError, MemoryError) as exc:
+        if not is_out_of_memory(exc):
+            raise
         drawn = None
     if drawn is not None:
         yield batch, drawn
@@ -190,7 +209,7 @@ def _draw(
     torch.cuda.empty_cache()
     if len(batch) == 1:
         reason = PictureError(
-            "It does not fit into the GPU's memory.", "Use a smaller size, such as longest:1024."
+            "It does not fit into memory.", "Use a smaller size, such as longest:1024."
         )
         skipped.skip(batch[0].planned.facts.path, reason)
         return
@@ -207,10 +226,14 @@ def _write(
     drawn: Drawn,
     outputs: dict[int, Output],
     results: dict[int, PictureResult],
+    skipped: Report,
 ) -> list[Path]:
     written = []
     for loaded, image in zip(batch, drawn.images, strict=True):
         planned = loaded.planned
+        if image is None:
+            skipped.skip(planned.facts.path, overflow_error())
+            continue
         result = from_canvas(image, planned.fit)
         path = outputs[planned.index].path
         alpha = loaded.picture.alpha if job.keep_alpha else None
@@ -236,7 +259,7 @@ def _write(
 def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, object]:
     """What a result depends on besides its input; grouping and batch size are no part of it."""
     return {
-        **vars(job.settings),
+        **vars(job.settings_of(planned)),
         **job.identity,
         "seed": job.seed_of(planned),
         "size_rule": str(job.size_rule),
@@ -249,10 +272,10 @@ def _infotext(
 ) -> str:
     return infotext(
         painter,
-        job.settings,
+        job.settings_of(planned),
         job.seed_of(planned),
         result,
-        {"Denoising strength": job.settings.strength, **_lora_field(job.identity)},
+        {"Denoising strength": job.settings.strength, **lora_field(job.identity)},
     )
 
 
@@ -281,7 +304,7 @@ def infotext(
     return build_infotext(settings.prompt, settings.negative_prompt, fields)
 
 
-def _lora_field(identity: dict[str, object]) -> dict[str, object]:
+def lora_field(identity: dict[str, object]) -> dict[str, object]:
+    """The LoRAs of a run as a field of infotext, if there are any."""
     loras = identity.get("loras")
     return {"Lora": ", ".join(map(str, loras))} if isinstance(loras, list) and loras else {}
-

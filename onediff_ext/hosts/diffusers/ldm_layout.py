@@ -43,7 +43,8 @@ def save_ldm(
         path: A .safetensors file; written whole or not at all.
         dtype: Of the stored weights; None keeps the pipeline's.
         with_yaml: SD1 and SD2: write an A1111-style .yaml of the same name beside it.
-        text_encoder_version: SD1: the .yaml's CLIP, by name or as a folder with a config.json.
+        text_encoder_version: SD1: the .yaml's CLIP, by name or as a folder with a config.json
+            and the tokenizer's files.
 
     Returns:
         The file's path.

@@ -24,7 +24,8 @@ def write_yaml(
         parts: Component name → model.
         label: "sd1" or "sd2".
         hints: Heads, prediction type and scale.
-        text_encoder_version: SD1's CLIP, by name or as a folder with a config.json.
+        text_encoder_version: SD1's CLIP, by name or as a folder with a config.json and the
+            tokenizer's files.
 
     Raises:
         CheckpointError: The widths are no multiples of the first one.

@@ -120,5 +120,8 @@ def _check_fit(pipe: Any, file: TensorFile) -> None:
 
 
 def _first_line(exc: Exception) -> str:
-    lines = str(exc).strip().splitlines()
+    # torch's first line only says that there were errors; the next ones name layers.
+    lines = [line.strip() for line in str(exc).strip().splitlines()]
+    if len(lines) > 1 and lines[0].startswith("Error(s) in loading"):
+        return f"{len(lines) - 1} of its layers do not fit, such as: {lines[1]}"
     return lines[0] if lines else type(exc).__name__

@@ -16,7 +16,7 @@ Pipe = TypeVar("Pipe")
 _ARCHIVE, _LISTING, _SCHEMA = "graphs.zip", "pipe.json", 1
 
 
-def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = True) -> Path:  # noqa: A002
+def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = True) -> Path:
     """Write the graphs that a compiled pipeline uses into a folder.
 
     The store keeps them anyway; this is for taking them to another machine of the
@@ -60,7 +60,7 @@ def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = T
     return folder
 
 
-def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:  # noqa: A002
+def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
     """Take the graphs of `save_pipe` into the store and use them in a pipeline.
 
     Graphs are native code. Load only folders whose origin you trust as much as you

@@ -15,14 +15,14 @@ _SIDE_LATENT = 16  # 128 pixels: every level of every UNet keeps at least two ce
 def probe(pipe: Any) -> None:
     """Run each component of a compiled pipeline once on noise.
 
-    Kinds that are missing are found (and built, under the "wait" policy); those
-    that have a graph are compared with eager.
+    Kinds that are missing are found (and built together, under the "wait" policy);
+    those that have a graph are compared with eager.
     """
     compiled = compiled_state(pipe)
     if compiled is None:
         return
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.no_grad(), compiled.session.holding_builds():
         for component in compiled.components:
             if component.name == "unet":
                 component.model(**unet_inputs(component.model, generator))

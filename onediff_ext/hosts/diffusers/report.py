@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.engine.kinds import KindState
 from onediff_ext.service.session import Session
 
 
@@ -57,10 +58,8 @@ class RunReport:
         if session is None:
             return
         self.built, self.loaded = session.count("built"), session.count("loaded")
-        self.warnings = list(session.builder.warnings)
-        self.fallbacks = [
-            {"what": f.what, "reason": f.reason, "count": f.count} for f in session.fallbacks()
-        ]
+        self.warnings += session.builder.warnings
+        self.fallbacks = left_eager(session)
 
     def as_json(self) -> dict[str, Any]:
         """The report as `--report` writes it."""
@@ -77,6 +76,18 @@ class RunReport:
             "peak_bytes": self.peak_bytes,
             "ready_seconds": self.ready_seconds,
         }
+
+
+def left_eager(session: Session) -> list[dict[str, Any]]:
+    """What ran eager although a graph was wanted, and why; most calls first."""
+    calls = Counter({(f.what, f.reason): f.count for f in session.fallbacks()})
+    for kind in session.kinds:
+        if kind.state is KindState.MISSING:  # only where nothing may be built
+            calls[kind.label, "no graph is stored, and none may be built"] += kind.calls
+    return [
+        {"what": what, "reason": reason, "count": count}
+        for (what, reason), count in calls.most_common()
+    ]
 
 
 class ReuseCounter:
@@ -107,16 +118,21 @@ class ReuseCounter:
 
 
 def recompile_count() -> int:
-    """Graphs that Dynamo or Inductor compiled in this process, by their own counters."""
-    count = 0
+    """Graphs that Dynamo or Inductor compiled in this process, by their own counters.
+
+    Inductor's count of kernels is not among them: loading a stored graph raises it too.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None:
-        count += int(dynamo.counters["stats"]["unique_graphs"])
-        count += int(dynamo.counters["inductor"]["fxgraph_cache_miss"])
-    metrics = sys.modules.get("torch._inductor.metrics")
-    if metrics is not None:
-        count += int(metrics.generated_kernel_count)
-    return count
+    if dynamo is None:
+        return 0
+    counters = dynamo.counters
+    return int(
+        counters["stats"]["unique_graphs"]
+        + counters["inductor"]["fxgraph_cache_miss"]
+        + counters["inductor"]["fxgraph_cache_bypass"]
+        + counters["aot_autograd"]["autograd_cache_miss"]
+        + counters["aot_autograd"]["autograd_cache_bypass"]
+    )
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,0 +1,110 @@
+"""The command line as a process: what it prints where, how fast, with which exit status."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import models
+from tests.sample_pictures import save_pictures
+
+if TYPE_CHECKING:
+    from tests.command_line import CommandLine
+
+pytest_plugins = ("tests.command_line",)
+
+PICTURE_LINE = re.compile(r"pictures \d+/\d+: \d+x\d+, \d+\.\d{3} s/step(, \d+ (s|min) left)?")
+
+
+def test_plain_lines_and_no_chatter(command_line: CommandLine, tmp_path: Path) -> None:
+    pipe = models.sd15()
+    pipe.save_pretrained(tmp_path / "model")
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
+    # A folder and two LoRAs: where diffusers, transformers and peft have most to say.
+    lora = command_line.lora("kohya")
+    ended = command_line.process(
+        "img2img", folder, "-o", tmp_path / "out", "-m", tmp_path / "model", "--steps", "2",
+        "--strength", "1", "--lora", lora, "--lora", lora, "-p", "fox " * 100,
+    )  # fmt: skip
+    assert ended.status == 0, ended
+    assert ended.said == ["warning: The prompt has 100 tokens; what comes after 75 is ignored."]
+    lines = ended.err.splitlines()[:-1]
+    assert len(lines) == 2
+    assert all(PICTURE_LINE.fullmatch(line) for line in lines), lines
+    assert "left" in lines[0]
+    assert "left" not in lines[1]
+    assert ended.out.splitlines() == [
+        "graphs: 0 built, 18 loaded, 36 reused at new sizes; 0 recompiles",
+        f"2 pictures drawn, in {tmp_path / 'out'}",
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pseudo-terminals, so a POSIX system")
+def test_bars_on_a_terminal(command_line: CommandLine, tmp_path: Path) -> None:
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
+    ours, theirs = os.openpty()
+    process = command_line.spawn(
+        "img2img", folder, "-o", tmp_path / "out", "--eager", "--steps", "2", "--strength", "1",
+        stderr=theirs, env={"COLUMNS": "100", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "2 pictures drawn" in out
+    text = shown.decode()
+    assert re.search(r"pictures: +100%\|.*\| 2/2 \[.*72x64, 0\.\d{3} s/step", text), text
+    assert not PICTURE_LINE.search(text)
+
+
+def test_help_is_quick(command_line: CommandLine) -> None:
+    seconds = []
+    for command in ([], ["img2img"], ["graphs", "prune"]):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "onediff_ext", *command, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0
+        assert done.stdout.startswith("usage: onediff-ext")
+        assert done.stderr == ""
+    assert min(seconds) < 1, seconds
+
+
+def test_a_reader_that_goes_away(command_line: CommandLine) -> None:
+    process = command_line.spawn("graphs", "list", stdin=subprocess.DEVNULL)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) in (0, 1)
+
+
+def test_verbose_says_why_graphs_are_built(command_line: CommandLine, tmp_path: Path) -> None:
+    for where in (["-v", "warmup", "64x64"], ["warmup", "64x64", "-v"]):
+        arguments = command_line.arguments(*where[-2:] if where[0] == "-v" else where)
+        arguments += ["--no-build", "--ignore-vae", "--dtype", "bf16"]
+        command = [*where[:1], *arguments] if where[0] == "-v" else arguments
+        from tests.command_line import run_here
+
+        ended = run_here(command)
+        reasons = [line for line in ended.said if line.startswith("No graph of ")]
+        assert len(reasons) == 10
+        assert all("bfloat16" in line for line in reasons), reasons
