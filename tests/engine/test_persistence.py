@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -49,6 +50,14 @@ def test_saved_pipe_loads_into_another_store(make_session, tmp_path):
         load_pipe(other, tmp_path / "empty")
     with pytest.raises(OptionError, match="not compiled"):
         save_pipe(models.sd15(), folder)
+
+
+def test_saved_pipe_without_its_vae(make_session, tmp_path):
+    pipe = compile_pipe(models.sd15(), session=make_session())
+    everything = json.loads((save_pipe(pipe, tmp_path / "all") / "pipe.json").read_text())
+    some = json.loads((save_pipe(pipe, tmp_path / "some", ignores="vae") / "pipe.json").read_text())
+    assert set(some["kinds"]) < set(everything["kinds"])
+    assert not any("Attention " in label for label in some["kinds"].values())
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no space"), StoreReadOnlyError("read-only")])

@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+from onediff_ext.hosts.diffusers.compile import compiled, compiled_state
 from onediff_ext.hosts.diffusers.lora_files import load_lora
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 
@@ -111,6 +112,25 @@ def test_the_yaml_leads_a_webui_to_the_tokenizer_and_the_text_encoders_config(
     ]
     tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     assert tokenizer("a fox!").input_ids == pipeline.tokenizer("a fox!").input_ids
+
+
+def test_compiled_pictures_are_eagers_with_and_without_lora(tmp_path: Path) -> None:
+    pipe = load_checkpoint(DEMO / "onediff-demo.safetensors", dtype=torch.float32).pipeline
+    pipe.set_progress_bar_config(disable=True)
+    prompts = ["a fox in the snow", "two apples"]
+    plain = _draw(pipe, prompts, steps=6)
+    with compiled(pipe, options={"backend": "eager", "store": tmp_path}):
+        _draw(pipe, prompts, steps=2)
+        found = _draw(pipe, prompts, steps=6)
+        state = compiled_state(pipe)
+        assert state is not None
+        load_lora(pipe, DEMO / "onediff-demo-sketch-lora.safetensors")
+        sketched = _draw(pipe, prompts, steps=6)
+        assert state.session.fallbacks() == []
+    sketched_eager = _draw(pipe, prompts, steps=6)
+    assert (found - plain).abs().max() <= 1 / 255
+    assert (sketched - sketched_eager).abs().max() <= 1 / 255
+    assert (sketched - found).abs().mean() > 0.02
 
 
 def test_pictures_are_classified_as_their_own_concept(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ class CompiledPipe:
         self.session, self.components = session, components
         self._strides: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = []
         self._patches = Patches()
+        self._unfuse: Callable[[], None] | None = None
 
     def install(self, pipe: Any) -> None:
         """Put graphs under the components."""
@@ -49,6 +50,12 @@ class CompiledPipe:
                 self._use_channels_last(component.model)
             component.install()
 
+    def fuse_projections(self, pipe: Any) -> None:
+        """Join query, key and value projections by diffusers' own means, until `remove`."""
+        if hasattr(pipe, "fuse_qkv_projections"):
+            pipe.fuse_qkv_projections()
+            self._unfuse = pipe.unfuse_qkv_projections
+
     def remove(self) -> None:
         """Leave modules and weights as they were."""
         for component in self.components:
@@ -59,6 +66,9 @@ class CompiledPipe:
                 weight = parameter.data
                 parameter.data = weight.new_empty_strided(shape, stride).copy_(weight)
         self._strides = []
+        if self._unfuse is not None:
+            self._unfuse()
+            self._unfuse = None
 
     def _use_channels_last(self, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -81,6 +91,7 @@ def compile_pipe(
     ignores: object = (),
     options: CompileOptions | Mapping[str, Any] | None = None,
     backend: str | None = None,
+    fuse_qkv_projections: bool = False,
     session: Session | None = None,
 ) -> Pipe:
     """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
@@ -94,6 +105,8 @@ def compile_pipe(
             ``"vae_decoder"``, ``"controlnet"``.
         options: `CompileOptions`, or a mapping of its fields.
         backend: Shorthand for the option of this name.
+        fuse_qkv_projections: Let diffusers join the projections of its attention first, where
+            the pipeline can; taken back by `undo_compile`.
         session: Share the graphs of this session.
 
     Returns:
@@ -116,6 +129,8 @@ def compile_pipe(
             "A unet, vae or controlnet is needed that `ignores` does not name.",
         )
     compiled = CompiledPipe(session, components)
+    if fuse_qkv_projections:
+        compiled.fuse_projections(pipe)
     compiled.install(pipe)
     vars(pipe)[_ATTRIBUTE] = compiled
     return pipe

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onediff_ext.core.errors import OptionError, StoreError
+from onediff_ext.core.options import parse_ignores
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.probe import probe
@@ -16,7 +17,13 @@ Pipe = TypeVar("Pipe")
 _ARCHIVE, _LISTING, _SCHEMA = "graphs.zip", "pipe.json", 1
 
 
-def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = True) -> Path:
+def save_pipe(
+    pipe: Any,
+    dir: str | Path = "cached_pipe",
+    *,
+    ignores: object = (),
+    overwrite: bool = True,
+) -> Path:
     """Write the graphs that a compiled pipeline uses into a folder.
 
     The store keeps them anyway; this is for taking them to another machine of the
@@ -26,6 +33,7 @@ def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = T
     Args:
         pipe: A pipeline that went through `compile_pipe`.
         dir: The folder; made if it does not exist.
+        ignores: Components whose graphs are left out, as in `compile_pipe`.
         overwrite: Whether a folder that holds saved graphs may be written again.
 
     Returns:
@@ -44,7 +52,9 @@ def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = T
     session = compiled.session
     probe(pipe)
     session.build_missing()
-    kinds = {kind.key.digest: kind for c in compiled.components for kind in c.kinds()}
+    ignored = parse_ignores(ignores)
+    wanted = [c for c in compiled.components if c.name.rstrip("0123456789") not in ignored]
+    kinds = {kind.key.digest: kind for c in wanted for kind in c.kinds()}
     usable = [d for d, kind in kinds.items() if kind.state is not KindState.FAILED]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,10 @@ class StepTiming:
 def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
     """Time single UNet forwards of a compiled pipeline, with CFG, in turn with eager.
 
-    Raises:
-        ShapeError: The size is too large for memory is not caught; torch's error passes.
+    Args:
+        pipe: Went through `compile_pipe`.
+        shape: Size and pictures at once.
+        rounds: Measured forwards of each kind.
     """
     compiled = compiled_state(pipe)
     assert compiled is not None
