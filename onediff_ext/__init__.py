@@ -1,4 +1,4 @@
-"""Stable Diffusion 2-3 times faster at any size, without waiting for a compiler.
+"""Stable Diffusion compiled once for any size, checkpoint and LoRA.
 
 Importing this package loads neither torch nor gradio; the names below are
 resolved when they are first used.
