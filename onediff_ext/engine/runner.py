@@ -120,9 +120,9 @@ class BlockRunner:
     def _exact(self, call: BlockCall, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the block computes, in float64."""
         assert self._tree is not None
-        function = BlockFunction(
-            self._tree.copy(), self.family, self._tree.names, dict(call.statics), None
-        )
+        block = self._tree.copy()
+        self.family.prepare(block)
+        function = BlockFunction(block, self.family, self._tree.names, dict(call.statics), None)
         with torch.no_grad():
             output: torch.Tensor = function(
                 [w.detach().double() for w in weights], *(t.double() for t in call.tensors)
@@ -166,7 +166,7 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self._tree = BlockTree(self.block, self._kinds.rules)
+        self._tree = BlockTree(self.block, self.family.sources, self._kinds.rules)
         self._found.clear()
         return self._tree
 
@@ -216,11 +216,13 @@ def _export(
 ) -> bytes:
     if block is None:
         raise ExportError("The model is gone.")
-    tree = BlockTree(block, rules)
+    tree = BlockTree(block, family.sources, rules)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise ExportError("The block has changed since its kind was named.")
-    program = export_block(tree.copy(), family, tree.names, weights, outline, device, autocast)
+    traced = tree.copy()
+    family.prepare(traced)
+    program = export_block(traced, family, tree.names, weights, outline, device, autocast)
     return save_program(program)
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
-_KNOWN_PACKAGES = ("torch.nn.modules", "diffusers.")
 
 
 class WrapperRule(ABC):
@@ -76,8 +75,11 @@ class BlockTree:
         names: Full names of the weights, in the order of `weights()`.
     """
 
-    def __init__(self, block: nn.Module, rules: Sequence[WrapperRule] = ()) -> None:
+    def __init__(
+        self, block: nn.Module, packages: Sequence[str], rules: Sequence[WrapperRule] = ()
+    ) -> None:
         self.refusal: str | None = None
+        self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self._rules = tuple(rules)
         self._children: list[tuple[dict[str, Any], str, Any]] = []
@@ -103,7 +105,7 @@ class BlockTree:
         self._modules.append((module, type(module), len(module._modules), foreign))
         if foreign:
             self._refuse(f"{path} has a hook or a replaced forward of another extension")
-        if not _is_known(type(module)):
+        if not type(module).__module__.startswith(self._packages):
             self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
         self._sources.add(type(module).__module__)
         lines.append(f"{path}: {_qualname(type(module))} {_describe_attributes(module)}")
@@ -210,10 +212,6 @@ class BlockTree:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-
-
-def _is_known(cls: type) -> bool:
-    return cls.__module__.startswith(_KNOWN_PACKAGES)
 
 
 def _qualname(cls: type) -> str:

@@ -61,7 +61,7 @@ def built(request):
     backend = make_backend(name)
     family, make_block, make_inputs = BLOCKS[kind]
     block = make_block()
-    tree = BlockTree(block)
+    tree = BlockTree(block, ("diffusers.",))
     call = family.bind(block, make_inputs(2, 8, 8), {})
     program = export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU)
     payload = backend.build(load_program(save_program(program)), CPU)
@@ -71,7 +71,7 @@ def built(request):
 def _run(graph, family, block, inputs):
     call = family.bind(block, inputs, {})
     with torch.no_grad():
-        return graph([*BlockTree(block).weights(), *call.tensors])
+        return graph([*BlockTree(block, ("diffusers.",)).weights(), *call.tensors])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class BlockFamily(ABC):
     """All blocks of one class."""
 
     label: str
+    # Prefixes of the Python modules whose classes such a block may consist of, besides torch's.
+    sources: tuple[str, ...]
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:
@@ -77,6 +79,9 @@ class BlockFamily(ABC):
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
         """Call the block's own forward with arguments that `bind` sorted."""
+
+    def prepare(self, block: Any) -> None:  # noqa: B027
+        """Ready a structural copy of a block for tracing; the default leaves it as it is."""
 
     def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
         """Elements of the largest tensor inside the block, for the limit of 32-bit indices."""

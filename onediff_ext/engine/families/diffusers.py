@@ -29,6 +29,7 @@ PURE_PROCESSORS = frozenset({"AttnProcessor", "AttnProcessor2_0", "FusedAttnProc
 
 class _DiffusersFamily(BlockFamily):
     path: str  # "package.module:Class"
+    sources = ("diffusers.",)
 
     def block_class(self) -> type[nn.Module] | None:
         if "diffusers" not in sys.modules:

@@ -1,0 +1,76 @@
+"""What the extension needs from a WebUI; one adapter for each host implements it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.families.base import BlockFamily
+from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.structure import WrapperRule
+
+
+@dataclass(frozen=True)
+class HostCheckpoint:
+    """The checkpoint that a host draws with now.
+
+    Args:
+        name: As the host shows it.
+        digest: The host's short hash, or ``""`` when it has none yet.
+        architecture: ``"sd1"``, ``"sd2"``, ``"sdxl"``, ``"sdxl-refiner"`` or ``"unknown"``.
+    """
+
+    name: str
+    digest: str
+    architecture: str
+
+
+class WebUIHost(ABC):
+    """One WebUI: which models draw, how they are called, and what makes them run eager.
+
+    Only an adapter imports the host's own packages, inside its methods. All changes
+    to the host go through `Patches`, and are undone when a job ends, however it ends.
+    """
+
+    name: str
+
+    @abstractmethod
+    def families(self) -> Sequence[BlockFamily]:
+        """The block classes of this host's models."""
+
+    @abstractmethod
+    def rules(self) -> Sequence[WrapperRule]:
+        """Wrappers that the host puts around a block's layers."""
+
+    @abstractmethod
+    def checkpoint(self) -> HostCheckpoint | None:
+        """What is loaded now, or None before the first load."""
+
+    @abstractmethod
+    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+        """The modules that draw now, by component name (`onediff_ext.core.options.COMPONENTS`)."""
+
+    @abstractmethod
+    def refusal(self, job: Any) -> str | None:
+        """Why the whole of a job has to run eager (offloading, quantised weights), or None.
+
+        Args:
+            job: The host's processing object ``p``; None outside a job.
+        """
+
+    @abstractmethod
+    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
+        """Make whatever further changes this host needs while `model` runs through graphs,
+        such as having pending LoRA weights merged before each forward."""
+
+    @abstractmethod
+    def step(self, shape: BatchShape) -> None:
+        """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.
+
+        Must not change what the host draws next.
+        """
