@@ -43,7 +43,8 @@ class ForgeHost(WebUIHost):
         info = getattr(model, "sd_checkpoint_info", None)
         if info is None:
             return None
-        return HostCheckpoint(info.name_for_extra, info.shorthash or "", _architecture(model))
+        architecture = _architecture(self.model_config(model))
+        return HostCheckpoint(info.name_for_extra, info.shorthash or "", architecture)
 
     def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
         objects = _objects(self.loaded_model())
@@ -110,6 +111,10 @@ class ForgeHost(WebUIHost):
 
         sd_models.forge_model_reload()
 
+    def model_config(self, model: Any) -> object:
+        """What the host has found out about a checkpoint."""
+        return model.model_config
+
     def applies_loras_online(self, unet: Any) -> bool:
         """Whether a LoRA of the UNet's patcher is added at each call, not merged."""
         return bool(unet.has_online_lora())
@@ -173,10 +178,8 @@ def _context_width(unet: nn.Module) -> int:
     return 0
 
 
-def _architecture(model: Any) -> str:
-    if "Refiner" in type(model).__name__:
-        return "sdxl-refiner"
-    for field, name in (("is_sdxl", "sdxl"), ("is_sd2", "sd2"), ("is_sd1", "sd1")):
-        if getattr(model, field, False):
-            return name
-    return "unknown"
+def _architecture(config: object) -> str:
+    """From the class that the host chose by the shapes of the weights."""
+    name = type(config).__name__
+    known = (("SDXLRefiner", "sdxl-refiner"), ("SDXL", "sdxl"), ("SD15", "sd1"), ("SD2", "sd2"))
+    return next((value for prefix, value in known if name.startswith(prefix)), "unknown")
