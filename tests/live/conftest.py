@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +68,7 @@ def mask() -> np.ndarray:
 
 
 @pytest.fixture
-def same(webui: WebUI) -> Iterator[Callable[..., tuple[Drawn, Drawn]]]:
+def same(webui: WebUI) -> Callable[..., tuple[Drawn, Drawn]]:
     """Draws a job as the host does and through graphs, and compares.
 
     Twice through graphs: the first run of a kind in a process is checked against eager,
@@ -83,4 +83,4 @@ def same(webui: WebUI) -> Iterator[Callable[..., tuple[Drawn, Drawn]]]:
         assert_same(ours, theirs)
         return ours, theirs
 
-    yield compare
+    return compare

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import WebUI, assert_different
+from tests.live.client import WebUI, assert_different, assert_same
 
 LONG = "a red apple on a table, " * 20
 
@@ -29,7 +29,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "denoising_strength": 0.6,
     },
     "another sampler": {"sampler_name": "DPM++ 2M"},
-    "tiling": {"tiling": True},
 }
 
 
@@ -72,6 +71,19 @@ def test_refiner(webui: WebUI, checkpoints: list[str], same: Any, in_memory: int
     job = {"steps": 6, "refiner_checkpoint": checkpoints[1], "refiner_switch_at": 0.5}
     refined, _ = same(**job)
     assert_different(refined, webui.draw(True, steps=6))
+
+
+def test_tiling(webui: WebUI) -> None:
+    """Convolutions that wrap around are other kinds; their graphs must not serve plain ones.
+
+    By the backend that builds at once, since all kinds are needed a second time.
+    """
+    chosen = {"enabled": True, "backend": "eager"}
+    plain, tiled = webui.draw(False), webui.draw(False, tiling=True)
+    assert_different(plain, tiled)
+    for _ in range(2):
+        assert_same(webui.draw(chosen, tiling=True), tiled)
+        assert_same(webui.draw(chosen), plain)
 
 
 def test_tokens_merged_by_the_host(webui: WebUI) -> None:

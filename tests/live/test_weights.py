@@ -23,9 +23,7 @@ def no_rebuild(webui: WebUI) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_rebuild")
-def test_lora_on_off_other_strength_two_at_once(
-    webui: WebUI, loras: list[str], same: Any
-) -> None:
+def test_lora_on_off_other_strength_two_at_once(webui: WebUI, loras: list[str], same: Any) -> None:
     one, two = loras[:2]
     plain, _ = same()
     full, _ = same(prompt=f"{PROMPT} <lora:{one}:1>")
