@@ -217,6 +217,9 @@ class Acceleration:
         if parked is None:
             self._drop_parked(lambda a: a.session is not session or a.is_gone())
             parked = Attachment(self.host, session, models, state)
+            owner = self.host.owner()
+            if owner is not None:
+                weakref.finalize(owner, self._let_go, weakref.ref(parked)).atexit = False
         else:
             self._parked.remove(parked)
         parked.install()
@@ -239,6 +242,15 @@ class Acceleration:
             for old in self._parked[_PARKED_LIMIT:]:
                 old.undo()
             del self._parked[_PARKED_LIMIT:]
+
+    def _let_go(self, which: Callable[[], Attachment | None]) -> None:
+        """The host has given up a model: keep nothing of it, so that its memory is free
+        before the next one is loaded."""
+        with self._lock:
+            attachment = which()
+            if attachment is not None and attachment is self._attachment:
+                self._detach()
+            self._drop_parked(lambda a: a is attachment)
 
     def _drop_parked(self, which: Callable[[Attachment], bool]) -> None:
         for attachment in [a for a in self._parked if which(a)]:
