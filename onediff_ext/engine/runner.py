@@ -54,8 +54,8 @@ class Kinds(ABC):
 class BlockRunner:
     """Runs one block of a host's model.
 
-    It is put into the block's instance attribute ``forward``, so that hooks on
-    the block itself go on working.
+    It is put into the block's instance attribute ``forward`` (or the method that the
+    family names), so that hooks on the block itself go on working.
 
     Attributes:
         active: False lets every call through.
@@ -103,9 +103,9 @@ class BlockRunner:
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
-            return output
+            return self.family.output_of(self.block, output)
         eager = self.eager(*args, **kwargs)
-        self._check(kind, output, eager, call, weights)
+        self._check(kind, output, self.family.tensor_of(eager), call, weights)
         return eager
 
     def _check(
@@ -176,9 +176,8 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self.tree = BlockTree(
-            self.block, self.family.sources, self._kinds.rules, self.family.transient
-        )
+        family, rules = self.family, self._kinds.rules
+        self.tree = BlockTree(self.block, family.sources, rules, family.parts, family.transient)
         self._found.clear()
         return self.tree
 
@@ -228,7 +227,7 @@ def _export(
 ) -> bytes:
     if block is None:
         raise ExportError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules, family.transient)
+    tree = BlockTree(block, family.sources, rules, family.parts, family.transient)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise ExportError("The block has changed since its kind was named.")

@@ -80,10 +80,11 @@ class BlockTree:
         block: nn.Module,
         packages: Sequence[str],
         rules: Sequence[WrapperRule] = (),
+        parts: Sequence[str] | None = None,
         transient: frozenset[str] = frozenset(),
     ) -> None:
         self.refusal: str | None = None
-        self._transient = transient
+        self._parts, self._transient = parts, transient
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self._rules = tuple(rules)
@@ -128,7 +129,7 @@ class BlockTree:
                 self._slots.append(_Slot(prefix + name, holder, name, merges, wrapper))
         for name, child in module._modules.items():
             self._children.append((module._modules, name, child))
-            if child is None:
+            if child is None or not (inner or self._parts is None or name in self._parts):
                 continue
             found = next((r for r in self._rules if r.matches(child)), None)
             if found is None:
