@@ -221,7 +221,7 @@ class BlockRunner:
 def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
     """What a block consists of now, as its family sees it."""
     return BlockTree(
-        block, family.sources, rules, family.transient, family.interfering, family.parts
+        block, family.sources, rules, family.parts, family.transient, family.interfering
     )
 
 

@@ -82,13 +82,12 @@ class BlockTree:
         block: nn.Module,
         packages: Sequence[str],
         rules: Sequence[WrapperRule] = (),
+        parts: Sequence[str] | None = None,
         transient: frozenset[str] = frozenset(),
         interfering: tuple[str, ...] = (),
-        parts: Sequence[str] | None = None,
     ) -> None:
         self.refusal: str | None = None
-        self._transient, self._interfering = transient, interfering
-        self._parts = parts
+        self._parts, self._transient, self._interfering = parts, transient, interfering
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self.drops = any(_drops(module) for module in block.modules())

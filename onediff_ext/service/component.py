@@ -109,11 +109,11 @@ class Component:
         if after is None or self.model.forward != after.eager:
             self.remove()
             return False
-        if [(block, family, block.forward) for block, family in blocks] != parked:
+        if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
             return False
         for runner in self.runners:
-            self._patches.set(runner.block, "forward", runner)
+            self._patches.set(runner.block, runner.family.method, runner)
         self._patches.set(self.model, "forward", after)
         self._set_active(True)
         return True
