@@ -166,7 +166,9 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self._tree = BlockTree(self.block, self.family.sources, self._kinds.rules)
+        self._tree = BlockTree(
+            self.block, self.family.sources, self._kinds.rules, self.family.transient
+        )
         self._found.clear()
         return self._tree
 
@@ -216,7 +218,7 @@ def _export(
 ) -> bytes:
     if block is None:
         raise ExportError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules)
+    tree = BlockTree(block, family.sources, rules, family.transient)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise ExportError("The block has changed since its kind was named.")

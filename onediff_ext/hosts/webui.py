@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +74,10 @@ class WebUIHost(ABC):
 
         Must not change what the host draws next.
         """
+
+    def run_exclusively(self, task: Callable[[], None]) -> None:
+        """Run a task as one of the host's own jobs: none beside it, on a thread that may.
+
+        The default has no queue to wait in and just runs it.
+        """
+        task()

@@ -1,0 +1,274 @@
+"""Graphs under a WebUI's models: what the script calls around each job, whatever the host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.core.status import Status
+from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.patch import Patches
+from onediff_ext.hosts.webui import WebUIHost
+from onediff_ext.service.session import Session
+from onediff_ext.webui.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+# Called with (shapes done, shapes wanted) while warming up.
+WarmUpListener = Callable[[int, int], None]
+
+
+class Acceleration:
+    """Puts graphs under the host's models for each job and takes them away after it.
+
+    One object serves the whole process. Jobs may come from any thread; the host
+    runs them one at a time, and one may run inside another (a face restorer that
+    draws with a processing object of its own).
+
+    Nothing here raises on account of acceleration: on any failure the picture is
+    drawn eager, and `status` says why. Between jobs nothing of the host is changed.
+
+    Args:
+        host: The adapter of the running WebUI.
+    """
+
+    def __init__(self, host: WebUIHost) -> None:
+        self.host = host
+        self._jobs: list[_Job] = []
+        self._sessions: dict[CompileOptions, Session] = {}
+        self._session: Session | None = None
+        self._attachment: Attachment | None = None
+        self._running = "off"
+        self._reasons: list[str] = []
+        self._kinds: list[Kind] = []
+        self._cancelled = threading.Event()
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------ around a job
+
+    def begin(
+        self, job: Any, options: CompileOptions | None, ignores: frozenset[str] = frozenset()
+    ) -> None:
+        """A job starts: call from the script's ``process`` hook, before anything is encoded.
+
+        May be called again for the same job (the img2img Batch tab does so for each
+        picture). `end` follows by itself when the host closes the job, on errors too.
+
+        Args:
+            job: The host's processing object ``p``.
+            options: What the user chose; None runs this job without graphs.
+            ignores: Components to leave alone (`onediff_ext.core.options.parse_ignores`).
+        """
+        with self._lock:
+            self._forget(job)
+            entry = _Job(weakref.ref(job), options, ignores)
+            self._jobs.append(entry)
+            self._reasons = []
+            with self._drawing_eager_on_failure():
+                close = getattr(job, "close", None)
+                if callable(close):
+                    entry.patches.set(job, "close", _CloseAndEnd(self, weakref.ref(job), close))
+                self._serve(entry)
+
+    def before_sampling(self, job: Any) -> None:
+        """Sampling starts: call from ``process_before_every_sampling``, for each pass.
+
+        The model may be another one than at `begin`, or may have been patched since.
+        """
+        with self._lock:
+            entry = self._find(job)
+            if entry is not None:
+                with self._drawing_eager_on_failure():
+                    self._serve(entry)
+
+    def before_step(self) -> None:
+        """One step starts: call from ``on_cfg_denoiser``; a refiner changes models mid-way."""
+        with self._lock:
+            if self._attachment is not None and self._jobs:
+                with self._drawing_eager_on_failure():
+                    self._serve(self._jobs[-1])
+
+    def end(self, job: Any) -> None:
+        """A job is over: call from ``postprocess``. Doing it twice does nothing.
+
+        Every attribute of the host is as it was before `begin`, unless an outer job
+        is still running.
+        """
+        with self._lock:
+            self._forget(job)
+            self._prune()
+            if not self._jobs:
+                self._detach()
+
+    def close(self) -> None:
+        """The extension is going away ("Reload UI", disabling): undo everything, end builds."""
+        with self._lock:
+            self.cancel()
+            while self._jobs:
+                self._jobs.pop().patches.undo()
+            self._detach()
+            self._running = "off"
+
+    # ------------------------------------------------------------------ for people
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the latest job: its kinds, library and fallbacks."""
+        return self._session
+
+    def status(self) -> Status:
+        """What pictures are drawn with, for panel and API; cheap, from any thread."""
+        kinds = list(self._kinds)
+        attachment = self._attachment
+        if attachment is not None:
+            kinds = attachment.kinds()
+        ready = sum(kind.graph is not None for kind in kinds)
+        failed = [kind for kind in kinds if kind.state is KindState.FAILED]
+        running = self._running
+        if running != "off":
+            running = "compiled" if ready and not self._reasons else "eager"
+        reasons = list(self._reasons)
+        if self._session is not None and running != "off":
+            reasons += [f"{f.what}: {f.reason}" for f in self._session.fallbacks()]
+            reasons += self._session.builder.warnings
+        return Status(
+            running=running,
+            kinds_ready=ready,
+            kinds_failed=len(failed),
+            kinds_needed=len(kinds),
+            reasons=tuple(dict.fromkeys(reasons)),
+        )
+
+    def warm_up(
+        self,
+        shapes: Sequence[BatchShape],
+        options: CompileOptions,
+        ignores: frozenset[str] = frozenset(),
+        listen: WarmUpListener | None = None,
+    ) -> None:
+        """Make everything ready that pictures of these sizes need, and wait for it.
+
+        Runs as one of the host's own jobs, so it waits for its turn. A failure is
+        recorded in `status`, as during a job.
+        """
+        self._cancelled.clear()
+
+        def task() -> None:
+            warm_up_job = _WarmUpJob()
+            self.begin(warm_up_job, options, ignores)
+            try:
+                with self._drawing_eager_on_failure():
+                    for done, shape in enumerate(shapes):
+                        if self._cancelled.is_set() or self._attachment is None:
+                            break
+                        self.host.step(shape)
+                        if listen is not None:
+                            listen(done + 1, len(shapes))
+            finally:
+                self.end(warm_up_job)
+
+        self.host.run_exclusively(task)
+
+    def cancel(self) -> None:
+        """Stop `warm_up` after the size that it is at; what is built is kept."""
+        self._cancelled.set()
+
+    # ------------------------------------------------------------------ inside
+
+    def _serve(self, entry: _Job) -> None:
+        """Bring the host into the state that a job needs."""
+        if entry.options is None:
+            self._detach()
+            self._running = "off"
+            return
+        self._running = "eager"
+        reason = self.host.refusal(entry.job())
+        if reason is not None:
+            self._detach()
+            self._note(reason)
+            return
+        session = self._session_for(entry.options)
+        models = self.host.models(entry.ignores)
+        if self._attachment is not None:
+            if self._attachment.serves(session, models):
+                return
+            self._detach()
+        self._attachment = Attachment(self.host, session, models)
+
+    def _session_for(self, options: CompileOptions) -> Session:
+        session = self._sessions.get(options)
+        if session is None:
+            session = Session(options, self.host.families(), self.host.rules())
+            self._sessions[options] = session
+        self._session = session
+        return session
+
+    def _detach(self) -> None:
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            self._kinds = attachment.kinds()
+            left = attachment.undo()
+            if left:
+                logger.warning("Another extension has replaced %s since", ", ".join(left))
+
+    @contextmanager
+    def _drawing_eager_on_failure(self) -> Iterator[None]:
+        """The one place that swallows errors: a picture is worth more than its speed."""
+        try:
+            yield
+        except Exception as exc:
+            self._note(f"failed: {str(exc) or type(exc).__name__}")
+            logger.warning("This picture is drawn eager", exc_info=True)
+            self._detach()
+
+    def _note(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+            logger.info("Eager: %s", reason)
+
+    def _find(self, job: Any) -> _Job | None:
+        return next((entry for entry in self._jobs if entry.job() is job), None)
+
+    def _forget(self, job: Any) -> None:
+        entry = self._find(job)
+        if entry is not None:
+            self._jobs.remove(entry)
+            entry.patches.undo()
+
+    def _prune(self) -> None:
+        """Drop jobs that ended without a word, as a script's that raised may do."""
+        self._jobs = [entry for entry in self._jobs if entry.job() is not None]
+
+
+@dataclass(eq=False)
+class _Job:
+    """One running job; it must not keep the host's object alive."""
+
+    job: Callable[[], Any]
+    options: CompileOptions | None
+    ignores: frozenset[str]
+    patches: Patches = field(default_factory=Patches)
+
+
+class _WarmUpJob:
+    """Stands for a job that draws nothing."""
+
+
+class _CloseAndEnd:
+    """A job's ``close`` that ends its acceleration first: hosts call it however a job ends."""
+
+    def __init__(
+        self, acceleration: Acceleration, job: Callable[[], Any], close: Callable[[], Any]
+    ) -> None:
+        self._acceleration, self._job, self._close = acceleration, job, close
+
+    def __call__(self) -> Any:
+        self._acceleration.end(self._job())
+        return self._close()
