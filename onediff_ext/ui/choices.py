@@ -22,7 +22,9 @@ from onediff_ext.ui.fields import (
     preset_values,
 )
 
-_BOX = re.compile(r"\s*(\d+)\s*[x×*]\s*(\d+)\s*(?:-|–|to)\s*(\d+)\s*[x×*]\s*(\d+)\s*", re.IGNORECASE)
+_BOX = re.compile(
+    r"\s*(\d+)\s*[x×*]\s*(\d+)\s*(?:-|–|to)\s*(\d+)\s*[x×*]\s*(\d+)\s*", re.IGNORECASE
+)
 _RANGE = re.compile(r"\s*(\d+)\s*(?:(?:-|–|to)\s*(\d+)\s*)?", re.IGNORECASE)
 
 
@@ -39,7 +41,7 @@ class Choices:
     captures: bool = True
     size_box: str = ""
     batch_range: str = ""
-    on_failure: str = "draw without OneDiff"
+    on_failure: str = "as in the settings"
 
     @classmethod
     def parse(cls, values: Mapping[str, Any] | None = None) -> Choices:
@@ -138,12 +140,14 @@ def from_infotext(field: Field, entries: Mapping[str, Any]) -> Any:
 def from_arguments(arguments: Sequence[Any]) -> dict[str, Any]:
     """Script arguments as a mapping: positional ones, or a dict in the first place.
 
-    With a dict, the host's defaults at the other places do not count, and naming the script
-    without saying ``enabled`` enables it.
+    With a dict, the host's defaults at the other places do not count; naming the script
+    without saying ``enabled`` enables it, and naming what presets decide without saying
+    ``preset`` means Custom.
     """
     for argument in arguments:
         if isinstance(argument, Mapping):
-            return {"enabled": True, **argument}
+            decides = any(name in BY_NAME and BY_NAME[name].preset for name in argument)
+            return {"enabled": True, **({"preset": CUSTOM} if decides else {}), **argument}
     return {f.name: v for f, v in zip(FIELDS, arguments, strict=False) if v is not None}
 
 
@@ -201,5 +205,3 @@ def _parse_range(text: str) -> tuple[int, int] | None:
     if low > high:
         raise OptionError(f'The batch range "{text}" is empty.', "The smaller number comes first.")
     return low, high
-
-

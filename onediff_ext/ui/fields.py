@@ -16,7 +16,8 @@ PRESETS: dict[str, dict[str, object]] = {
 
 VAE_CHOICES = ("compile", "ignore encoder", "ignore all")
 COMPONENT_CHOICES = ("UNet", "VAE", "ControlNet")
-ON_FAILURE_CHOICES = ("draw without OneDiff", "stop")
+DRAW_WITHOUT, STOP = "draw without OneDiff", "stop"
+ON_FAILURE_CHOICES = ("as in the settings", DRAW_WITHOUT, STOP)
 
 CHECKBOX, RADIO, CHECKBOXES, DROPDOWN, TEXT = "checkbox", "radio", "checkboxes", "dropdown", "text"
 

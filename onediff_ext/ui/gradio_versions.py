@@ -17,7 +17,7 @@ def version() -> tuple[int, ...]:
 
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that this Gradio's function or class knows; for what may be missing."""
+    """Those of the arguments that this Gradio's function or class knows."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in known}
 

@@ -34,7 +34,9 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
         with gr.Row():
             export = gr.Button("Export", size="sm", elem_id=elem_id("library_export"))
             sure = gr.Checkbox(False, label=_SURE, elem_id=elem_id("library_sure"))
-            delete = gr.Button("Delete", size="sm", variant="stop", elem_id=elem_id("library_delete"))
+            delete = gr.Button(
+                "Delete", size="sm", variant="stop", elem_id=elem_id("library_delete")
+            )
         exported = gr.File(label="Exported", visible=False, elem_id=elem_id("library_exported"))
         archive = gr.File(
             label="Archive to import", file_types=[".zip"], elem_id=elem_id("library_archive")
@@ -74,9 +76,7 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
     def on_import(name: str, file: Any, trusted: bool) -> list[Any]:
         path = getattr(file, "name", file)  # Gradio 3 hands an open file over, 4 its path
         return [
-            *attempt(
-                name, lambda: library_actions.import_archive(port.library(), path, trusted)
-            ),
+            *attempt(name, lambda: library_actions.import_archive(port.library(), path, trusted)),
             False,
         ]
 

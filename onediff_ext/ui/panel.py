@@ -64,9 +64,7 @@ class Panel:
         return block if self.header is None else [block, html.status_line(status)]
 
 
-def build_panel(
-    port: PanelPort, enabled: Any, *, elem_id: ElementId, header: Any = None
-) -> Panel:
+def build_panel(port: PanelPort, enabled: Any, *, elem_id: ElementId, header: Any = None) -> Panel:
     """Make the panel's components, in the Blocks context of the caller.
 
     Args:
@@ -89,7 +87,9 @@ def build_panel(
                 controls[field.name] = make_control(field, elem_id)
     build_library(port, elem_id)
     panel = Panel(port, controls, status, header, warm_up)
-    warm_up.connect(port, controls["sizes"], panel.inputs, panel.status_outputs, panel.refresh_status)
+    warm_up.connect(
+        port, controls["sizes"], panel.inputs, panel.status_outputs, panel.refresh_status
+    )
     _connect_preset(controls)
     return panel
 

@@ -126,9 +126,7 @@ def _model(defaults: PageDefaults) -> dict[str, Any]:
 
 
 def _picture(defaults: PageDefaults) -> dict[str, Any]:
-    prompt = gr.Textbox(
-        label="Prompt", value=defaults.prompt, lines=2, elem_id="onediff_prompt"
-    )
+    prompt = gr.Textbox(label="Prompt", value=defaults.prompt, lines=2, elem_id="onediff_prompt")
     if defaults.examples:
         gr.Examples([[text] for text in defaults.examples], [prompt], label="Try")
     negative = gr.Textbox(label="Negative prompt", lines=1, elem_id="onediff_negative")
@@ -149,9 +147,7 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
         seed = gr.Number(
             -1, label="Seed", info="-1: another each time", precision=0, elem_id="onediff_seed"
         )
-        batch = gr.Slider(
-            1, 16, value=1, step=1, label="Pictures at once", elem_id="onediff_batch"
-        )
+        batch = gr.Slider(1, 16, value=1, step=1, label="Pictures at once", elem_id="onediff_batch")
     return {
         "prompt": prompt,
         "negative": negative,
@@ -180,7 +176,11 @@ def _text(defaults: PageDefaults) -> dict[str, Any]:
 
 def _image(defaults: PageDefaults) -> dict[str, Any]:
     source = gr.Image(
-        label="Picture", type="pil", height=240, elem_id="onediff_source", sources=["upload", "clipboard"]
+        label="Picture",
+        type="pil",
+        height=240,
+        elem_id="onediff_source",
+        sources=["upload", "clipboard"],
     )
     with gr.Row():
         strength = _strength("image")

@@ -67,9 +67,7 @@ class PageEvents:
                 self._show_infotext, inputs=[page.result["gallery"]], outputs=[page.result["info"]]
             )
 
-    def _on_draw(
-        self, tab: Values, names: tuple[str, ...], draw: Callable[..., Result]
-    ) -> None:
+    def _on_draw(self, tab: Values, names: tuple[str, ...], draw: Callable[..., Result]) -> None:
         page = self.page
         result = page.result
         count = len(FIELDS)
@@ -96,9 +94,7 @@ class PageEvents:
             *(tab[name] for name in names),
         ]
         outputs = [result["gallery"], result["said"], result["info"], *page.panel.status_outputs]
-        tab["go"].click(
-            run, inputs=inputs, outputs=outputs, show_progress_on=result["gallery"]
-        )
+        tab["go"].click(run, inputs=inputs, outputs=outputs, show_progress_on=result["gallery"])
         self._on_cancel(tab)
 
     def _on_cancel(self, tab: Values) -> None:

@@ -85,9 +85,7 @@ class StudioPort(PanelPort):
 
         def listen(progress: BuildProgress) -> None:
             needed = progress.needed + len(shapes)
-            steps.put(
-                WarmUpStep(progress.done, needed, progress.label, progress.seconds_left)
-            )
+            steps.put(WarmUpStep(progress.done, needed, progress.label, progress.seconds_left))
             self.studio.check_cancelled()
 
         session.listener = listen

@@ -7,26 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
+from onediff_ext.hosts.diffusers.drawing import Drawn, Painter
 from onediff_ext.hosts.diffusers.lora_files import load_lora
 from onediff_ext.store import ContentHashes, GraphLibrary, default_root
 from onediff_ext.ui.choices import Choices
+from onediff_ext.ui.fields import STOP
 
 if TYPE_CHECKING:
     import torch
-    from PIL import Image
 
     from onediff_ext.service.session import Session
 
 
-class Cancelled(OneDiffError):
+class CancelledError(OneDiffError):
     """The user pressed Cancel."""
 
     def __init__(self) -> None:
@@ -78,9 +78,9 @@ class Studio:
             self._cancelled.set()
 
     def check_cancelled(self, *_: object) -> None:
-        """Raise Cancelled when the user has pressed the button."""
+        """Raise CancelledError when the user has pressed the button."""
         if self._cancelled.is_set():
-            raise Cancelled
+            raise CancelledError
 
     def load(self, model: Path, loras: Sequence[tuple[Path, float]] = ()) -> None:
         """Take another checkpoint; the one before stays if it cannot be loaded.
@@ -124,7 +124,7 @@ class Studio:
             on_step: Called after each sampling step.
 
         Raises:
-            Cancelled: The user pressed Cancel.
+            CancelledError: The user pressed Cancel.
             OptionError: There is no checkpoint, or something cannot be drawn.
         """
         with self.turn():
@@ -140,7 +140,7 @@ class Studio:
                 drawn = job(painter)
             finally:
                 painter.on_step = lambda _: None
-            if choices.on_failure == "stop" and (reasons := self.status().reasons):
+            if choices.on_failure == STOP and (reasons := self.status().reasons):
                 raise OptionError(
                     f"Graphs could not be used: {reasons[0]}.",
                     "The panel's advanced part says to stop then.",
