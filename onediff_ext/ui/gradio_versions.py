@@ -28,9 +28,7 @@ def on_user_input(component: Any, *arguments: Any, **more: Any) -> None:
     event(*arguments, **more)
 
 
-def every_seconds(seconds: float, function: Any, outputs: list[Any]) -> bool:
-    """Call a function again and again while the page is open; False where Gradio has no timer."""
-    if not hasattr(gradio, "Timer"):
-        return False
-    gradio.Timer(seconds).tick(function, outputs=outputs, show_progress="hidden")
-    return True
+def every_seconds(seconds: float, function: Any, inputs: list[Any], outputs: list[Any]) -> None:
+    """Call a function again and again while the page is open; needs Gradio 4.40."""
+    timer = gradio.Timer(seconds)
+    timer.tick(function, inputs=inputs, outputs=outputs, queue=False, show_progress="hidden")

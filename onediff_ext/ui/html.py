@@ -27,20 +27,25 @@ def style_element() -> str:
     return f"<style>{style_sheet()}</style>"
 
 
-def status_line(status: Status) -> str:
-    """A coloured dot and the one line."""
-    state = "building" if status.building else status.running
+def status_line(status: Status, wanted: bool = False) -> str:
+    """A coloured dot and the one line.
+
+    Args:
+        status: What is true now.
+        wanted: OneDiff is ticked, so that a session that is still off is about to begin.
+    """
+    state, line = "building" if status.building else status.running, status.line()
+    if status.running == "off" and wanted:
+        state, line = "waiting", "on, nothing drawn with it yet"
     return (
         f'<span class="onediff-status" data-state="{escape(state)}">'
-        f'<span class="onediff-dot"></span><span>{escape(status.line())}</span></span>'
+        f'<span class="onediff-dot"></span><span>{escape(line)}</span></span>'
     )
 
 
-def status_block(status: Status, note: str | None = None) -> str:
-    """The line, a note below it, and why something runs eager although OneDiff is on."""
-    parts = [status_line(status)]
-    if note:
-        parts.append(f'<div class="onediff-note">{escape(note)}</div>')
+def status_details(status: Status, note: str | None = None) -> str:
+    """What the line has no room for: a note, and why something runs eager although it is on."""
+    parts = [f'<div class="onediff-note">{escape(note)}</div>'] if note else []
     # The first reason is in the line already, unless graphs are in use or being made.
     in_line = not status.building and status.running != "compiled"
     reasons = status.reasons[1:] if in_line else status.reasons

@@ -21,7 +21,7 @@ from onediff_ext.ui.fields import (
     Field,
     preset_values,
 )
-from onediff_ext.ui.gradio_versions import accepted, on_user_input
+from onediff_ext.ui.gradio_versions import on_user_input
 from onediff_ext.ui.library_panel import build_library
 from onediff_ext.ui.port import PanelPort
 from onediff_ext.ui.warm_up_panel import WarmUpButtons
@@ -36,14 +36,14 @@ class Panel:
     Args:
         port: The way to whoever draws.
         controls: Name of a field → its component.
-        status: Shows the status; `refresh_status` fills it.
-        header: Shows the one line in the accordion's header, if the host made a place for it.
+        details: Below the header; what the line has no room for.
+        header: Shows the one line.
         warm_up: The buttons beside the list of sizes.
     """
 
     port: PanelPort
     controls: dict[str, Any]
-    status: Any
+    details: Any
     header: Any
     warm_up: WarmUpButtons
 
@@ -54,28 +54,33 @@ class Panel:
 
     @property
     def status_outputs(self) -> list[Any]:
-        """What `refresh_status` fills."""
-        return [self.status] if self.header is None else [self.status, self.header]
+        """What `show_status` fills."""
+        return [self.header, self.details]
 
-    def refresh_status(self) -> Any:
-        """The status as HTML, for `status_outputs`."""
+    def show_status(self, enabled: bool) -> list[str]:
+        """The status as HTML, for `status_outputs`.
+
+        Args:
+            enabled: Whether OneDiff is ticked.
+        """
         status = self.port.status()
-        block = html.status_block(status, self.port.why_off())
-        return block if self.header is None else [block, html.status_line(status)]
+        note = None if enabled else self.port.why_off()
+        return [html.status_line(status, bool(enabled)), html.status_details(status, note)]
 
 
-def build_panel(port: PanelPort, enabled: Any, *, elem_id: ElementId, header: Any = None) -> Panel:
+def build_panel(port: PanelPort, enabled: Any, header: Any, elem_id: ElementId) -> Panel:
     """Make the panel's components, in the Blocks context of the caller.
 
     Args:
         port: The way to whoever draws.
         enabled: The component that turns OneDiff on, made by the host's page.
+        header: The HTML component for the one line, in the accordion's header if it can be.
         elem_id: Makes an element's id from a name, unique on the page.
-        header: An HTML component in the accordion's header, or None.
     """
     controls = {"enabled": enabled}
-    gr.HTML(html.style_element(), **accepted(gr.HTML, padding=False))
-    status = gr.HTML(html.status_block(port.status(), port.why_off()), elem_id=elem_id("status"))
+    details = gr.HTML(
+        html.status_details(port.status(), port.why_off()), elem_id=elem_id("details")
+    )
     for name in ("preset", "components", "vae"):
         controls[name] = make_control(BY_NAME[name], elem_id)
     with gr.Group():
@@ -86,9 +91,13 @@ def build_panel(port: PanelPort, enabled: Any, *, elem_id: ElementId, header: An
             if field.advanced:
                 controls[field.name] = make_control(field, elem_id)
     build_library(port, elem_id)
-    panel = Panel(port, controls, status, header, warm_up)
-    warm_up.connect(
-        port, controls["sizes"], panel.inputs, panel.status_outputs, panel.refresh_status
+    panel = Panel(port, controls, details, header, warm_up)
+    warm_up.connect(port, controls["sizes"], panel.inputs, panel.status_outputs, panel.show_status)
+    enabled.change(
+        panel.show_status,
+        inputs=[enabled],
+        outputs=panel.status_outputs,
+        show_progress="hidden",
     )
     _connect_preset(controls)
     return panel

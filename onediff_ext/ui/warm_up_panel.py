@@ -41,7 +41,7 @@ class WarmUpButtons:
         sizes: Any,
         inputs: Sequence[Any],
         status_outputs: Sequence[Any],
-        refresh_status: Callable[[], Any],
+        show_status: Callable[[bool], list[str]],
     ) -> None:
         """Give all buttons but "Add current size" their work.
 
@@ -49,7 +49,7 @@ class WarmUpButtons:
             port: Who warms up.
             sizes: The list of sizes.
             inputs: All controls, in the order of `FIELDS`.
-            status_outputs, refresh_status: Where the status goes, and its making.
+            status_outputs, show_status: Where the status goes, and its making.
         """
         self._sizes = sizes
 
@@ -61,8 +61,7 @@ class WarmUpButtons:
 
         def warm_up(*values: Any) -> Iterator[list[Any]]:
             for shown in _warm_up(port, values):
-                status = refresh_status()
-                yield [shown, *(status if isinstance(status, list) else [status])]
+                yield [shown, *show_status(values[0])]
 
         def cancel() -> str:
             port.cancel()

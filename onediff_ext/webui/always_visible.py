@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
@@ -52,16 +53,16 @@ class OneDiffScript(scripts.Script):
             )
             with frame as enabled:
                 with enabled.extra():
-                    header = self._header(elem_id)
-                panel = build_panel(PORT, enabled, elem_id=elem_id, header=header)
-                self._refresh(panel, elem_id)
+                    header = _header(elem_id)
+                panel = build_panel(PORT, enabled, header, elem_id)
+                _refresh(panel, elem_id)
         else:
             with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}"):
                 enabled = gr.Checkbox(
                     enabled_by_default, label="Enable OneDiff", elem_id=elem_id("enabled")
                 )
-                panel = build_panel(PORT, enabled, elem_id=elem_id)
-                self._refresh(panel, elem_id)
+                panel = build_panel(PORT, enabled, _header(elem_id), elem_id)
+                _refresh(panel, elem_id)
         self._panel = panel
         self._connect_size()
         self.infotext_fields = infotext_fields(panel.controls)
@@ -93,21 +94,6 @@ class OneDiffScript(scripts.Script):
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
         extension.current().acceleration.end(p)
 
-    def _header(self, elem_id: Any) -> Any:
-        return gr.HTML(
-            html.status_line(PORT.status()),
-            elem_id=elem_id("header"),
-            elem_classes=["onediff-header-status"],
-            min_width=0,
-        )
-
-    def _refresh(self, panel: Panel, elem_id: Any) -> None:
-        # Gradio 3.41 has no timer: javascript/onediff.js presses this.
-        button = gr.Button("", elem_id=elem_id("refresh"), elem_classes=["onediff-hidden"])
-        button.click(
-            panel.refresh_status, outputs=panel.status_outputs, queue=False, show_progress="hidden"
-        )
-
     def _found(self, name: str) -> Any:
         def remember(on: Any) -> None:
             self._sizes[name] = on.component
@@ -122,3 +108,24 @@ class OneDiffScript(scripts.Script):
                 self._sizes["width"], self._sizes["height"], self._sizes["batch_size"]
             )
             self._sizes = {}
+
+
+def _header(elem_id: Callable[[str], str]) -> Any:
+    return gr.HTML(
+        html.status_line(PORT.status()),
+        elem_id=elem_id("header"),
+        elem_classes=["onediff-header-status"],
+    )
+
+
+def _refresh(panel: Panel, elem_id: Callable[[str], str]) -> None:
+    gr.HTML(html.style_element())
+    # Gradio 3.41 has no timer: javascript/onediff.js presses this.
+    button = gr.Button("", elem_id=elem_id("refresh"), elem_classes=["onediff-hidden"])
+    button.click(
+        panel.show_status,
+        inputs=[panel.controls["enabled"]],
+        outputs=panel.status_outputs,
+        queue=False,
+        show_progress="hidden",
+    )

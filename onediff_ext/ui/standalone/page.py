@@ -64,9 +64,7 @@ def build_page(studio: Studio, defaults: PageDefaults) -> Page:
     port = StudioPort(studio, defaults.output_dir)
     look = accepted(gr.Blocks, css=page_css(), theme=page_theme())
     with gr.Blocks(title="OneDiff", analytics_enabled=False, **look) as blocks:
-        with gr.Row(elem_id="onediff_top"):
-            gr.HTML(f"<h1>OneDiff <small>{__version__}</small></h1>")
-            header = gr.HTML(html.status_line(port.status()), elem_id="onediff_header")
+        gr.HTML(f"<h1>OneDiff <small>{__version__}</small></h1>", elem_id="onediff_top")
         with gr.Row():
             with gr.Column(scale=5, min_width=400):
                 model = _model(defaults)
@@ -78,17 +76,25 @@ def build_page(studio: Studio, defaults: PageDefaults) -> Page:
                         image = _image(defaults)
                     with gr.Tab("Batch"):
                         folder = _folder(defaults)
-                with gr.Accordion("OneDiff", open=True, elem_id="onediff_panel"):
-                    enabled = gr.Checkbox(
-                        port.why_off() is None, label="Enable OneDiff", elem_id="onediff_enabled"
-                    )
-                    panel = build_panel(
-                        port, enabled, elem_id=lambda name: f"onediff_{name}", header=header
-                    )
             with gr.Column(scale=6, min_width=400):
                 result = _result()
+                with gr.Group(elem_id="onediff_panel"):
+                    with gr.Row(elem_id="onediff_panel_head"):
+                        enabled = gr.Checkbox(
+                            port.why_off() is None,
+                            label="OneDiff",
+                            container=False,
+                            elem_id="onediff_enabled",
+                        )
+                        header = gr.HTML(html.status_line(port.status()), elem_id="onediff_header")
+                    panel = build_panel(port, enabled, header, lambda name: f"onediff_{name}")
         panel.warm_up.connect_size(text["width"], text["height"], picture["batch"])
-        every_seconds(_STATUS_SECONDS, panel.refresh_status, panel.status_outputs)
+        every_seconds(
+            _STATUS_SECONDS,
+            panel.show_status,
+            [panel.controls["enabled"]],
+            panel.status_outputs,
+        )
     return Page(blocks, panel, model, picture, text, image, folder, result)
 
 
@@ -98,30 +104,34 @@ def page_css() -> str:
 
 
 def page_theme() -> Any:
-    """Gradio's theme of the page."""
-    return gr.themes.Soft(primary_hue="blue", neutral_hue="slate", spacing_size="sm")
+    """Gradio's theme of the page, with the reader's own fonts: nothing is fetched for it."""
+    return gr.themes.Default(
+        primary_hue="blue",
+        neutral_hue="slate",
+        spacing_size="sm",
+        text_size="sm",
+        font=["system-ui", "sans-serif"],
+        font_mono=["ui-monospace", "monospace"],
+    )
 
 
 def _model(defaults: PageDefaults) -> dict[str, Any]:
-    with gr.Row(equal_height=True):
-        checkpoint = gr.Dropdown(
-            label="Checkpoint",
-            info=".safetensors file or diffusers folder; type or paste any path.",
-            choices=known_models(defaults.model),
-            value=str(defaults.model),
-            allow_custom_value=True,
-            scale=5,
-            elem_id="onediff_model",
-        )
-        load = gr.Button("Load", scale=1, min_width=80, elem_id="onediff_load")
+    checkpoint = gr.Dropdown(
+        label="Checkpoint",
+        info=".safetensors file or diffusers folder; any path may be typed in.",
+        choices=[(Path(path).stem, path) for path in known_models(defaults.model)],
+        value=str(defaults.model),
+        allow_custom_value=True,
+        elem_id="onediff_model",
+    )
     with gr.Accordion("LoRA", open=False):
         loras = gr.Textbox(
-            show_label=False,
-            info="FILE or FILE:WEIGHT, one a line; then press Load.",
             label="LoRA files",
+            info="FILE or FILE:WEIGHT, one a line.",
             lines=2,
             elem_id="onediff_loras",
         )
+        load = gr.Button("Apply", size="sm", elem_id="onediff_load")
     return {"checkpoint": checkpoint, "load": load, "loras": loras}
 
 
@@ -132,6 +142,7 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
     negative = gr.Textbox(label="Negative prompt", lines=1, elem_id="onediff_negative")
     with gr.Row():
         sampler = gr.Dropdown(
+            min_width=140,
             label="Sampler",
             choices=[*sampler_names(), "DPM++ 2M Karras"],
             value=defaults.sampler,
@@ -141,7 +152,7 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
             1, 100, value=defaults.steps, step=1, label="Steps", elem_id="onediff_steps"
         )
         guidance = gr.Slider(
-            1, 20, value=defaults.guidance, step=0.5, label="CFG scale", elem_id="onediff_guidance"
+            1, 20, value=defaults.guidance, step=0.5, label="CFG", elem_id="onediff_guidance"
         )
     with gr.Row():
         seed = gr.Number(
@@ -257,20 +268,26 @@ def _result() -> dict[str, Any]:
     gallery = gr.Gallery(
         label="Pictures",
         elem_id="onediff_gallery",
-        height=640,
+        height=460,
         columns=3,
         object_fit="contain",
+        interactive=False,
         **accepted(gr.Gallery, preview=True),
     )
     said = gr.HTML(elem_id="onediff_said")
-    info = gr.Textbox(label="Infotext", lines=3, elem_id="onediff_infotext")
+    with gr.Accordion("Infotext", open=False):
+        info = gr.Textbox(show_label=False, container=False, lines=3, elem_id="onediff_infotext")
     return {"gallery": gallery, "said": said, "info": info}
 
 
 _CSS = """
 .gradio-container { max-width: 1500px !important; margin: 0 auto; }
-#onediff_top { align-items: center; }
 #onediff_top h1 { margin: .2em 0; font-size: 1.5rem; }
 #onediff_top small { font-size: .6em; font-weight: 400; opacity: .6; }
+#onediff_panel_head { align-items: center; padding: .6em .8em; }
+#onediff_panel_head #onediff_enabled label { font-weight: 600; font-size: 1.05rem; }
+#onediff_panel, #onediff_panel .styler { background: var(--block-background-fill); }
+#onediff_panel .html-container { padding: 0 .8em; }
+#onediff_panel button { min-height: 2.2em; }
 #onediff_header { text-align: right; }
 """

@@ -58,11 +58,16 @@ class PageEvents:
             self._on_draw(page.text, ("width", "height"), self._draw_text)
             self._on_draw(page.image, ("source", "strength", "size"), self._draw_image)
             self._on_folder()
-            page.model["load"].click(
-                self._load,
-                inputs=[page.model["checkpoint"], page.model["loras"]],
-                outputs=[page.result["said"], *page.panel.status_outputs],
-            )
+            for event in (page.model["load"].click, page.model["checkpoint"].input):
+                event(
+                    self._load,
+                    inputs=[
+                        page.model["checkpoint"],
+                        page.model["loras"],
+                        page.panel.controls["enabled"],
+                    ],
+                    outputs=[page.result["said"], *page.panel.status_outputs],
+                )
             page.result["gallery"].select(
                 self._show_infotext, inputs=[page.result["gallery"]], outputs=[page.result["info"]]
             )
@@ -83,10 +88,15 @@ class PageEvents:
 
                 done = draw(choices, picture, *own, on_step)
             except OneDiffError as exc:
-                return [gr.update(), html.error(exc), gr.update(), *self._status()]
+                return [gr.update(), html.error(exc), gr.update(), *self._status(values[0])]
             shown = [str(path) for path in done.paths]
             text = _infotext_of(done.paths[0])
-            return [shown, html.message(f"{done.said}. Seed {done.seed}."), text, *self._status()]
+            return [
+                shown,
+                html.message(f"{done.said}. Seed {done.seed}."),
+                text,
+                *self._status(values[0]),
+            ]
 
         inputs = [
             *page.panel.inputs,
@@ -153,9 +163,9 @@ class PageEvents:
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
                 for progress in run_folder(self.studio, choices, self._folder_job(picture, own)):
                     shown = [str(path) for path in progress.paths[-_SHOWN_RESULTS:]]
-                    yield [_folder_html(progress), shown, *self._status()]
+                    yield [_folder_html(progress), shown, *self._status(values[0])]
             except OneDiffError as exc:
-                yield [html.error(exc), gr.update(), *self._status()]
+                yield [html.error(exc), gr.update(), *self._status(values[0])]
 
         inputs = [
             *page.panel.inputs,
@@ -185,13 +195,13 @@ class PageEvents:
             keep_alpha=own["keep_alpha"],
         )
 
-    def _load(self, checkpoint: str, loras: str) -> list[Any]:
+    def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
         try:
             self.studio.load(Path(checkpoint), parse_loras(loras or ""))
         except OneDiffError as exc:
-            return [html.error(exc), *self._status()]
+            return [html.error(exc), *self._status(enabled)]
         name = self.studio.loaded().checkpoint.name
-        return [html.message(f"{name} is loaded."), *self._status()]
+        return [html.message(f"{name} is loaded."), *self._status(enabled)]
 
     def _show_infotext(self, shown: Any, event: gr.SelectData) -> str:
         try:
@@ -199,9 +209,8 @@ class PageEvents:
         except (OSError, IndexError, TypeError):
             return ""
 
-    def _status(self) -> list[Any]:
-        made = self.page.panel.refresh_status()
-        return made if isinstance(made, list) else [made]
+    def _status(self, enabled: bool) -> list[str]:
+        return self.page.panel.show_status(enabled)
 
 
 def launch(page: Page, *, host: str, port: int | None, open_browser: bool) -> None:
