@@ -32,11 +32,13 @@ def status_line(status: Status, wanted: bool = False) -> str:
 
     Args:
         status: What is true now.
-        wanted: OneDiff is ticked, so that a session that is still off is about to begin.
+        wanted: OneDiff is ticked here; the last picture may have been drawn otherwise.
     """
     state, line = "building" if status.building else status.running, status.line()
     if status.running == "off" and wanted:
         state, line = "waiting", "on, nothing drawn with it yet"
+    elif not wanted and not status.building:
+        state, line = "off", "off"
     return (
         f'<span class="onediff-status" data-state="{escape(state)}">'
         f'<span class="onediff-dot"></span><span>{escape(line)}</span></span>'

@@ -23,7 +23,7 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
     with gr.Accordion("Graph library", open=False, elem_id=elem_id("library")):
         table = gr.HTML("", elem_id=elem_id("library_table"))
         with gr.Row():
-            refresh = gr.Button("Show", size="sm", elem_id=elem_id("library_refresh"))
+            refresh = gr.Button("Refresh", size="sm", elem_id=elem_id("library_refresh"))
             verify = gr.Button("Verify all", size="sm", elem_id=elem_id("library_verify"))
         of = gr.Dropdown(
             label="Graphs of",

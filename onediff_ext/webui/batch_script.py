@@ -64,6 +64,7 @@ class BatchScript(scripts.Script):
                 label="cat.txt beside cat.jpg is its prompt",
                 elem_id=self.elem_id("captions"),
             )
+        with gr.Row():
             vary_seed = gr.Checkbox(
                 False, label="Another seed for each picture", elem_id=self.elem_id("vary_seed")
             )
