@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,12 @@ class WebUIHost(ABC):
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         """Make whatever further changes this host needs while `model` runs through graphs,
         such as having pending LoRA weights merged before each forward."""
+
+    def state(self) -> Hashable:
+        """Whatever else decides what the models compute, beside themselves and their weights:
+        settings that reach into layers, class-level patches. When it changes, blocks are
+        looked at anew and captures are dropped. Cheap, since it is asked before each step."""
+        return None
 
     @abstractmethod
     def step(self, shape: BatchShape) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.capture.forward import CapturedForward
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.patch import Patches
@@ -25,26 +27,56 @@ class Component:
         name: One of `onediff_ext.core.options.COMPONENTS`, with a number when there are several.
         model: The host's module; its own forward keeps running in Python.
         session: Who owns the kinds.
+
+    Attributes:
+        runners: One for each block.
+        captured: The model's forward as a CUDA graph; None for a VAE, which runs once for a
+            picture, and at large sizes needs all the memory there is.
     """
 
     def __init__(self, name: str, model: nn.Module, session: Session) -> None:
         self.name, self.model, self._session = name, model, session
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
+        self.captured: CapturedForward | None = None
+        self._forward: _ModelForward | None = None
 
     def install(self) -> None:
-        """Replace the forwards of the model's known blocks and of the model itself."""
+        """Replace the forwards of the model's known blocks and of the model itself.
+
+        After `suspend`, the same runners and captures go on, if the model still is the same.
+        """
+        if self.runners and self._put_back():
+            return
         for block, family in _known_blocks(self.model, self._session.families):
             runner = BlockRunner(block, family, block.forward, self._session)
             self._patches.set(block, "forward", runner)
             self.runners.append(runner)
-        forward = _BuildAfterForward(self.model.forward, self._session)
-        self._patches.set(self.model, "forward", forward)
+        forward = self.model.forward
+        if not self.name.startswith("vae"):
+            sources = sorted({s for family in self._session.families for s in family.sources})
+            self.captured = CapturedForward(
+                self.model,
+                forward,
+                self.runners,
+                self._session.captures,
+                sources,
+                self._session.rules,
+            )
+        self._forward = _ModelForward(forward, self.captured, self._session)
+        self._patches.set(self.model, "forward", self._forward)
 
     def remove(self) -> None:
-        """Leave every attribute as it was before `install`."""
-        for runner in self.runners:
-            runner.active = False  # somebody may still hold it
+        """Leave every attribute as it was before `install`, and drop the captures."""
+        self.suspend()
+        if self.captured is not None:
+            self.captured.forget()
+        self.runners = []
+        self.captured = self._forward = None
+
+    def suspend(self) -> None:
+        """Leave every attribute as it was before `install`, and be ready to install again."""
+        self._set_active(False)  # somebody may still hold a runner
         left = self._patches.undo()
         if left:
             logger.warning(
@@ -52,7 +84,39 @@ class Component:
                 self.name,
                 ", ".join(left),
             )
-        self.runners = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model's own blocks for the length of a ``with`` block."""
+        self._set_active(False)
+        try:
+            yield
+        finally:
+            self._set_active(True)
+
+    def _set_active(self, active: bool) -> None:
+        parts: list[BlockRunner | CapturedForward] = [*self.runners]
+        if self.captured is not None:
+            parts.append(self.captured)
+        for part in parts:
+            part.active = active
+
+    def _put_back(self) -> bool:
+        """Install what was suspended; without that, when blocks or forwards are others now."""
+        blocks = _known_blocks(self.model, self._session.families)
+        parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
+        after = self._forward
+        if after is None or self.model.forward != after.eager:
+            self.remove()
+            return False
+        if [(block, family, block.forward) for block, family in blocks] != parked:
+            self.remove()
+            return False
+        for runner in self.runners:
+            self._patches.set(runner.block, "forward", runner)
+        self._patches.set(self.model, "forward", after)
+        self._set_active(True)
+        return True
 
     def kinds(self) -> list[Kind]:
         """The kinds that this component's blocks have used, each once."""
@@ -60,17 +124,20 @@ class Component:
         return [kind for kind in self._session.kinds if kind.blocks & blocks]
 
 
-class _BuildAfterForward:
+class _ModelForward:
     """A model's forward that builds what it found missing, after the result is there.
 
     A switch from eager to graphs therefore never falls into the middle of a forward.
     """
 
-    def __init__(self, forward: Callable[..., Any], session: Session) -> None:
-        self._forward, self._session = forward, session
+    def __init__(
+        self, forward: Callable[..., Any], captured: CapturedForward | None, session: Session
+    ) -> None:
+        self.eager, self._session = forward, session
+        self._forward: Callable[..., Any] = captured or forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self._forward, memo)
+        return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 # Called with (shapes done, shapes wanted) while warming up.
 WarmUpListener = Callable[[int, int], None]
 
+# Models that stay prepared between jobs: the current checkpoint, and others kept in memory.
+_PARKED_LIMIT = 4
+
 
 class Acceleration:
     """Puts graphs under the host's models for each job and takes them away after it.
@@ -45,6 +48,7 @@ class Acceleration:
         self._sessions: dict[CompileOptions, Session] = {}
         self._session: Session | None = None
         self._attachment: Attachment | None = None
+        self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
         self._kinds: list[Kind] = []
@@ -68,6 +72,7 @@ class Acceleration:
         """
         with self._lock:
             self._forget(job)
+            self._prune()
             entry = _Job(weakref.ref(job), options, ignores)
             self._jobs.append(entry)
             self._reasons = []
@@ -107,6 +112,12 @@ class Acceleration:
             if not self._jobs:
                 self._detach()
 
+    def model_loaded(self) -> None:
+        """A checkpoint was loaded: call from ``on_model_loaded``, so that nothing here keeps
+        the memory of one that is gone."""
+        with self._lock:
+            self._drop_parked(Attachment.is_gone)
+
     def close(self) -> None:
         """The extension is going away ("Reload UI", disabling): undo everything, end builds."""
         with self._lock:
@@ -114,6 +125,7 @@ class Acceleration:
             while self._jobs:
                 self._jobs.pop().patches.undo()
             self._detach()
+            self._drop_parked(lambda _: True)
             self._running = "off"
 
     # ------------------------------------------------------------------ for people
@@ -196,11 +208,19 @@ class Acceleration:
             return
         session = self._session_for(entry.options)
         models = self.host.models(entry.ignores)
+        state = self.host.state()
         if self._attachment is not None:
-            if self._attachment.serves(session, models):
+            if self._attachment.fits(session, models, state):
                 return
             self._detach()
-        self._attachment = Attachment(self.host, session, models)
+        parked = next((a for a in self._parked if a.fits(session, models, state)), None)
+        if parked is None:
+            self._drop_parked(lambda a: a.session is not session or a.is_gone())
+            parked = Attachment(self.host, session, models, state)
+        else:
+            self._parked.remove(parked)
+        parked.install()
+        self._attachment = parked
 
     def _session_for(self, options: CompileOptions) -> Session:
         session = self._sessions.get(options)
@@ -214,9 +234,16 @@ class Acceleration:
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             self._kinds = attachment.kinds()
-            left = attachment.undo()
-            if left:
-                logger.warning("Another extension has replaced %s since", ", ".join(left))
+            attachment.suspend()
+            self._parked.insert(0, attachment)
+            for old in self._parked[_PARKED_LIMIT:]:
+                old.undo()
+            del self._parked[_PARKED_LIMIT:]
+
+    def _drop_parked(self, which: Callable[[Attachment], bool]) -> None:
+        for attachment in [a for a in self._parked if which(a)]:
+            self._parked.remove(attachment)
+            attachment.undo()
 
     @contextmanager
     def _drawing_eager_on_failure(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import nn
 
 from onediff_ext.engine.kinds import Kind
@@ -12,34 +14,31 @@ from onediff_ext.service.session import Session
 
 
 class Attachment:
-    """Graphs under some models; `undo` leaves every attribute as it was.
+    """Graphs under some models. Suspended, every attribute is as it was before.
 
     Args:
         host: Adds what it needs itself, such as the merging of a pending LoRA.
         session: Who owns the kinds.
         models: By component name, as `WebUIHost.models` gives them.
+        state: `WebUIHost.state` for which this is right.
     """
 
     def __init__(
-        self, host: WebUIHost, session: Session, models: list[tuple[str, nn.Module]]
+        self,
+        host: WebUIHost,
+        session: Session,
+        models: list[tuple[str, nn.Module]],
+        state: Hashable,
     ) -> None:
-        self.session, self._models = session, models
+        self._host, self.session, self._models, self._state = host, session, models, state
         self._patches = Patches()
-        self.components: list[Component] = []
-        try:
-            for name, model in models:
-                component = Component(name, model, session)
-                self.components.append(component)
-                component.install()
-                host.attach(self._patches, model, name)
-        except BaseException:
-            self.undo()
-            raise
+        self._components = [Component(name, model, session) for name, model in models]
 
-    def serves(self, session: Session, models: list[tuple[str, nn.Module]]) -> bool:
-        """Whether this is what these models need already."""
+    def fits(self, session: Session, models: list[tuple[str, nn.Module]], state: Hashable) -> bool:
+        """Whether this is what these models need now."""
         return (
             session is self.session
+            and state == self._state
             and len(models) == len(self._models)
             and all(
                 name == known and model is module
@@ -47,17 +46,32 @@ class Attachment:
             )
         )
 
-    def undo(self) -> list[str]:
-        """Take the graphs away again, last change first.
+    def is_gone(self) -> bool:
+        """Whether the host has given these models up: their weights are nowhere."""
+        return any(p.is_meta for _, model in self._models for p in model.parameters())
 
-        Returns:
-            Attributes that somebody else has replaced since, and that were left alone.
-        """
-        left = self._patches.undo()
-        while self.components:
-            self.components.pop().remove()
-        return left
+    def install(self) -> None:
+        """Put the graphs under the models."""
+        try:
+            for component in self._components:
+                component.install()
+                self._host.attach(self._patches, component.model, component.name)
+        except BaseException:
+            self.undo()
+            raise
+
+    def suspend(self) -> None:
+        """Leave every attribute as it was before `install`, which may come again."""
+        self._patches.undo()
+        for component in reversed(self._components):
+            component.suspend()
+
+    def undo(self) -> None:
+        """The same for good: captures are dropped too."""
+        self._patches.undo()
+        for component in reversed(self._components):
+            component.remove()
 
     def kinds(self) -> list[Kind]:
         """The kinds that the attached models have used."""
-        return [kind for component in self.components for kind in component.kinds()]
+        return [kind for component in self._components for kind in component.kinds()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,20 @@ class A1111Host(WebUIHost):
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         if component == "unet":
             patches.hook(model.register_forward_pre_hook(PendingNetworks(model)))
+
+    def state(self) -> Hashable:
+        import ldm.modules.attention
+        import sgm.modules.attention
+        from modules import devices, sd_hijack, shared
+
+        return (
+            sd_hijack.model_hijack.circular_enabled,  # "tiling" sets each convolution's padding
+            getattr(_loaded_model(), "applied_token_merged_ratio", 0),
+            bool(shared.opts.upcast_attn),
+            devices.dtype_unet,
+            ldm.modules.attention.CrossAttention.forward,
+            sgm.modules.attention.CrossAttention.forward,
+        )
 
     def step(self, shape: BatchShape) -> None:
         from modules import devices

@@ -35,6 +35,8 @@ def job_refusal(model: Any) -> str | None:
         return f"the UNet of {sd_unet.current_unet.option.label} is active"
     if getattr(shared.opts, "lora_functional", False):
         return 'the setting "Lora/Networks: use old method" applies LoRAs in each forward'
+    if shared.loaded_hypernetworks:
+        return "a hypernetwork changes the context"
     patched = foreign_patch()
     if patched is not None:
         return f"{patched}, which is not known here"
@@ -46,10 +48,6 @@ def job_refusal(model: Any) -> str | None:
 
 def attention_refusal() -> str | None:
     """Why attention cannot be a graph's just now, or None."""
-    from modules import shared
-
-    if shared.loaded_hypernetworks:
-        return "a hypernetwork changes the context"
     import ldm.modules.attention
     import sgm.modules.attention
 
