@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from onediff_ext import __version__
@@ -32,25 +32,19 @@ def add_routes(app: FastAPI, port: WebUIPort, api_auth: str | None, host: str) -
     """
     remove_routes(app)
     guards = [Depends(_guard(api_auth))] if api_auth else []
-    router = APIRouter(prefix=PREFIX, dependencies=guards)
 
-    @router.get("/version")
     def version() -> dict[str, Any]:
         return {"version": __version__, "host": host}
 
-    @router.get("/schema")
     def schema() -> dict[str, Any]:
         return dict(port.schema())
 
-    @router.get("/status")
     def status() -> dict[str, Any]:
         return port.status().as_json()
 
-    @router.get("/graphs")
     def graphs() -> dict[str, Any]:
         return {"checkpoints": [group.as_json() for group in graph_groups(port.library())]}
 
-    @router.post("/warmup", status_code=202)
     async def warm_up(request: Request) -> dict[str, Any]:
         try:
             body = await request.json()
@@ -67,12 +61,26 @@ def add_routes(app: FastAPI, port: WebUIPort, api_auth: str | None, host: str) -
             raise HTTPException(422, str(exc)) from exc
         return {"started": True, "sizes": choices.sizes}
 
-    @router.post("/cancel")
     def cancel() -> dict[str, Any]:
         port.cancel()
         return port.status().as_json()
 
-    app.include_router(router)
+    for method, name, endpoint, status_code in (
+        ("GET", "version", version, 200),
+        ("GET", "schema", schema, 200),
+        ("GET", "status", status, 200),
+        ("GET", "graphs", graphs, 200),
+        ("POST", "warmup", warm_up, 202),
+        ("POST", "cancel", cancel, 200),
+    ):
+        app.add_api_route(
+            f"{PREFIX}/{name}",
+            endpoint,
+            methods=[method],
+            status_code=status_code,
+            dependencies=guards,
+            tags=["onediff"],
+        )
 
 
 def remove_routes(app: FastAPI) -> None:
