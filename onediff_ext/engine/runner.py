@@ -7,6 +7,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
             return output
+        if self.family.mutates_inputs:
+            call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
         self._check(kind, output, eager, call, weights)
         return eager
@@ -147,11 +150,11 @@ class BlockRunner:
             return call
         if torch.is_grad_enabled():
             return Refusal("gradients are enabled")
-        if self.block.training:
-            return Refusal("the model is in training mode")
         tree = self.tree
         if tree is None or not tree.holds():
             tree = self._look()
+        if tree.drops and self.block.training:
+            return Refusal("the model is in training mode")
         if tree.refusal is not None:
             return Refusal(tree.refusal)
         weights = tree.weights()
@@ -176,9 +179,7 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self.tree = BlockTree(
-            self.block, self.family.sources, self._kinds.rules, self.family.transient
-        )
+        self.tree = look_at(self.block, self.family, self._kinds.rules)
         self._found.clear()
         return self.tree
 
@@ -217,6 +218,11 @@ class BlockRunner:
         return kind
 
 
+def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
+    """What a block consists of now, as its family sees it."""
+    return BlockTree(block, family.sources, rules, family.transient, family.interfering)
+
+
 def _export(
     block: nn.Module | None,
     identified: BlockTree,
@@ -228,7 +234,7 @@ def _export(
 ) -> bytes:
     if block is None:
         raise ExportError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules, family.transient)
+    tree = look_at(block, family, rules)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise ExportError("The block has changed since its kind was named.")
@@ -263,7 +269,7 @@ def _boundary_problem(
                 return f"an empty {name}"
             if sizes.setdefault(name, size) != size:
                 return f"{name} differs between inputs"
-    if weights and weights[0].device != device:
+    if any(weight.device != device for weight in weights):
         return "weights are on another device (offloading)"
     if sizes["batch"] > 63:
         return "more than 63 images at once"

@@ -83,14 +83,20 @@ def export_block(
     # be equal (duck shapes), and a batch of 1 would be taken for a constant.
     import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
 
-    examples = [_example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)]
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
     pure = BlockFunction(block, family, names, dict(call.statics), autocast)
     try:
-        with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with (
+            torch.inference_mode(False),  # hosts build in the middle of their sampling
+            torch.no_grad(),
+            symbolic_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
+            examples = [
+                _example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)
+            ]
             program = torch.export.export(
                 pure,
-                ([w.detach() for w in weights], *examples),
+                ([_stand_in(w) for w in weights], *examples),
                 dynamic_shapes=([None] * len(weights), dynamic),
                 strict=False,
             )
@@ -117,6 +123,16 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     """The program's inputs as its own fake tensors: weights first, then the block's tensors."""
     nodes = program.graph_module.graph.nodes
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
+
+
+def _stand_in(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form that can be traced, which those made under inference mode
+    cannot: they have no version counter."""
+    if not weight.is_inference():
+        return weight.detach()
+    return torch.empty_strided(
+        weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+    )
 
 
 def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:
