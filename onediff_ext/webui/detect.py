@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.webui import WebUIHost
 
 
@@ -12,18 +11,20 @@ def host_name() -> str:
     """``"a1111"``, ``"forge"`` or ``"reforge"``, by the packages that only one of them has."""
     if find_spec("modules_forge") is None:
         return "a1111"
-    return "forge" if find_spec("backend") is not None else "reforge"
+    return "reforge" if find_spec("ldm_patched") is not None else "forge"
 
 
 def make_host() -> WebUIHost:
-    """The adapter of the running WebUI.
-
-    Raises:
-        OptionError: There is none for it.
-    """
+    """The adapter of the running WebUI."""
     name = host_name()
     if name == "a1111":
         from onediff_ext.hosts.a1111.host import A1111Host
 
         return A1111Host()
-    raise OptionError(f"OneDiff has no adapter for {name} yet.", "Use AUTOMATIC1111.")
+    if name == "forge":
+        from onediff_ext.hosts.forge.host import ForgeHost
+
+        return ForgeHost()
+    from onediff_ext.hosts.forge.reforge import ReForgeHost
+
+    return ReForgeHost()
