@@ -234,8 +234,8 @@ def load_painter(arguments: argparse.Namespace) -> Painter:
     from onediff_ext.hosts.diffusers.drawing import Painter
     from onediff_ext.hosts.diffusers.lora_files import load_lora
 
-    device = _device(arguments.device)
-    dtype = _dtype(arguments.dtype, device)
+    device = find_device(arguments.device)
+    dtype = find_dtype(arguments.dtype, device)
     checkpoint = load_checkpoint(
         arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
     )
@@ -303,7 +303,7 @@ def _record(session: Session, painter: Painter, content_hash: str) -> None:
         logger.info("The checkpoint's record is not kept: %s", exc)
 
 
-def _device(name: str) -> Any:
+def find_device(name: str) -> Any:
     import torch
 
     if name == "auto":
@@ -321,7 +321,7 @@ def _device(name: str) -> Any:
     return device
 
 
-def _dtype(name: str, device: Any) -> Any:
+def find_dtype(name: str, device: Any) -> Any:
     import torch
 
     if name == "auto":
