@@ -73,7 +73,8 @@ class _BuildAfterForward:
         return copy.deepcopy(self._forward, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._forward(*args, **kwargs)
+        with self._session.forward():
+            output = self._forward(*args, **kwargs)
         self._session.after_forward()
         return output
 

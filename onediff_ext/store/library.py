@@ -57,21 +57,29 @@ class GraphLibrary:
         A damaged file is removed if that is possible, and is a miss; so is a file
         of another version, which stays. `explain` tells the reason.
         """
-        path = graph_path(self.folder.graphs, key.digest)
+        return self.find(key.digest)
+
+    def find(self, digest: str) -> StoredGraph | None:
+        """The same as `get`, by the digest of the kind's key.
+
+        Raises:
+            OptionError: `digest` is not a digest.
+        """
+        path = graph_path(self.folder.graphs, digest)
         try:
             graph = open_graph(path, with_payload=True)
         except FileNotFoundError:
             return None  # an earlier reason still explains why
         except UnknownSchemaError as exc:
-            self._note_miss(key.digest, exc.message)
+            self._note_miss(digest, exc.message)
             return None
         except GraphCorruptError as exc:
             removed = self._discard_if_corrupt(path)
             after = "it was removed" if removed else "it could not be removed"
-            self._note_miss(key.digest, f"damaged ({exc.message}); {after}")
+            self._note_miss(digest, f"damaged ({exc.message}); {after}")
             return None
         except OSError as exc:
-            self._note_miss(key.digest, f"unreadable ({exc.strerror or exc})")
+            self._note_miss(digest, f"unreadable ({exc.strerror or exc})")
             return None
         self._mark_used(graph)
         return graph
