@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROVED_ON = "proved on"  # in a graph's details: the machine whose worker built and tried it
-_LOAD_S = 0.15
+_FIRST_LOAD_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Builder:
         self.export_children: int | None = None
         self.run: BuildRun | None = None
         self._running = threading.Lock()
+        self._load_s = _FIRST_LOAD_S
 
     @property
     def worker_count(self) -> int:
@@ -232,8 +233,10 @@ class Builder:
         if not in_background:
             kind.accept(self.load(payload, kind), source)
             return
-        with self.gate.turn(_LOAD_S):
+        with self.gate.turn(self._load_s):
+            start = time.monotonic()
             graph = self.load(payload, kind)
+            self._load_s = time.monotonic() - start
         self.gate.between_pictures(lambda: kind.accept(graph, source))
 
     def give_up(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:

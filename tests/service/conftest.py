@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import new_session
+from onediff_ext.service.builder import Builder
 from onediff_ext.service.session import Session
+from onediff_ext.service.workers import Built, WorkerProcess
 from tests import models
 
 torch.set_num_threads(1)
@@ -37,6 +40,31 @@ def open_session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     yield make
     for session in opened:
         session.close()
+
+
+class InstantWorker(WorkerProcess):
+    """Builds for the eager backend, whose graph is the program itself, without a process."""
+
+    pid = None
+
+    def build(self, program: bytes, device: str, timeout_s: float) -> Built:
+        """The program, a little later."""
+        time.sleep(0.02)
+        return Built(program, 0.02)
+
+    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+        """Every graph is sound here."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds without worker processes, for tests in which these do not matter."""
+    monkeypatch.setattr(
+        Builder, "new_worker", lambda self, cache, in_background: InstantWorker("eager", cache)
+    )
 
 
 class SmallUNet:
