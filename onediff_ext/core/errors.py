@@ -14,8 +14,9 @@
         ├── BackendUnavailableError  the backend cannot work on this machine
         ├── MachineError   nothing can be built here now: no disk space, no compiler
         ├── WorkerLostError          a build process crashed, hung or ran out of memory
-        └── ExportError    a block cannot be expressed as a graph
-            └── BlockGoneError       the block is no longer what it was
+        ├── ExportError    a block cannot be expressed as a graph
+        │   └── BlockGoneError       the block is no longer what it was
+        └── CaptureError   a forward cannot be recorded as a CUDA graph
 
 Each error has a message (what happened) and a hint (what to do next).
 """
@@ -98,3 +99,7 @@ class ExportError(BackendError):
 
 class BlockGoneError(ExportError):
     """The block was unloaded or changed since its kind was named."""
+
+
+class CaptureError(BackendError):
+    """A model's forward cannot be recorded as a CUDA graph."""

@@ -32,9 +32,9 @@ class CompileOptions:
         build_attempts: How often a kind is tried whose worker crashed, hung or ran out of
             memory, before it is recorded as one that cannot be built here.
         channels_last: Keep convolution weights and activations in NHWC order.
-        captures: Replay a whole forward as one CUDA graph where that is safe.
-        capture_limit: Shapes that keep a capture, the least recently used go first.
-        capture_limit_bytes: Memory that captures may hold together.
+        captures: On a GPU, replay whole forwards as CUDA graphs.
+        capture_limit: Most sizes captured at the same time.
+        capture_limit_bytes: GPU memory for captures; None is a quarter of the device's.
     """
 
     backend: str = "inductor"
@@ -46,8 +46,8 @@ class CompileOptions:
     build_attempts: int = 2
     channels_last: bool = True
     captures: bool = True
-    capture_limit: int = 24
-    capture_limit_bytes: int = 4 * 2**30
+    capture_limit: int = 64
+    capture_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -60,7 +60,7 @@ class CompileOptions:
             )
         if self.workers is not None and self.workers < 1:
             raise OptionError("At least one build worker is needed.", "Leave `workers` out.")
-        for name in ("build_timeout_s", "build_attempts", "capture_limit", "capture_limit_bytes"):
+        for name in ("build_timeout_s", "build_attempts"):
             if getattr(self, name) <= 0:
                 raise OptionError(f"{name} must be above zero.", "Leave it out for the default.")
 

@@ -17,6 +17,8 @@ from onediff_ext.core.errors import BackendError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
+from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.capture.recorder import CudaRecorder
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_entries
@@ -65,7 +67,6 @@ class Session(Kinds):
         gate: Hosts tell it when a picture begins and ends (`picture`).
         journal: What happened to the kinds and why.
         checkpoint: What is drawn with now (`use_checkpoint`), or None.
-        captures_alive: Says how many CUDA graphs are alive, for `status`.
         stage: What a warm-up does now, for `status`; set by `WarmUp`.
     """
 
@@ -83,10 +84,14 @@ class Session(Kinds):
         self.builder = Builder(self.library, self.backend, options, self.journal, self.gate)
         self.background = BackgroundBuilds(self.builder, self._to_build)
         self.read_ahead = ReadAhead(self.builder, self.key_entries)
-        self.captures_alive: Callable[[], int] = lambda: 0
         self.stage = ""
         self.checkpoint: CheckpointUse | None = None
         self._listener: ProgressListener | None = None
+        self.captures = Captures(
+            CudaRecorder(),
+            options.capture_limit if options.captures else 0,
+            options.capture_limit_bytes,
+        )
         self._kinds: dict[str, Kind] = {}
         self._current: set[str] = set()
         self._rebuilt: set[str] = set()

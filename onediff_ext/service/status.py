@@ -23,7 +23,7 @@ def session_status(session: Session) -> Status:
     missing = len(kinds) - ready - failed
     run = session.builder.run
     building = session.background.is_building or run is not None
-    captures = session.captures_alive()
+    captures = len(session.captures)
     running = "compiled" if ready else "captured" if captures else "eager"
     stage = session.stage or ("" if run is None else run.stage)
     if not stage and session.read_ahead.is_reading:

@@ -97,7 +97,8 @@ def compile_pipe(
     """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
 
     Missing graphs are built beside the pictures, which are drawn eager meanwhile (option
-    ``build``), and kept on disk. Nothing else of the pipeline changes, and `undo_compile` takes it back.
+    ``build``), and kept on disk. Nothing else of the pipeline changes, and `undo_compile` takes
+    it back.
 
     Args:
         pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
