@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from onediff_ext.engine.kinds import Kind
-from onediff_ext.store import StepRecord
-
-if TYPE_CHECKING:
-    from onediff_ext.service.session import Session
+from onediff_ext.store import History, StepRecord
 
 STEPS_OF_A_PICTURE = 20
 
@@ -42,15 +37,12 @@ def break_even(build_seconds: float, steps: Sequence[StepRecord]) -> int | None:
 
 
 def pictures_until_it_pays(
-    session: Session, kinds: Sequence[Kind], steps: Sequence[StepRecord]
+    history: History, labels: Sequence[str], worker_count: int, steps: Sequence[StepRecord]
 ) -> int | None:
-    """The same for the kinds of a session; None also when a build time is not known."""
-    if not steps or not kinds:
+    """The same for kinds by their labels; None also when a build time is not known."""
+    if not steps or not labels:
         return None
-    machine = steps[-1].machine
-    labels = [kind.label for kind in kinds if kind.graph is not None]
-    seconds = session.builder.history.build_seconds(machine, labels)
-    known = [s for s in seconds if s is not None]
-    if not known or len(known) < len(labels):
+    known = [s for s in history.build_seconds(steps[-1].machine, labels) if s is not None]
+    if len(known) < len(labels):
         return None
-    return break_even(sum(known) / session.builder.worker_count, steps)
+    return break_even(sum(known) / worker_count, steps)

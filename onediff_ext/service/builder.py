@@ -55,6 +55,11 @@ class BuildProgress:
 ProgressListener = Callable[[BuildProgress], None]
 
 
+def worker_count(options: CompileOptions) -> int:
+    """Workers at the same time while nobody draws."""
+    return options.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
+
+
 class Builder:
     """Builds kinds, each by exactly one of the processes that share a store.
 
@@ -93,7 +98,7 @@ class Builder:
     @property
     def worker_count(self) -> int:
         """Workers at the same time while nobody draws."""
-        return self.options.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
+        return worker_count(self.options)
 
     @property
     def may_build(self) -> bool:

@@ -82,7 +82,10 @@ class Session(Kinds):
         self.library = GraphLibrary(root, options.store_limit_bytes)
         self.gate, self.journal = DrawingGate(), Journal()
         self.builder = Builder(self.library, self.backend, options, self.journal, self.gate)
-        self.background = BackgroundBuilds(self.builder, self._to_build)
+        to_build = weakref.WeakMethod(self._to_build)
+        self.background = BackgroundBuilds(
+            self.builder, lambda: [] if (method := to_build()) is None else method()
+        )
         self.read_ahead = ReadAhead(self.builder, self.key_entries)
         self.stage = ""
         self.checkpoint: CheckpointUse | None = None
@@ -100,7 +103,7 @@ class Session(Kinds):
         self._lock = threading.RLock()
         self._holding = 0
         self._entries: dict[torch.device, dict[str, str]] = {}
-        weakref.finalize(self, BackgroundBuilds.cancel, self.background)
+        weakref.finalize(self, BackgroundBuilds.cancel, self.background)  # also when Python ends
 
     @property
     def listener(self) -> ProgressListener | None:

@@ -45,7 +45,12 @@ def session_status(session: Session) -> Status:
         cancelled=session.background.cancelled,
         captures=captures,
         speedup=speedup_of(steps),
-        pays_off_after=pictures_until_it_pays(session, kinds, steps),
+        pays_off_after=pictures_until_it_pays(
+            session.builder.history,
+            [kind.label for kind in kinds if kind.graph is not None],
+            session.builder.worker_count,
+            steps,
+        ),
         problem=session.builder.problem,
         reasons=_reasons(session, missing),
     )

@@ -21,6 +21,7 @@ from .explanation import explain_miss
 from .folder import StoreFolder
 from .stored_graph import StoredGraph, graph_path, graph_paths, open_graph
 from .transfer import ImportReport, read_archive, write_archive
+from .verdicts import Verdicts
 from .verification import StoreProblem, find_problems, is_sound, remove_if_corrupt
 from .write_errors import mapped_write_errors
 
@@ -149,6 +150,10 @@ class GraphLibrary:
             return f"the stored graph was {reason}"
         if path.exists():
             return "stored"
+        evicted = Verdicts(self.folder).read(key.digest).eviction
+        if evicted is not None:
+            day = time.strftime("%Y-%m-%d", time.localtime(evicted.at))
+            return f"deleted on {day}: {evicted.reason}"
         if stored := self.entries():
             return explain_miss(key, label, stored)
         others = len(eviction.other_versions_files(self.folder))
@@ -221,8 +226,26 @@ class GraphLibrary:
             used_here=self._used_here,
         )
         if report.digests:
-            _LOG.info("Pruned %d graphs, %.1f MB", len(report.digests), report.freed_bytes / 1e6)
+            reason = _why_pruned(self.limit_bytes if limit_bytes is None else limit_bytes)
+            _LOG.info(
+                "Pruned %d graphs, %.1f MB: %s",
+                len(report.digests),
+                report.freed_bytes / 1e6,
+                reason,
+            )
+            verdicts = Verdicts(self.folder)
+            for digest in report.digests:
+                verdicts.record_eviction(digest, reason)
         return report
+
+    def is_being_built(self, digest: str) -> bool:
+        """Whether a living process holds a kind's build lock."""
+        if not (self.folder.locks.folder / f"build-{digest}.lock").exists():
+            return False
+        try:
+            return not self.folder.locks.if_free(f"build-{digest}", lambda: None)
+        except StoreError:
+            return False  # a store that one may only read
 
     @contextmanager
     def build_lock(self, key: KindKey, timeout_s: float) -> Iterator[None]:
@@ -323,3 +346,7 @@ class GraphLibrary:
         except StoreError as exc:
             _LOG.debug("%s stays: %s", path.name, exc)
             return False
+
+
+def _why_pruned(limit_bytes: int) -> str:
+    return f"least recently used, and the store may have {limit_bytes / 1e9:.3g} GB"

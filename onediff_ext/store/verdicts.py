@@ -59,6 +59,19 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Eviction:
+    """Why a kind's graph was deleted.
+
+    Args:
+        reason: In plain words.
+        at: Seconds since the epoch.
+    """
+
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Verdict:
     """All that is remembered about one kind.
 
@@ -67,12 +80,14 @@ class Verdict:
         label: For people.
         failure: Why it cannot be built, if it cannot.
         proofs: Machine → what its first load there showed.
+        eviction: Why its graph was deleted, if it was.
     """
 
     digest: str
     label: str = ""
     failure: Failure | None = None
     proofs: dict[str, Proof] = field(default_factory=dict)
+    eviction: Eviction | None = None
 
 
 class Verdicts:
@@ -122,6 +137,11 @@ class Verdicts:
         latest = sorted(proofs, key=lambda name: -proofs[name].at)[:_MAX_PROOFS]
         self._change(digest, label, failure=None, proofs={name: proofs[name] for name in latest})
 
+    def record_eviction(self, digest: str, reason: str) -> None:
+        """Remember why a kind's graph was deleted."""
+        label = self.read(digest).label
+        self._change(digest, label, eviction=Eviction(reason, time.time()))
+
     def failures(self) -> Iterator[Verdict]:
         """Yield the kinds that cannot be built, by digest."""
         for path in sorted(self.folder.verdicts.glob("*.json")):
@@ -170,4 +190,5 @@ def _parse(digest: str, record: Any) -> Verdict:
         label=str(record["label"]),
         failure=None if failure is None else Failure(**failure),
         proofs={str(name): Proof(**proof) for name, proof in record["proofs"].items()},
+        eviction=None if (gone := record.get("eviction")) is None else Eviction(**gone),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.command_line",)
 
 Run = Callable[..., dict[str, Any]]
-KINDS = 18
+KINDS = 22
 
 
 @pytest.fixture
