@@ -42,10 +42,9 @@ def main(arguments: list[str]) -> int:
 def _step_back(in_background: bool) -> None:
     """Pictures come first, for the processor and for memory."""
     with contextlib.suppress(OSError, AttributeError):
-        os.nice(19 if in_background else 5)
-    if in_background:
-        with contextlib.suppress(OSError, AttributeError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        # Beside a picture that keeps all cores busy: a tenth of one core, and not nothing, or
+        # graphs would never come to those who draw on a CPU all day.
+        os.nice(10 if in_background else 5)
     # When memory runs out, the system ends this process and not the one that draws.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -138,6 +138,10 @@ class Builder:
         self.problem = ""
         with self._running:
             try:
+                self.library.sweep()
+            except StoreError as exc:
+                logger.debug("The store was not swept: %s", exc)  # said when a graph is to be kept
+            try:
                 run = BuildRun(self, kinds, listen, stop or threading.Event(), in_background)
             except BackendError as exc:
                 self.problem = str(exc)

@@ -39,6 +39,7 @@ TORCH_LOCK = threading.RLock()
 
 _HEAD = struct.Struct("<IQ")  # index of the kind, bytes that follow
 _FORK_PAUSE_S = 0.05  # measured: 45 ms with 1 GB of process
+_PREPARE_S = 0.02
 _EXPORT_S = 0.5
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +76,7 @@ def export_all(
         gate: Says when this process may be disturbed.
         stop: Ends the exports at once.
         children: Forked processes at the same time; 0 exports in this process; None is by cores.
-        in_background: At the lowest priority.
+        in_background: At a low priority.
     """
     if children is None:
         children = max(1, min(4, (os.cpu_count() or 1) // 4)) if can_fork() else 0
@@ -114,8 +115,14 @@ def _export_in_children(
 ) -> Iterator[Exported]:
     ready: list[tuple[Kind, Callable[[], bytes]]] = []
     for kind in kinds:
-        try:
-            ready.append((kind, kind.prepare_export()))
+        if kind.device.type == "cpu":
+            ready.append((kind, kind.export))
+            continue
+        try:  # what needs the device is done here: a child cannot reach it
+            with gate.turn(_PREPARE_S, stop=stop) as granted:
+                if stop.is_set() or not granted:
+                    return
+                ready.append((kind, kind.prepare_export()))
         except OneDiffError as exc:
             yield Exported(kind, None, exc)
     shares = [ready[i::count] for i in range(count) if ready[i::count]]
@@ -217,7 +224,7 @@ def _leave_the_parent(in_background: bool) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     if in_background:
-        lower_priority()
+        os.nice(10)
     torch.set_num_threads(1)  # the parent's threads do not exist here
     _pretend_cuda()
 
@@ -231,14 +238,6 @@ def _pretend_cuda() -> None:
     vars(fake_tensor)["init_gpu_context"] = lambda device: None  # noqa: ARG005
     # torch.autocast("cuda") switches itself off where this says no.
     vars(torch.cuda)["is_available"] = lambda: True
-
-
-def lower_priority() -> None:
-    """Take only the time that nobody else wants."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(19)
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _write_all(pipe: int, message: bytes) -> None:

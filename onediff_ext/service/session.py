@@ -226,8 +226,11 @@ class Session(Kinds):
 
     def record_checkpoint(self) -> None:
         """Keep which kinds the current checkpoint uses; done after each picture with news."""
+        kinds = self.current_kinds()
+        if self.options.build == "never":
+            kinds = [kind for kind in kinds if kind.graph is not None]
         if self.checkpoint is not None:
-            self.checkpoint.record(self.current_kinds())
+            self.checkpoint.record(kinds)
 
     # What a user asks for.
 

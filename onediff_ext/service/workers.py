@@ -44,8 +44,10 @@ class WorkerProcess:
     Args:
         backend: Name of the backend that it builds for.
         cache: Folder for the compiler's own caches; workers may share one.
-        in_background: At the lowest priority, since somebody draws beside it.
+        in_background: At a low priority, since somebody draws beside it.
     """
+
+    module = "onediff_ext.backends.worker"
 
     def __init__(self, backend: str, cache: Path, in_background: bool = False) -> None:
         self._backend, self._cache, self._in_background = backend, cache, in_background
@@ -136,7 +138,7 @@ class WorkerProcess:
             self._end()
             self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
             self._answers = queue.SimpleQueue()
-            command = [sys.executable, "-m", "onediff_ext.backends.worker"]
+            command = [sys.executable, "-m", self.module]
             with (self._scratch / "log").open("w") as log:
                 self._process = subprocess.Popen(
                     [*command, "background"] if self._in_background else command,

@@ -14,7 +14,7 @@ from ..core.errors import GraphCorruptError, OptionError, StoreError, StoreFullE
 from ..core.keys import KindKey
 from ..core.records import ORIGIN_BUILT, GraphHeader
 from . import eviction
-from .atomic import publish
+from .atomic import STALE_PART_AGE_S, collect_stale_parts, publish
 from .container import UnknownSchemaError, encode_head
 from .eviction import PruneReport
 from .explanation import explain_miss
@@ -50,7 +50,7 @@ class GraphLibrary:
         self.limit_bytes = limit_bytes
         self._used_here: set[str] = set()
         self._miss_reasons: dict[str, str] = {}
-        self._cleaned = False
+        self._cleaned = self._swept = False
 
     def get(self, key: KindKey) -> StoredGraph | None:
         """Return the graph of a kind with its checked payload; None when there is none.
@@ -246,6 +246,21 @@ class GraphLibrary:
             return not self.folder.locks.if_free(f"build-{digest}", lambda: None)
         except StoreError:
             return False  # a store that one may only read
+
+    def sweep(self) -> int:
+        """Remove what killed processes were writing, once for each library; return how many files.
+
+        Raises:
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        if self._swept or not self.folder.exists():
+            return 0
+        self.folder.prepare()
+        locks = self.folder.locks
+        # Where locks exclude, a part whose lock is free has no writer, however young it is.
+        removed = collect_stale_parts(self.folder, 0.0 if locks.exclude() else STALE_PART_AGE_S)
+        self._swept = True
+        return removed + locks.collect()
 
     @contextmanager
     def build_lock(self, key: KindKey, timeout_s: float) -> Iterator[None]:
