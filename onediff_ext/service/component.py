@@ -113,7 +113,8 @@ class _ModelForward:
         return copy.deepcopy(self._eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._forward(*args, **kwargs)
+        with self._session.forward():
+            output = self._forward(*args, **kwargs)
         self._session.after_forward()
         return output
 
