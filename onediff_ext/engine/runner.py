@@ -182,7 +182,8 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self.tree = BlockTree(self.block, self.family.sources, self._kinds.rules, self.family.parts)
+        family, rules = self.family, self._kinds.rules
+        self.tree = BlockTree(self.block, family.sources, rules, family.parts, family.transient)
         self._found.clear()
         return self.tree
 
@@ -233,7 +234,7 @@ def _prepare_export(
 ) -> Callable[[], bytes]:
     if block is None:
         raise BlockGoneError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules, family.parts)
+    tree = BlockTree(block, family.sources, rules, family.parts, family.transient)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise BlockGoneError("The block has changed since its kind was named.")

@@ -56,6 +56,9 @@ class BlockFamily(ABC):
     parts: tuple[str, ...] | None = None
     # Prefixes of the Python modules whose classes such a block may consist of, besides torch's.
     sources: tuple[str, ...]
+    # Attributes of the block's modules that a host keeps there for itself (names, backups,
+    # what was merged last): they change nothing that the block computes.
+    transient: frozenset[str] = frozenset()
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:
