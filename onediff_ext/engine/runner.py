@@ -55,8 +55,8 @@ class Kinds(ABC):
 class BlockRunner:
     """Runs one block of a host's model.
 
-    It is put into the block's instance attribute ``forward``, so that hooks on
-    the block itself go on working.
+    It is put into the block's instance attribute ``forward`` (or the method that the
+    family names), so that hooks on the block itself go on working.
 
     Attributes:
         active: False lets every call through.
@@ -104,11 +104,11 @@ class BlockRunner:
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
-            return output
+            return self.family.output_of(self.block, output)
         if self.family.mutates_inputs:
             call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
-        self._check(kind, output, eager, call, weights)
+        self._check(kind, output, self.family.tensor_of(eager), call, weights)
         return eager
 
     def _check(
@@ -220,7 +220,9 @@ class BlockRunner:
 
 def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
     """What a block consists of now, as its family sees it."""
-    return BlockTree(block, family.sources, rules, family.transient, family.interfering)
+    return BlockTree(
+        block, family.sources, rules, family.parts, family.transient, family.interfering
+    )
 
 
 def _export(

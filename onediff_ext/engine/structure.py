@@ -82,11 +82,12 @@ class BlockTree:
         block: nn.Module,
         packages: Sequence[str],
         rules: Sequence[WrapperRule] = (),
+        parts: Sequence[str] | None = None,
         transient: frozenset[str] = frozenset(),
         interfering: tuple[str, ...] = (),
     ) -> None:
         self.refusal: str | None = None
-        self._transient, self._interfering = transient, interfering
+        self._parts, self._transient, self._interfering = parts, transient, interfering
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self.drops = any(_drops(module) for module in block.modules())
@@ -131,7 +132,7 @@ class BlockTree:
                 self._slots.append(_Slot(prefix + name, holder, name, merges, wrapper))
         for name, child in module._modules.items():
             self._children.append((module._modules, name, child))
-            if child is None:
+            if child is None or not (inner or self._parts is None or name in self._parts):
                 continue
             found = next((r for r in self._rules if r.matches(child)), None)
             if found is None:

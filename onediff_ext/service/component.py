@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,8 +49,8 @@ class Component:
         if self.runners and self._put_back():
             return
         for block, family in _known_blocks(self.model, self._session.families):
-            runner = BlockRunner(block, family, block.forward, self._session)
-            self._patches.set(block, "forward", runner)
+            runner = BlockRunner(block, family, getattr(block, family.method), self._session)
+            self._patches.set(block, family.method, runner)
             self.runners.append(runner)
         forward = self.model.forward
         if not self.name.startswith("vae"):
@@ -109,11 +109,11 @@ class Component:
         if after is None or self.model.forward != after.eager:
             self.remove()
             return False
-        if [(block, family, block.forward) for block, family in blocks] != parked:
+        if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
             return False
         for runner in self.runners:
-            self._patches.set(runner.block, "forward", runner)
+            self._patches.set(runner.block, runner.family.method, runner)
         self._patches.set(self.model, "forward", after)
         self._set_active(True)
         return True
@@ -146,19 +146,25 @@ class _ModelForward:
 
 
 def _known_blocks(
-    model: nn.Module, families: tuple[BlockFamily, ...] | Any
+    model: nn.Module, families: Sequence[BlockFamily]
 ) -> list[tuple[nn.Module, BlockFamily]]:
-    """The outermost blocks of known classes; what lies inside one belongs to its graph."""
-    by_class = {cls: family for family in families if (cls := family.block_class()) is not None}
+    """The outermost blocks of known classes; what lies inside one belongs to its graph.
+
+    A family that stands for a part of a block only leaves the rest to others.
+    """
+    by_class: dict[type, list[BlockFamily]] = {}
+    for family in families:
+        cls = family.block_class()
+        if cls is not None:
+            by_class.setdefault(cls, []).append(family)
     found: list[tuple[nn.Module, BlockFamily]] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            family = by_class.get(type(child))
-            if family is None:
+            known = by_class.get(type(child), [])
+            found.extend((child, family) for family in known)
+            if all(family.parts is not None for family in known):
                 visit(child)
-            else:
-                found.append((child, family))
 
     visit(model)
     return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
@@ -25,7 +27,9 @@ logger = logging.getLogger(__name__)
 WarmUpListener = Callable[[int, int], None]
 
 # Models that stay prepared between jobs: the current checkpoint, and others kept in memory.
-_PARKED_LIMIT = 4
+_PARKED_LIMIT = 8
+# Choices (backend, store) whose loaded graphs are kept for the next job that asks for them.
+_SESSIONS_LIMIT = 3
 
 
 class Acceleration:
@@ -47,7 +51,7 @@ class Acceleration:
         self._jobs: list[_Job] = []
         self._sessions: dict[CompileOptions, Session] = {}
         self._session: Session | None = None
-        self._attachment: Attachment | None = None
+        self._attached: list[Attachment] = []
         self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
@@ -80,7 +84,9 @@ class Acceleration:
                 close = getattr(job, "close", None)
                 if callable(close):
                     entry.patches.set(job, "close", _CloseAndEnd(self, weakref.ref(job), close))
-                self._serve(entry)
+                # Others may still put something of their own under the UNet before sampling,
+                # and would then keep ours: only what runs before sampling is served yet.
+                self._serve(entry, sampling=False)
 
     def before_sampling(self, job: Any) -> None:
         """Sampling starts: call from ``process_before_every_sampling``, for each pass.
@@ -91,14 +97,14 @@ class Acceleration:
             entry = self._find(job)
             if entry is not None:
                 with self._drawing_eager_on_failure():
-                    self._serve(entry)
+                    self._serve(entry, sampling=True)
 
     def before_step(self) -> None:
         """One step starts: call from ``on_cfg_denoiser``; a refiner changes models mid-way."""
         with self._lock:
-            if self._attachment is not None and self._jobs:
+            if self._attached and self._jobs:
                 with self._drawing_eager_on_failure():
-                    self._serve(self._jobs[-1])
+                    self._serve(self._jobs[-1], sampling=True)
 
     def end(self, job: Any) -> None:
         """A job is over: call from ``postprocess``. Doing it twice does nothing.
@@ -137,10 +143,7 @@ class Acceleration:
 
     def status(self) -> Status:
         """What pictures are drawn with, for panel and API; cheap, from any thread."""
-        kinds = list(self._kinds)
-        attachment = self._attachment
-        if attachment is not None:
-            kinds = attachment.kinds()
+        kinds = _kinds_of(self._attached) or list(self._kinds)
         ready = sum(kind.graph is not None for kind in kinds)
         failed = [kind for kind in kinds if kind.state is KindState.FAILED]
         running = self._running
@@ -175,10 +178,11 @@ class Acceleration:
         def task() -> None:
             warm_up_job = _WarmUpJob()
             self.begin(warm_up_job, options, ignores)
+            self.before_sampling(warm_up_job)
             try:
                 with self._drawing_eager_on_failure():
                     for done, shape in enumerate(shapes):
-                        if self._cancelled.is_set() or self._attachment is None:
+                        if self._cancelled.is_set() or not self._attached:
                             break
                         self.host.step(shape)
                         if listen is not None:
@@ -194,7 +198,7 @@ class Acceleration:
 
     # ------------------------------------------------------------------ inside
 
-    def _serve(self, entry: _Job) -> None:
+    def _serve(self, entry: _Job, sampling: bool) -> None:
         """Bring the host into the state that a job needs."""
         if entry.options is None:
             self._detach()
@@ -206,39 +210,64 @@ class Acceleration:
             self._detach()
             self._note(reason)
             return
-        session = self._session_for(entry.options)
-        models = self.host.models(entry.ignores)
-        state = self.host.state()
-        if self._attachment is not None:
-            if self._attachment.fits(session, models, state):
-                return
-            self._detach()
-        parked = next((a for a in self._parked if a.fits(session, models, state)), None)
-        if parked is None:
+        session, state = self._session_for(entry.options), self.host.state()
+        wanted = [
+            (name, model)
+            for name, model in self.host.models(entry.ignores)
+            if sampling or name.startswith("vae")
+        ]
+        for attachment in list(self._attached):
+            if not any(attachment.fits(session, *item, state) for item in wanted):
+                self._park(attachment)
+        for item in wanted:
+            if not any(a.fits(session, *item, state) for a in self._attached):
+                self._attach(session, *item, state)
+
+    def _attach(self, session: Session, name: str, model: nn.Module, state: Hashable) -> None:
+        attachment = next((a for a in self._parked if a.fits(session, name, model, state)), None)
+        if attachment is None:
             self._drop_parked(lambda a: a.session is not session or a.is_gone())
-            parked = Attachment(self.host, session, models, state)
+            attachment = Attachment(self.host, session, name, model, state)
+            owner = self.host.owner()
+            if owner is not None:
+                weakref.finalize(owner, self._let_go, weakref.ref(attachment)).atexit = False
         else:
-            self._parked.remove(parked)
-        parked.install()
-        self._attachment = parked
+            self._parked.remove(attachment)
+        attachment.install()
+        self._attached.append(attachment)
+
+    def _park(self, attachment: Attachment) -> None:
+        self._attached.remove(attachment)
+        attachment.suspend()
+        self._parked.insert(0, attachment)
+        for old in self._parked[_PARKED_LIMIT:]:
+            old.undo()
+        del self._parked[_PARKED_LIMIT:]
 
     def _session_for(self, options: CompileOptions) -> Session:
         session = self._sessions.get(options)
         if session is None:
             session = Session(options, self.host.families(), self.host.rules())
             self._sessions[options] = session
+            for old in list(self._sessions)[:-_SESSIONS_LIMIT]:
+                del self._sessions[old]
         self._session = session
         return session
 
     def _detach(self) -> None:
-        attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            self._kinds = attachment.kinds()
-            attachment.suspend()
-            self._parked.insert(0, attachment)
-            for old in self._parked[_PARKED_LIMIT:]:
-                old.undo()
-            del self._parked[_PARKED_LIMIT:]
+        if self._attached:
+            self._kinds = _kinds_of(self._attached)
+        while self._attached:
+            self._park(self._attached[-1])
+
+    def _let_go(self, which: Callable[[], Attachment | None]) -> None:
+        """The host has given up a model: keep nothing of it, so that its memory is free
+        before the next one is loaded."""
+        with self._lock:
+            attachment = which()
+            if attachment in self._attached:
+                self._park(attachment)
+            self._drop_parked(lambda a: a is attachment)
 
     def _drop_parked(self, which: Callable[[Attachment], bool]) -> None:
         for attachment in [a for a in self._parked if which(a)]:
@@ -272,6 +301,10 @@ class Acceleration:
     def _prune(self) -> None:
         """Drop jobs that ended without a word, as a script's that raised may do."""
         self._jobs = [entry for entry in self._jobs if entry.job() is not None]
+
+
+def _kinds_of(attachments: Sequence[Attachment]) -> list[Kind]:
+    return [kind for attachment in list(attachments) for kind in attachment.kinds()]
 
 
 @dataclass(eq=False)

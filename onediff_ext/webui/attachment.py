@@ -1,4 +1,4 @@
-"""The models of a host with graphs under them, for the length of one job."""
+"""One model of a host with graphs under it, for the length of one job."""
 
 from __future__ import annotations
 
@@ -14,48 +14,41 @@ from onediff_ext.service.session import Session
 
 
 class Attachment:
-    """Graphs under some models. Suspended, every attribute is as it was before.
+    """Graphs under one model. Suspended, every attribute is as it was before.
 
     Args:
         host: Adds what it needs itself, such as the merging of a pending LoRA.
         session: Who owns the kinds.
-        models: By component name, as `WebUIHost.models` gives them.
+        name: The component, as `WebUIHost.models` gives it.
+        model: The host's module.
         state: `WebUIHost.state` for which this is right.
     """
 
     def __init__(
-        self,
-        host: WebUIHost,
-        session: Session,
-        models: list[tuple[str, nn.Module]],
-        state: Hashable,
+        self, host: WebUIHost, session: Session, name: str, model: nn.Module, state: Hashable
     ) -> None:
-        self._host, self.session, self._models, self._state = host, session, models, state
+        self._host, self.session, self._state = host, session, state
         self._patches = Patches()
-        self._components = [Component(name, model, session) for name, model in models]
+        self._component = Component(name, model, session)
 
-    def fits(self, session: Session, models: list[tuple[str, nn.Module]], state: Hashable) -> bool:
-        """Whether this is what these models need now."""
+    def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
+        """Whether this is what that model needs now."""
         return (
             session is self.session
+            and model is self._component.model
+            and name == self._component.name
             and state == self._state
-            and len(models) == len(self._models)
-            and all(
-                name == known and model is module
-                for (name, model), (known, module) in zip(models, self._models, strict=True)
-            )
         )
 
     def is_gone(self) -> bool:
-        """Whether the host has given these models up: their weights are nowhere."""
-        return any(p.is_meta for _, model in self._models for p in model.parameters())
+        """Whether the host has given the model up: its weights are nowhere."""
+        return any(parameter.is_meta for parameter in self._component.model.parameters())
 
     def install(self) -> None:
-        """Put the graphs under the models."""
+        """Put the graphs under the model."""
         try:
-            for component in self._components:
-                component.install()
-                self._host.attach(self._patches, component.model, component.name)
+            self._component.install()
+            self._host.attach(self._patches, self._component.model, self._component.name)
         except BaseException:
             self.undo()
             raise
@@ -63,15 +56,13 @@ class Attachment:
     def suspend(self) -> None:
         """Leave every attribute as it was before `install`, which may come again."""
         self._patches.undo()
-        for component in reversed(self._components):
-            component.suspend()
+        self._component.suspend()
 
     def undo(self) -> None:
         """The same for good: captures are dropped too."""
         self._patches.undo()
-        for component in reversed(self._components):
-            component.remove()
+        self._component.remove()
 
     def kinds(self) -> list[Kind]:
-        """The kinds that the attached models have used."""
-        return [kind for component in self._components for kind in component.kinds()]
+        """The kinds that the model's blocks have used."""
+        return self._component.kinds()

@@ -35,7 +35,7 @@ def error(pipe: Any, seed: int, **size: int) -> float:
 
 
 def allowed(pipe: Any) -> float:
-    return {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}[pipe.unet.dtype]
+    return {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}[pipe.unet.dtype]
 
 
 def test_sizes_are_captured_and_right(pipe: Any) -> None:

@@ -17,9 +17,7 @@ def webui() -> WebUI:
     url, root = os.environ.get("ONEDIFF_WEBUI_URL"), os.environ.get("ONEDIFF_WEBUI_ROOT")
     if not url or not root:
         pytest.skip("ONEDIFF_WEBUI_URL and ONEDIFF_WEBUI_ROOT name no running WebUI")
-    webui = WebUI(url, Path(root))
-    webui.set_options(sd_checkpoints_limit=1, samples_save=False, grid_save=False)
-    return webui
+    return WebUI(url, Path(root))
 
 
 @pytest.fixture(scope="session")
@@ -35,12 +33,26 @@ def checkpoints(webui: WebUI) -> list[str]:
     return titles
 
 
+# A1111 does not restore an overridden setting that was never set: so all that we override is.
+SETTINGS = {
+    "sd_checkpoints_limit": 1,
+    "samples_save": False,
+    "grid_save": False,
+    "s_min_uncond": 0.0,
+    "token_merging_ratio": 0.0,
+}
+
+
 @pytest.fixture(autouse=True)
-def first_checkpoint(webui: WebUI, checkpoints: list[str]) -> None:
-    """Each test starts with the first checkpoint and its own VAE."""
+def clean_start(webui: WebUI, checkpoints: list[str]) -> None:
+    """Each test starts with the first checkpoint, its own VAE, and plain settings."""
+    known = webui.get("/sdapi/v1/options")
+    wanted = {name: value for name, value in SETTINGS.items() if known.get(name) != value}
     first = checkpoints[0].split(" [")[0]
-    if not str(webui.option("sd_model_checkpoint")).startswith(first):
-        webui.set_options(sd_model_checkpoint=checkpoints[0])
+    if not str(known["sd_model_checkpoint"]).startswith(first):
+        wanted["sd_model_checkpoint"] = checkpoints[0]
+    # Set even if it is the default already: see above.
+    webui.set_options(**{**wanted, "s_min_uncond": 0.0, "token_merging_ratio": 0.0})
 
 
 @pytest.fixture(scope="session")

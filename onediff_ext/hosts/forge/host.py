@@ -80,6 +80,10 @@ class ForgeHost(WebUIHost):
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         """Nothing: LoRAs are merged before the first call, and weights are read at each."""
 
+    def owner(self) -> object | None:
+        model = self.loaded_model()
+        return model if _objects(model) is not None else None
+
     def step(self, shape: BatchShape) -> None:
         objects = _objects(self.loaded_model())
         if objects is None:
