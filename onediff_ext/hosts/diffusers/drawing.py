@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +104,8 @@ def is_out_of_memory(exc: BaseException) -> bool:
 class _StepClock:
     """Notes when each sampling step ends; waits for the device, so that work is counted."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
+        self._device, self._on_step = device, on_step
         self.ends: list[float] = []
 
     def __call__(self, *call: Any) -> dict[str, Any]:
@@ -113,6 +113,7 @@ class _StepClock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends.append(time.perf_counter())
+        self._on_step(len(self.ends))
         kwargs: dict[str, Any] = call[-1]
         return kwargs
 
@@ -122,6 +123,10 @@ class Painter:
 
     Args:
         checkpoint: From `load_checkpoint`.
+
+    Attributes:
+        on_step: Called with the number of each finished sampling step; what it raises ends the
+            drawing and reaches the caller.
     """
 
     def __init__(self, checkpoint: LoadedCheckpoint) -> None:
@@ -129,6 +134,7 @@ class Painter:
         self.pipe = checkpoint.pipeline
         self._noise_config = dict(self.pipe.scheduler.config)
         self._pipes: dict[str, Any] = {}
+        self.on_step: Callable[[int], None] = lambda _: None
 
     @property
     def device(self) -> torch.device:
@@ -217,7 +223,7 @@ class Painter:
         pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
         # From the CPU: one seed is one picture on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        clock = _StepClock(self.device)
+        clock = _StepClock(self.device, self.on_step)
         start = time.perf_counter()
         with one_picture(self.pipe):
             result = pipe(
