@@ -62,10 +62,11 @@ class DiffusersUNet(UNetAdapter):
     """
 
     def __init__(self, unet: Any) -> None:
-        known = all(type(b).__name__ in _DOWN for b in unet.down_blocks) and all(
-            type(b).__name__ in _UP for b in unet.up_blocks
+        down, up = getattr(unet, "down_blocks", ()), getattr(unet, "up_blocks", ())
+        known = all(type(b).__name__ in _DOWN for b in down) and all(
+            type(b).__name__ in _UP for b in up
         )
-        if not known or unet.mid_block is None:
+        if not known or not up or unet.mid_block is None:
             raise OptionError(
                 f"DeepCache does not know the blocks of this {type(unet).__name__}.",
                 "It works with the UNets of SD 1.x, SD 2.x and SDXL.",

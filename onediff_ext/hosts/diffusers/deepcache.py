@@ -77,6 +77,12 @@ def deepcache_state(pipe: object) -> DeepCache | None:
     return deepcache_of(unet) if isinstance(unet, nn.Module) else None
 
 
+def distilled_refusal(unet: Any) -> str | None:
+    """Why there is nothing to win with this UNet, or None: an LCM takes the guidance as input."""
+    distilled = unet.config.get("time_cond_proj_dim")
+    return few_steps_refusal("an LCM checkpoint", None) if distilled else None
+
+
 @contextmanager
 def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
     """Draw one batch with these options, given back the memory after it, however it ends.
@@ -177,11 +183,11 @@ class _Switch:
         self._hooks = []
 
     def _why_not(self) -> str | None:
-        if self._unet.config.get("time_cond_proj_dim"):
-            return few_steps_refusal("an LCM checkpoint", None)
         scheduler = self._scheduler()
         name = type(scheduler).__name__.removesuffix("Scheduler")
-        return few_steps_refusal(name, getattr(scheduler, "num_inference_steps", None))
+        return distilled_refusal(self._unet) or few_steps_refusal(
+            name, getattr(scheduler, "num_inference_steps", None)
+        )
 
 
 class _Voiding:

@@ -13,7 +13,7 @@ import torch
 
 from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError, PictureError
-from onediff_ext.hosts.diffusers.deepcache import deepcache_for
+from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
 if TYPE_CHECKING:
@@ -56,12 +56,6 @@ class DrawSettings:
         if not 0 <= self.guidance <= 100:
             raise OptionError(f"A guidance of {self.guidance} cannot be used.", "Choose 1 to 30.")
         infotext_names(self.scheduler)
-
-    def deepcache_refusal(self) -> str | None:
-        """Why these pictures are drawn without the DeepCache that was asked for, or None."""
-        if not self.deepcache.is_on:
-            return None
-        return few_steps_refusal(self.scheduler, self.steps)
 
     def check_img2img_steps(self) -> None:
         """Raise OptionError when strength leaves image to image without a single step."""
@@ -154,6 +148,14 @@ class Painter:
         with deepcache_for(self.pipe, settings.deepcache):
             pass
 
+    def deepcache_refusal(self, settings: DrawSettings) -> str | None:
+        """Why pictures are drawn without the DeepCache that was asked for, or None."""
+        if not settings.deepcache.is_on:
+            return None
+        return distilled_refusal(self.pipe.unet) or few_steps_refusal(
+            settings.scheduler, settings.steps
+        )
+
     def check_txt2img(self) -> None:
         """Raise OptionError when the checkpoint cannot draw without a picture."""
         if self.checkpoint.is_inpaint or self.checkpoint.architecture == "sdxl-refiner":
@@ -165,7 +167,7 @@ class Painter:
     def ignored_text(self, settings: DrawSettings) -> list[str]:
         """A warning for each setting that is left out, wholly or, as a long prompt, in part."""
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
-        refusal = settings.deepcache_refusal()
+        refusal = self.deepcache_refusal(settings)
         warnings = [] if refusal is None else [f"{refusal}; drawn without."]
         for what, prompt in (
             ("prompt", settings.prompt),

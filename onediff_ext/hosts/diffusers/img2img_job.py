@@ -293,7 +293,7 @@ def infotext(
     from onediff_ext import __version__
 
     sampler, schedule = infotext_names(settings.scheduler)
-    with_deepcache = settings.deepcache.is_on and settings.deepcache_refusal() is None
+    with_deepcache = settings.deepcache.is_on and painter.deepcache_refusal(settings) is None
     fields: dict[str, object] = {
         "Steps": settings.steps,
         "Sampler": sampler,
