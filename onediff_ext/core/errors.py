@@ -12,7 +12,8 @@
     │   └── UntrustedGraphError  native code from elsewhere, not yet trusted
     └── BackendError       a backend cannot build, load or run a graph
         ├── BackendUnavailableError  the backend cannot work on this machine
-        └── ExportError    a block cannot be expressed as a graph
+        ├── ExportError    a block cannot be expressed as a graph
+        └── CaptureError   a forward cannot be recorded as a CUDA graph
 
 Each error has a message (what happened) and a hint (what to do next).
 """
@@ -83,3 +84,7 @@ class BackendUnavailableError(BackendError):
 
 class ExportError(BackendError):
     """A block cannot be expressed as a graph."""
+
+
+class CaptureError(BackendError):
+    """A model's forward cannot be recorded as a CUDA graph."""

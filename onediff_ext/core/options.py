@@ -28,6 +28,9 @@ class CompileOptions:
             two cores, two at least and eight at most.
         build_timeout_s: Seconds after which a worker's build counts as hanging.
         channels_last: Keep convolution weights and activations in NHWC order.
+        captures: On a GPU, replay whole forwards as CUDA graphs.
+        capture_limit: Most sizes captured at the same time.
+        capture_limit_bytes: GPU memory for captures; None is a quarter of the device's.
     """
 
     backend: str = "inductor"
@@ -37,6 +40,9 @@ class CompileOptions:
     workers: int | None = None
     build_timeout_s: float = 600.0
     channels_last: bool = True
+    captures: bool = True
+    capture_limit: int = 64
+    capture_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)

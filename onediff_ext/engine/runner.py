@@ -54,16 +54,24 @@ class Kinds(ABC):
 class BlockRunner:
     """Runs one block of a host's model.
 
-    It is put into the block's instance attribute ``forward``, so that hooks on
-    the block itself go on working.
+    It is put into the block's instance attribute ``forward`` (or the method that the
+    family names), so that hooks on the block itself go on working.
+
+    Attributes:
+        active: False lets every call through.
+        used: The kind of the last call, or None when it ran eager for a reason of its own.
+        tree: What the block consisted of then.
     """
+
+    capturable = True  # runs the same kernels at every call that looks the same
 
     def __init__(
         self, block: nn.Module, family: BlockFamily, forward: Callable[..., Any], kinds: Kinds
     ) -> None:
         self.block, self.family, self.eager, self._kinds = block, family, forward, kinds
         self.active = True
-        self._tree: BlockTree | None = None
+        self.used: Kind | None = None
+        self.tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -75,9 +83,11 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         prepared = self._prepare(args, kwargs)
         if isinstance(prepared, Refusal):
+            self.used = None
             self._kinds.fell_back(self.family.label, prepared.reason)
             return self.eager(*args, **kwargs)
         kind, call, weights = prepared
+        self.used = kind
         kind.calls += 1
         graph = kind.graph
         if graph is None:
@@ -93,9 +103,9 @@ class BlockRunner:
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
-            return output
+            return self.family.output_of(self.block, output)
         eager = self.eager(*args, **kwargs)
-        self._check(kind, output, eager, call, weights)
+        self._check(kind, output, self.family.tensor_of(eager), call, weights)
         return eager
 
     def _check(
@@ -119,10 +129,10 @@ class BlockRunner:
 
     def _exact(self, call: BlockCall, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the block computes, in float64."""
-        assert self._tree is not None
-        block = self._tree.copy()
+        assert self.tree is not None
+        block = self.tree.copy()
         self.family.prepare(block)
-        function = BlockFunction(block, self.family, self._tree.names, dict(call.statics), None)
+        function = BlockFunction(block, self.family, self.tree.names, dict(call.statics), None)
         with torch.no_grad():
             output: torch.Tensor = function(
                 [w.detach().double() for w in weights], *(t.double() for t in call.tensors)
@@ -139,7 +149,7 @@ class BlockRunner:
             return Refusal("gradients are enabled")
         if self.block.training:
             return Refusal("the model is in training mode")
-        tree = self._tree
+        tree = self.tree
         if tree is None or not tree.holds():
             tree = self._look()
         if tree.refusal is not None:
@@ -166,9 +176,9 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self._tree = BlockTree(self.block, self.family.sources, self._kinds.rules)
+        self.tree = BlockTree(self.block, self.family.sources, self._kinds.rules, self.family.parts)
         self._found.clear()
-        return self._tree
+        return self.tree
 
     def _identify(
         self,
@@ -216,7 +226,7 @@ def _export(
 ) -> bytes:
     if block is None:
         raise ExportError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules)
+    tree = BlockTree(block, family.sources, rules, family.parts)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise ExportError("The block has changed since its kind was named.")

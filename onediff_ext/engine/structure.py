@@ -76,9 +76,14 @@ class BlockTree:
     """
 
     def __init__(
-        self, block: nn.Module, packages: Sequence[str], rules: Sequence[WrapperRule] = ()
+        self,
+        block: nn.Module,
+        packages: Sequence[str],
+        rules: Sequence[WrapperRule] = (),
+        parts: Sequence[str] | None = None,
     ) -> None:
         self.refusal: str | None = None
+        self._parts = parts
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self._rules = tuple(rules)
@@ -122,7 +127,7 @@ class BlockTree:
                 self._slots.append(_Slot(prefix + name, holder, name, merges, wrapper))
         for name, child in module._modules.items():
             self._children.append((module._modules, name, child))
-            if child is None:
+            if child is None or not (inner or self._parts is None or name in self._parts):
                 continue
             found = next((r for r in self._rules if r.matches(child)), None)
             if found is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.capture.forward import CapturedForward
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.patch import Patches
@@ -25,26 +27,46 @@ class Component:
         name: One of `onediff_ext.core.options.COMPONENTS`, with a number when there are several.
         model: The host's module; its own forward keeps running in Python.
         session: Who owns the kinds.
+
+    Attributes:
+        runners: One for each block.
+        captured: The model's forward as a CUDA graph; None for a VAE, which runs once for a
+            picture, and at large sizes needs all the memory there is.
     """
 
     def __init__(self, name: str, model: nn.Module, session: Session) -> None:
         self.name, self.model, self._session = name, model, session
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
+        self.captured: CapturedForward | None = None
 
     def install(self) -> None:
         """Replace the forwards of the model's known blocks and of the model itself."""
         for block, family in _known_blocks(self.model, self._session.families):
-            runner = BlockRunner(block, family, block.forward, self._session)
-            self._patches.set(block, "forward", runner)
+            runner = BlockRunner(block, family, getattr(block, family.method), self._session)
+            self._patches.set(block, family.method, runner)
             self.runners.append(runner)
-        forward = _BuildAfterForward(self.model.forward, self._session)
-        self._patches.set(self.model, "forward", forward)
+        forward = self.model.forward
+        if not self.name.startswith("vae"):
+            sources = sorted({s for family in self._session.families for s in family.sources})
+            self.captured = CapturedForward(
+                self.model,
+                forward,
+                self.runners,
+                self._session.captures,
+                sources,
+                self._session.rules,
+            )
+        after = _ModelForward(forward, self.captured, self._session)
+        self._patches.set(self.model, "forward", after)
 
     def remove(self) -> None:
         """Leave every attribute as it was before `install`."""
         for runner in self.runners:
             runner.active = False  # somebody may still hold it
+        if self.captured is not None:
+            self.captured.active = False
+            self.captured.forget()
         left = self._patches.undo()
         if left:
             logger.warning(
@@ -53,6 +75,21 @@ class Component:
                 ", ".join(left),
             )
         self.runners = []
+        self.captured = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the model's own blocks for the length of a ``with`` block."""
+        parts: list[BlockRunner | CapturedForward] = [*self.runners]
+        if self.captured is not None:
+            parts.append(self.captured)
+        for part in parts:
+            part.active = False
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.active = True
 
     def kinds(self) -> list[Kind]:
         """The kinds that this component's blocks have used, each once."""
@@ -60,17 +97,20 @@ class Component:
         return [kind for kind in self._session.kinds if kind.blocks & blocks]
 
 
-class _BuildAfterForward:
+class _ModelForward:
     """A model's forward that builds what it found missing, after the result is there.
 
     A switch from eager to graphs therefore never falls into the middle of a forward.
     """
 
-    def __init__(self, forward: Callable[..., Any], session: Session) -> None:
-        self._forward, self._session = forward, session
+    def __init__(
+        self, forward: Callable[..., Any], captured: CapturedForward | None, session: Session
+    ) -> None:
+        self._eager, self._session = forward, session
+        self._forward: Callable[..., Any] = captured or forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self._forward, memo)
+        return copy.deepcopy(self._eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
@@ -79,19 +119,25 @@ class _BuildAfterForward:
 
 
 def _known_blocks(
-    model: nn.Module, families: tuple[BlockFamily, ...] | Any
+    model: nn.Module, families: Sequence[BlockFamily]
 ) -> list[tuple[nn.Module, BlockFamily]]:
-    """The outermost blocks of known classes; what lies inside one belongs to its graph."""
-    by_class = {cls: family for family in families if (cls := family.block_class()) is not None}
+    """The outermost blocks of known classes; what lies inside one belongs to its graph.
+
+    A family that stands for a part of a block only leaves the rest to others.
+    """
+    by_class: dict[type, list[BlockFamily]] = {}
+    for family in families:
+        cls = family.block_class()
+        if cls is not None:
+            by_class.setdefault(cls, []).append(family)
     found: list[tuple[nn.Module, BlockFamily]] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            family = by_class.get(type(child))
-            if family is None:
+            known = by_class.get(type(child), [])
+            found.extend((child, family) for family in known)
+            if all(family.parts is not None for family in known):
                 visit(child)
-            else:
-                found.append((child, family))
 
     visit(model)
     return found

@@ -15,6 +15,8 @@ from onediff_ext.backends.registry import make_backend
 from onediff_ext.core.errors import BackendError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.capture.recorder import CudaRecorder
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_entries
@@ -65,6 +67,11 @@ class Session(Kinds):
         root = options.store if options.store is not None else default_root()
         self.library = GraphLibrary(root, options.store_limit_bytes)
         self.builder = Builder(self.library, self.backend, options.workers, options.build_timeout_s)
+        self.captures = Captures(
+            CudaRecorder(),
+            options.capture_limit if options.captures else 0,
+            options.capture_limit_bytes,
+        )
         self.listener: ProgressListener | None = None
         self._kinds: dict[str, Kind] = {}
         self._fallbacks: Counter[tuple[str, str]] = Counter()

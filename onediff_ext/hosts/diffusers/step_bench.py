@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,19 +81,13 @@ def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
     )
 
 
-class paused:  # noqa: N801  (a context manager, named like a function)
-    """Runs the blocks eager, in the same layout, for the length of a ``with`` block."""
-
-    def __init__(self, compiled: CompiledPipe) -> None:
-        self._runners = [r for c in compiled.components for r in c.runners]
-
-    def __enter__(self) -> None:
-        for runner in self._runners:
-            runner.active = False
-
-    def __exit__(self, *exc_info: object) -> None:
-        for runner in self._runners:
-            runner.active = True
+@contextmanager
+def paused(compiled: CompiledPipe) -> Iterator[None]:
+    """Run all components eager, in the same layout, for the length of a ``with`` block."""
+    with ExitStack() as stack:
+        for component in compiled.components:
+            stack.enter_context(component.paused())
+        yield
 
 
 def _timed(unet: Any, inputs: dict[str, Any]) -> tuple[float, torch.Tensor]:

@@ -1,0 +1,83 @@
+"""The arguments of one forward, split into tensors and what else decides the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardCall:
+    """One call of a model's forward.
+
+    Args:
+        key: Equal for calls that one capture can serve: structure, sizes, dtypes, plain values
+            and torch's modes.
+        tensors: The tensors among the arguments, in order.
+        device: Of the largest tensor, which is the model's.
+    """
+
+    key: Hashable
+    tensors: tuple[torch.Tensor, ...]
+    device: torch.device
+    _leaves: tuple[Any, ...]
+    _structure: pytree.TreeSpec
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with other tensors in the places of `tensors`.
+
+        Containers are new ones each time, so a forward may change them.
+        """
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return tuple(args), dict(kwargs)
+
+
+def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
+    """Sort the arguments of a forward, or say why no capture can serve it."""
+    leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
+    tensors: list[torch.Tensor] = []
+    parts: list[Hashable] = []
+    for leaf in leaves:
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter):
+            tensors.append(leaf)
+            parts.append((leaf.shape, leaf.dtype, leaf.device))
+        elif isinstance(leaf, _PLAIN):
+            parts.append((type(leaf).__name__, leaf))
+        else:
+            return f"an argument is a {type(leaf).__qualname__}"
+    if not tensors:
+        return "no argument is a tensor"
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    device = max(tensors, key=lambda t: t.numel()).device
+    for tensor in tensors:
+        if tensor.device != device and (tensor.device.type != "cpu" or tensor.numel() > 1):
+            return "arguments lie on different devices"
+    key = (str(structure), tuple(parts), _modes(device))
+    return ForwardCall(key, tuple(tensors), device, tuple(leaves), structure)
+
+
+def _modes(device: torch.device) -> Hashable:
+    """What of torch's global state is frozen into a capture."""
+    cuda: Any = torch.backends.cuda
+    autocast = torch.is_autocast_enabled(device.type)
+    return (
+        torch.get_autocast_dtype(device.type) if autocast else None,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )

@@ -1,0 +1,123 @@
+"""All captures of a session: how many there may be, and which go first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.capture.watch import Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Capture:
+    """One forward of one shape.
+
+    Args:
+        recording: To replay.
+        inputs: The tensors that the recording reads; a call's tensors are copied into them.
+        snapshot: What the model was when it was recorded.
+        graphs: What each block ran through; kept alive, since the recording points into them.
+        checks: Comparisons with the model's own forward that it has passed.
+    """
+
+    recording: Recording
+    inputs: list[torch.Tensor]
+    snapshot: Snapshot
+    graphs: list[object]
+    checks: int = 0
+    replays: int = 0
+
+
+class Captures:
+    """Bounded by number and by the memory that their shared pool has grown to.
+
+    Args:
+        recorder: Makes them.
+        limit: Most captures alive; 0 switches captures off.
+        limit_bytes: Growth of the pool after which all are dropped, since a pool gives memory
+            back only as a whole; None is a quarter of the device's memory.
+    """
+
+    def __init__(self, recorder: Recorder, limit: int = 64, limit_bytes: int | None = None) -> None:
+        self._recorder, self._limit, self._limit_bytes = recorder, limit, limit_bytes
+        self._alive: OrderedDict[Hashable, Capture] = OrderedDict()
+        self.lock = threading.RLock()
+        self.made = 0
+        self.dropped: deque[str] = deque(maxlen=100)
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much the pool has grown for the captures alive."""
+        return sum(capture.recording.size_bytes for capture in self._alive.values())
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Why nothing is captured on this device, or None."""
+        if self._limit < 1:
+            return "captures are switched off"
+        return self._recorder.unavailable_reason(device)
+
+    def find(self, key: Hashable) -> Capture | None:
+        """The capture of this key, now the most recently used."""
+        capture = self._alive.get(key)
+        if capture is not None:
+            self._alive.move_to_end(key)
+        return capture
+
+    def record(
+        self, key: Hashable, make: Callable[[Recorder], Capture], device: torch.device
+    ) -> Capture:
+        """Make a capture and keep it.
+
+        Raises:
+            CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
+        """
+        while len(self._alive) >= self._limit:
+            self.drop(next(iter(self._alive)), f"there were {self._limit} already")
+        if self.size_bytes > self._bytes_allowed(device):
+            self.drop_all("their memory pool has reached its limit")
+        capture = make(self._recorder)
+        self._alive[key] = capture
+        self.made += 1
+        return capture
+
+    def drop(self, key: Hashable, reason: str) -> None:
+        """Forget one capture."""
+        if self._alive.pop(key, None) is not None:
+            self._note(f"1 capture dropped: {reason}")
+        if not self._alive:
+            self._recorder.forget()
+
+    def drop_model(self, owner: int) -> None:
+        """Forget the captures whose keys begin with this owner."""
+        for key in [k for k in self._alive if isinstance(k, tuple) and k[0] == owner]:
+            self.drop(key, "their model is no longer in use")
+
+    def drop_all(self, reason: str) -> int:
+        """Forget all captures and give their memory back; returns how many there were."""
+        with self.lock:
+            count = len(self._alive)
+            self._alive.clear()
+            self._recorder.forget()
+            if count:
+                self._note(f"{count} captures dropped: {reason}")
+            return count
+
+    def _bytes_allowed(self, device: torch.device) -> int:
+        if self._limit_bytes is None and device.type == "cuda":
+            self._limit_bytes = torch.cuda.get_device_properties(device).total_memory // 4
+        return self._limit_bytes if self._limit_bytes is not None else 2**62
+
+    def _note(self, text: str) -> None:
+        self.dropped.append(text)
+        logger.info("%s", text)

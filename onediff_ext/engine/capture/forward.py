@@ -1,0 +1,231 @@
+"""A model's forward, replayed as a CUDA graph where that is safe."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.capture.call import ForwardCall, read_call
+from onediff_ext.engine.capture.captures import Capture, Captures
+from onediff_ext.engine.capture.halves import run_in_halves
+from onediff_ext.engine.capture.recorder import Recorder
+from onediff_ext.engine.capture.watch import ModelWatch, Snapshot
+from onediff_ext.engine.check import compare
+from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.runner import BlockRunner
+from onediff_ext.engine.structure import WrapperRule
+
+logger = logging.getLogger(__name__)
+
+# A capture is compared with the model itself on the call that it was made for and on the next
+# one, whose inputs differ: what depends on them without being an input shows then.
+_CHECKS = 2
+# Captures in a row that were dropped before they had paid: somebody changes the model at every
+# call, and recording would cost more than it brings.
+_WASTED_LIMIT = 4
+_WORTH_REPLAYS = 3
+# Calls after which a refused model is looked at again: a hook may be gone.
+_LOOK_AGAIN = 16
+
+
+class CapturedForward:
+    """Stands for a model's own forward, and calls it whenever no capture can.
+
+    The first call of a shape runs as always, the second is recorded after it has run, and
+    those after it are replayed, as long as the model is what it was.
+
+    Args:
+        model: The host's module.
+        forward: Its forward until now.
+        runners: The runners of its blocks.
+        captures: Where captures are kept.
+        sources: Prefixes of Python modules whose classes are known.
+        rules: Wrappers around layers.
+
+    Attributes:
+        active: False lets every call through.
+        variant: What else decides the computation, set by whoever changes it between calls.
+        reason: Why the last call was not replayed, or "".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        runners: Sequence[BlockRunner],
+        captures: Captures,
+        sources: Sequence[str],
+        rules: Sequence[WrapperRule],
+    ) -> None:
+        self._model, self._forward, self._runners = model, forward, runners
+        self._captures, self._sources, self._rules = captures, sources, rules
+        self._watch: ModelWatch | None = None
+        self._seen: set[Hashable] = set()
+        self._refused: dict[Hashable, str] = {}
+        self._wasted = self._refusals = 0
+        self.active = True
+        self.variant: Hashable = None
+        self.reason = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return self._forward(*args, **kwargs)
+        call = read_call(args, kwargs)
+        if isinstance(call, str) or (reason := self._captures.unavailable_reason(call.device)):
+            self.reason = call if isinstance(call, str) else str(reason)
+            return self._within_memory(args, kwargs)
+        key = (id(self._model), self.variant, call.key)
+        with self._captures.lock:
+            capture = self._captures.find(key)
+            if capture is not None:
+                if self._unchanged(capture):
+                    return self._replay(key, capture, call, args, kwargs)
+                self._waste(capture)
+                self._captures.drop(key, "the model has changed")
+            output = self._within_memory(args, kwargs)
+            self._consider(key, call, output)
+            return output
+
+    def forget(self) -> None:
+        """Drop this model's captures."""
+        with self._captures.lock:
+            self._captures.drop_model(id(self._model))
+            self._seen.clear()
+            self._refused.clear()
+
+    def _replay(
+        self,
+        key: Hashable,
+        capture: Capture,
+        call: ForwardCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        for target, source in zip(capture.inputs, call.tensors, strict=True):
+            target.copy_(source)
+        capture.recording.replay()
+        capture.replays += 1
+        if capture.replays == _WORTH_REPLAYS:
+            self._wasted = 0
+        # A copy, since the next replay of any capture writes over this one's memory.
+        output = pytree.tree_map_only(torch.Tensor, torch.clone, capture.recording.output)
+        if capture.checks >= _CHECKS:
+            self.reason = ""
+            return output
+        expected = self._within_memory(args, kwargs)
+        self._check(key, capture, output, expected)
+        return expected
+
+    def _consider(self, key: Hashable, call: ForwardCall, output: Any) -> None:
+        """Record this shape, if it was seen before and nothing speaks against it."""
+        if key in self._refused:
+            self.reason = self._refused[key]
+            return
+        if key not in self._seen:
+            self._seen.add(key)
+            self.reason = "this size is new"
+            return
+        self.reason = self._why_not() or ""
+        if self.reason:
+            return
+        try:
+            capture = self._captures.record(key, lambda r: self._record(r, call), call.device)
+        except CaptureError as exc:
+            self._refuse(key, f"cannot be captured: {exc.message}")
+            return
+        except torch.OutOfMemoryError:
+            self._captures.drop_all("memory is short")
+            self._refuse(key, "no memory for a capture of this size")
+            return
+        for target, source in zip(capture.inputs, call.tensors, strict=True):
+            target.copy_(source)
+        capture.recording.replay()
+        self._check(key, capture, capture.recording.output, output)
+
+    def _record(self, recorder: Recorder, call: ForwardCall) -> Capture:
+        with torch.inference_mode(False):  # or they could not be written outside of it
+            inputs = [
+                torch.empty_like(tensor, device=call.device, requires_grad=False)
+                for tensor in call.tensors
+            ]
+        for target, source in zip(inputs, call.tensors, strict=True):
+            target.copy_(source)
+        args, kwargs = call.arguments(inputs)
+        snapshot, graphs = self._look(), self._graphs()
+        recording = recorder.record(lambda: self._forward(*args, **kwargs), call.device)
+        return Capture(recording, inputs, snapshot, graphs)
+
+    def _check(self, key: Hashable, capture: Capture, found: Any, expected: Any) -> None:
+        for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
+            comparison = compare(ours, theirs)
+            if comparison.problem is not None:
+                self._captures.drop(key, f"a replay {comparison.problem}")
+                self._refuse(key, f"a replay {comparison.problem}")
+                return
+            if not comparison.decided:
+                return
+        capture.checks += 1
+
+    def _why_not(self) -> str | None:
+        if self._wasted >= _WASTED_LIMIT:
+            return "something changes the model at every call"
+        if any(r.used and r.used.state is KindState.UNCHECKED for r in self._runners):
+            return "new graphs are being compared with eager"
+        watch = self._watch
+        if watch is None or (watch.refusal and self._refusals % _LOOK_AGAIN == 0):
+            watch = self._watch = ModelWatch(self._model, self._sources, self._rules)
+        self._refusals += bool(watch.refusal)
+        return watch.refusal
+
+    def _unchanged(self, capture: Capture) -> bool:
+        if self._graphs() != capture.graphs or self._look() != capture.snapshot:
+            self._watch = None
+            return False
+        return True
+
+    def _look(self) -> Snapshot:
+        if self._watch is None:
+            self._watch = ModelWatch(self._model, self._sources, self._rules)
+        return self._watch.look()
+
+    def _graphs(self) -> list[object]:
+        """What each block runs through now: an eager block that has got a graph is a change."""
+        return [
+            (runner.active, runner.tree, runner.used, runner.used.graph if runner.used else None)
+            for runner in self._runners
+        ]
+
+    def _waste(self, capture: Capture) -> None:
+        if capture.replays < _WORTH_REPLAYS:
+            self._wasted += 1
+
+    def _refuse(self, key: Hashable, reason: str) -> None:
+        self._refused[key] = self.reason = reason
+        logger.info("%s runs without a capture: %s", type(self._model).__name__, reason)
+
+    def _within_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward; short of memory, captures go first, then the batch is halved."""
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.OutOfMemoryError as exc:
+            error = exc.with_traceback(None)  # its frames hold the activations
+        dropped = self._captures.drop_all("memory is short")
+        logger.info("Short of memory: %d captures dropped, once more", dropped)
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.OutOfMemoryError as exc:
+            error = exc.with_traceback(None)
+        return run_in_halves(self._forward, args, kwargs, error)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]

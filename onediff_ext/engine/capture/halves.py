@@ -1,0 +1,45 @@
+"""One forward as two of half the batch, for when memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def run_in_halves(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    error: torch.OutOfMemoryError,
+) -> Any:
+    """Run a forward on both halves of its batch; images of a batch do not depend on each other.
+
+    Raises:
+        torch.OutOfMemoryError: `error`, when there is no batch to halve; or one of a half.
+    """
+    leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    batch = max((t.shape[0] for t in tensors if t.ndim == 4), default=1)
+    if batch < 2 or any(t.ndim and t.shape[0] not in (1, batch) for t in tensors):
+        raise error
+    torch.cuda.empty_cache()
+    outputs = []
+    for rows in (slice(0, batch // 2), slice(batch // 2, batch)):
+        half = [
+            leaf[rows]
+            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == batch
+            else leaf
+            for leaf in leaves
+        ]
+        half_args, half_kwargs = pytree.tree_unflatten(half, structure)
+        outputs.append(forward(*half_args, **half_kwargs))
+    first, form = pytree.tree_flatten(outputs[0])
+    second = pytree.tree_leaves(outputs[1])
+    joined = [
+        torch.cat([a, b]) if isinstance(a, torch.Tensor) and a.ndim else a
+        for a, b in zip(first, second, strict=True)
+    ]
+    return pytree.tree_unflatten(joined, form)

@@ -1,0 +1,357 @@
+"""Captures: what is replayed, what makes one invalid, and what happens without memory.
+
+CUDA graphs need a GPU; here a recorder stands in that, like one, freezes the tensors it was
+given and does the same work on them again. `test_captures_gpu.py` has the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
+from onediff_ext.hosts.diffusers.probe import unet_inputs
+from onediff_ext.service.session import Session
+from tests.models import sd15, sdxl
+
+
+class Rerun(Recording):
+    """Writes the recorded function's result into the first result's memory."""
+
+    size_bytes = 100
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function, self.output = function, function()
+
+    def replay(self) -> None:
+        from torch.utils import _pytree as pytree
+
+        old, new = pytree.tree_leaves(self.output), pytree.tree_leaves(self._function())
+        for target, source in zip(old, new, strict=True):
+            target.copy_(source)
+
+
+class RerunRecorder(Recorder):
+    """Records on a CPU, and counts."""
+
+    def __init__(self) -> None:
+        self.recorded = self.forgotten = 0
+        self.error: Exception | None = None
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        return None
+
+    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+        if self.error is not None:
+            raise self.error
+        self.recorded += 1
+        return Rerun(function)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.fixture
+def recorder() -> RerunRecorder:
+    return RerunRecorder()
+
+
+@pytest.fixture
+def session(make_session: Callable[..., Session], recorder: RerunRecorder) -> Session:
+    session = make_session()
+    session.captures = Captures(recorder, limit=3)
+    return session
+
+
+@pytest.fixture
+def pipe(session: Session) -> Iterator[Any]:
+    pipe = sd15(seed=3)
+    compile_pipe(pipe, session=session, ignores=["vae"])
+    yield pipe
+    undo_compile(pipe)
+
+
+def inputs(unet: Any, height: int = 16, width: int = 24, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return unet_inputs(unet, generator, height_latent=height, width_latent=width)
+
+
+def captured(pipe: Any) -> Any:
+    return compiled_state(pipe).components[0].captured
+
+
+@torch.no_grad()
+def step(pipe: Any, seed: int = 0, **size: int) -> torch.Tensor:
+    return pipe.unet(**inputs(pipe.unet, seed=seed, **size)).sample
+
+
+@torch.no_grad()
+def eager(pipe: Any, seed: int = 0, **size: int) -> torch.Tensor:
+    with compiled_state(pipe).components[0].paused():
+        return step(pipe, seed, **size)
+
+
+def settle(pipe: Any, **size: int) -> None:
+    """Until the size is replayed: kinds built, checked, recorded, checked twice."""
+    for seed in range(6):
+        step(pipe, seed, **size)
+    assert captured(pipe).reason == ""
+
+
+def assert_right(pipe: Any, seed: int = 99, **size: int) -> None:
+    torch.testing.assert_close(
+        step(pipe, seed, **size), eager(pipe, seed, **size), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: RerunRecorder) -> None:
+    settle(pipe)
+    calls = [r.used.calls for r in compiled_state(pipe).components[0].runners]
+    assert recorder.recorded == 1
+    for seed in range(10, 14):
+        assert_right(pipe, seed)
+    assert recorder.recorded == 1
+    assert captured(pipe).reason == ""
+    assert len(calls) > 10
+
+
+def test_a_result_outlives_the_next_replay(pipe: Any) -> None:
+    settle(pipe)
+    first = step(pipe, 20)
+    kept = first.clone()
+    step(pipe, 21)
+    assert torch.equal(first, kept)
+
+
+def test_the_number_alive_is_bounded_and_the_least_used_goes_first(
+    pipe: Any, session: Session, recorder: RerunRecorder
+) -> None:
+    sizes = [(16, 24), (24, 16), (17, 15), (9, 31)]
+    for height, width in sizes:
+        settle(pipe, height=height, width=width)
+    assert len(session.captures) == 3
+    assert recorder.recorded == 4
+    settle(pipe, height=9, width=31)
+    assert recorder.recorded == 4
+    step(pipe, height=16, width=24)  # the first of all: gone, so recorded again
+    assert recorder.recorded == 5
+
+
+@torch.no_grad()
+def test_weights_written_in_place_are_seen_without_a_new_recording(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    before = step(pipe, 30)
+    pipe.unet.conv_in.weight.mul_(1.5)
+    assert not torch.equal(step(pipe, 30), before)
+    assert_right(pipe, 30)
+    assert recorder.recorded == 1
+
+
+def change_parameter(unet: Any) -> None:
+    unet.conv_out.weight = nn.Parameter(2 * unet.conv_out.weight, requires_grad=False)
+
+
+def change_storage(unet: Any) -> None:
+    unet.conv_out.weight.data = 2 * unet.conv_out.weight.data
+
+
+def change_block_weight(unet: Any) -> None:
+    weight = unet.mid_block.resnets[0].conv1.weight
+    weight.data = -weight.data
+
+
+def change_attribute(unet: Any) -> None:
+    for block in unet.up_blocks:  # what FreeU does
+        block.s1, block.s2, block.b1, block.b2 = 0.9, 0.2, 1.2, 1.4
+
+
+def change_module(unet: Any) -> None:
+    unet.conv_out = nn.Conv2d(*unet.conv_out.weight.shape[1::-1], 3, padding=1)
+    unet.conv_out.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_parameter, change_storage, change_block_weight, change_attribute, change_module],
+)
+@torch.no_grad()
+def test_what_a_capture_froze_makes_it_invalid_when_it_changes(
+    pipe: Any, recorder: RerunRecorder, change: Callable[[Any], None]
+) -> None:
+    settle(pipe)
+    before = step(pipe, 40)
+    change(pipe.unet)
+    after = step(pipe, 40)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, eager(pipe, 40), rtol=1e-4, atol=1e-5)
+    settle(pipe)
+    assert recorder.recorded == 2
+    assert_right(pipe, 41)
+
+
+def test_a_foreign_hook_keeps_the_model_from_being_captured(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    handle = pipe.unet.conv_in.register_forward_hook(lambda module, args, output: 2 * output)
+    for seed in range(4):
+        assert_right(pipe, seed)
+    assert recorder.recorded == 1
+    assert "hook" in captured(pipe).reason
+    handle.remove()
+    for seed in range(24):
+        step(pipe, seed)
+    assert recorder.recorded == 2
+    assert_right(pipe)
+
+
+def test_a_forward_that_changes_from_call_to_call_is_found_out(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            type(self).calls += 1
+            return x * type(self).calls
+
+    Counting.__module__ = "diffusers.made_for_a_test"
+    pipe.unet.conv_norm_out = Counting()
+    for seed in range(5):
+        Counting.calls = 0
+        found = step(pipe, seed)
+        Counting.calls = 0
+        torch.testing.assert_close(found, eager(pipe, seed), rtol=1e-4, atol=1e-5)
+    assert "a replay differs" in captured(pipe).reason
+
+
+def test_somebody_who_changes_the_model_at_every_call_stops_the_recording(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    for seed in range(30):
+        vars(pipe.unet)["marker"] = object()
+        step(pipe, seed)
+    assert recorder.recorded < 8
+    assert captured(pipe).reason == "something changes the model at every call"
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: RerunRecorder) -> None:
+    recorder.error = CaptureError("operation not permitted when stream is capturing")
+    for seed in range(5):
+        assert_right(pipe, seed)
+    assert "not permitted" in captured(pipe).reason
+
+
+def test_without_memory_for_a_recording_the_size_runs_without_one(
+    pipe: Any, session: Session, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    recorder.error = torch.OutOfMemoryError("none")
+    for seed in range(4):
+        assert_right(pipe, seed, height=20, width=20)
+    assert captured(pipe).reason == "no memory for a capture of this size"
+    assert len(session.captures) == 0
+    recorder.error = None
+    settle(pipe)
+
+
+class Hungry(nn.Module):
+    """Runs out of memory for more than so many images at once, or the first times."""
+
+    def __init__(self, most: int, failures: int = 0) -> None:
+        super().__init__()
+        self.most, self.failures = most, failures
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.failures or x.shape[0] > self.most:
+            self.failures = max(0, self.failures - 1)
+            raise torch.OutOfMemoryError("no room")
+        return x
+
+
+def test_short_of_memory_captures_go_before_an_error_is_seen(pipe: Any, session: Session) -> None:
+    settle(pipe)
+    expected = eager(pipe, 7, height=12, width=12)
+    pipe.unet.conv_act.register_module("hungry", Hungry(most=8, failures=1))
+    inner = pipe.unet.conv_act.hungry
+    pipe.unet.conv_act.register_forward_hook(lambda module, args, output: inner(output))
+    found = step(pipe, 7, height=12, width=12)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(session.captures) == 0
+
+
+def test_still_short_of_memory_the_batch_is_halved(pipe: Any) -> None:
+    expected = eager(pipe, 7)
+    inner = Hungry(most=1)
+    pipe.unet.conv_act.register_forward_hook(lambda module, args, output: inner(output))
+    torch.testing.assert_close(step(pipe, 7), expected, rtol=1e-4, atol=1e-5)
+    inner.most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        step(pipe, 7)
+
+
+@torch.no_grad()
+def test_sdxl_with_its_added_conditions(session: Session, recorder: RerunRecorder) -> None:
+    pipe = sdxl(seed=4)
+    compile_pipe(pipe, session=session, ignores=["vae"])
+    settle(pipe)
+    assert_right(pipe, 5)
+    one = inputs(pipe.unet, seed=6)
+    one["added_cond_kwargs"]["time_ids"] += 100.0
+    found = pipe.unet(**one).sample
+    with compiled_state(pipe).components[0].paused():
+        expected = pipe.unet(**one).sample
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert recorder.recorded == 1
+
+
+@torch.no_grad()
+def test_residuals_of_a_controlnet_are_part_of_the_shape(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    unet = pipe.unet
+    seen: list[torch.Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda module, args, output: seen.extend(output[1]))
+        for block in unet.down_blocks
+    ]
+    middle: list[torch.Tensor] = []
+    handles.append(
+        unet.mid_block.register_forward_hook(lambda module, args, output: middle.append(output))
+    )
+    eager(pipe)
+    for handle in handles:
+        handle.remove()
+    first = unet.conv_in(inputs(unet)["sample"])
+    down = [0.1 * torch.ones_like(t) for t in (first, *seen)]
+    extra = {
+        "down_block_additional_residuals": down,
+        "mid_block_additional_residual": 0.1 * torch.ones_like(middle[0]),
+    }
+    for seed in range(24):
+        found = unet(**inputs(unet, seed=seed), **extra).sample
+        with compiled_state(pipe).components[0].paused():
+            expected = unet(**inputs(unet, seed=seed), **extra).sample
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert recorder.recorded == 2  # one without and one with residuals
+    assert_right(pipe)
+
+
+def test_undoing_gives_the_memory_back(
+    pipe: Any, session: Session, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    undo_compile(pipe)
+    assert len(session.captures) == 0
+    assert recorder.forgotten
