@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from onediff_ext.engine.deepcache.features import Feature
@@ -20,12 +23,12 @@ class UNetCall:
     Args:
         kind: Calls of different kinds have features of their own: shape, batch, context.
         state: A feature is only good for a call in the same state: ControlNet, adapters.
-        timestep: As the host gave it.
+        batch: Pictures at once, CFG's counted.
     """
 
     kind: Hashable
     state: Hashable
-    timestep: Any
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,63 @@ class UNetAdapter(ABC):
         self, depth: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a shallow forward: what belongs to skipped layers is left out."""
+
+
+class Replay:
+    """A forward that gives back a feature, whatever it is called with."""
+
+    capturable = True
+
+    def __init__(self, feature: Feature) -> None:
+        self._feature = weakref.ref(feature)  # which holds us
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
+        feature = self._feature()
+        assert feature is not None
+        assert feature.tensor is not None
+        return feature.tensor.clone()  # hosts change hidden states in place (FreeU)
+
+
+class Keeping:
+    """A module's forward that also writes what it returns into a feature."""
+
+    capturable = True
+
+    def __init__(self, forward: Callable[..., Any], feature: Feature) -> None:
+        self._forward, self._feature = forward, weakref.ref(feature)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._forward, memo)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._forward(*args, **kwargs)
+        feature = self._feature()
+        assert feature is not None
+        feature.store(output[0] if isinstance(output, tuple) else output)
+        return output
+
+
+@contextmanager
+def keeping(module: nn.Module, feature: Feature) -> Iterator[None]:
+    """For a ``with`` block, write into a feature what a module returns.
+
+    No hook does it, since to a capture a hook is another extension's.
+    """
+    attributes = vars(module)
+    own = attributes.get("forward")
+    # The same object each time, or a capture would take the model for a changed one.
+    made = feature.parts.get("keeping")
+    if made is None or made[:2] != (module, own):
+        made = (module, own, Keeping(module.forward, feature))
+        feature.parts["keeping"] = made
+    attributes["forward"] = made[2]
+    try:
+        yield
+    finally:
+        if own is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = own
 
 
 @contextmanager

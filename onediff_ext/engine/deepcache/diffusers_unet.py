@@ -8,8 +8,8 @@ last n + 1 of the decoder run; the feature is what the first of those got from b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.deepcache.adapter import Uncached, UNetAdapter, UNetCall, replaced
+from onediff_ext.engine.deepcache.adapter import (
+    Replay,
+    Uncached,
+    UNetAdapter,
+    UNetCall,
+    keeping,
+    replaced,
+)
 from onediff_ext.engine.deepcache.features import Feature
 
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
@@ -25,17 +32,12 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
 _ORDER = ("sample", "timestep", "encoder_hidden_states")
 
 
-class _Replay(nn.Module):
+class _Middle(nn.Module):
     """Stands for the middle block: gives the cached feature."""
 
     def __init__(self, feature: Feature) -> None:
         super().__init__()
-        self._feature = feature
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
-        tensor = self._feature.tensor
-        assert tensor is not None
-        return tensor.clone()  # hosts change hidden states in place (FreeU)
+        self.forward = Replay(feature)
 
 
 @dataclass(frozen=True)
@@ -90,25 +92,17 @@ class DiffusersUNet(UNetAdapter):
             _plain_values(given.get("cross_attention_kwargs")),
             len(given.get("down_block_additional_residuals") or ()),
         )
-        return UNetCall(kind, state, given.get("timestep"))
+        return UNetCall(kind, state, sample.shape[0])
 
     def max_depth(self) -> int:
         return sum(len(_encoder_layers(block)) for block in self._unet.down_blocks) - 1
 
-    @contextmanager
-    def full(self, depth: int, feature: Feature) -> Iterator[None]:
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            feature.store(output[0] if isinstance(output, tuple) else output)
-
-        hook = self._cut(depth).boundary.register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            hook.remove()
+    def full(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
+        return keeping(self._cut(depth).boundary, feature)
 
     def shallow(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        middle = (self._unet, "mid_block", _Replay(feature))
-        return replaced((*self._cut(depth).children, middle))
+        middle = feature.parts.setdefault("middle", _Middle(feature))
+        return replaced((*self._cut(depth).children, (self._unet, "mid_block", middle)))
 
     def shallow_arguments(
         self, depth: int, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -19,27 +19,36 @@ MAX_KINDS = 8
 class Feature:
     """The cached feature of one kind of call.
 
+    Args:
+        batch: Pictures at once; a feature of fewer is not kept (short of memory, a forward may
+            be run in halves).
+
     Attributes:
         serial: Distinct for each feature of this process.
         tensor: [B, C, h, w], written in place by each full call; None before the first.
+        is_torn: The last full call was run in parts, of which none is kept.
         filled_at: The evaluation that wrote it, or None when it must not be used.
         state: What else it depends on, such as whether a ControlNet took part.
-        outline: What the adapter has to know about the skipped layers.
+        parts: What an adapter has made for it; must not hold it, or memory stays.
     """
 
-    def __init__(self) -> None:
-        self.serial = next(_serials)
+    def __init__(self, batch: int) -> None:
+        self.serial, self._batch = next(_serials), batch
         self.tensor: torch.Tensor | None = None
+        self.is_torn = False
         self.filled_at: int | None = None
         self.state: Hashable = None
-        self.outline: dict[Any, torch.Size] = {}
+        self.parts: dict[Any, Any] = {}
 
     def store(self, value: torch.Tensor) -> None:
-        """Copy a feature in; the first call of all decides shape and address.
+        """Copy a feature in; the first one decides the address.
 
         Raises:
             RuntimeError: Memory would be taken inside a capture, which would free it again.
         """
+        if value.shape[0] != self._batch:
+            self.is_torn = True
+            return
         tensor = self.tensor
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             if value.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -67,9 +76,9 @@ class Features:
         self._used: OrderedDict[Hashable, Feature] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Hashable, Feature] = weakref.WeakValueDictionary()
 
-    def of(self, key: Hashable) -> Feature:
+    def of(self, key: Hashable, batch: int) -> Feature:
         """The feature of a kind of call, new and empty for a new kind."""
-        feature = self._used.get(key) or self._alive.get(key) or Feature()
+        feature = self._used.get(key) or self._alive.get(key) or Feature(batch)
         self._used[key] = self._alive[key] = feature
         self._used.move_to_end(key)
         if len(self._used) > MAX_KINDS:

@@ -10,7 +10,6 @@ stand-in returns the feature, which is all that counts of what they return.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -19,7 +18,14 @@ import torch
 from torch import nn
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.deepcache.adapter import Uncached, UNetAdapter, UNetCall, replaced
+from onediff_ext.engine.deepcache.adapter import (
+    Replay,
+    Uncached,
+    UNetAdapter,
+    UNetCall,
+    keeping,
+    replaced,
+)
 from onediff_ext.engine.deepcache.features import Feature
 
 _ORDER = ("x", "timesteps", "context", "y")
@@ -37,16 +43,10 @@ class _Zeros(nn.Module):
         return x.new_zeros(self._shape)  # real memory: hosts add to it in place
 
 
-class _Replay(nn.Module):
+class _Feature(nn.Module):
     def __init__(self, feature: Feature) -> None:
         super().__init__()
-        self._feature = weakref.ref(feature)  # which keeps us
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        feature = self._feature()
-        assert feature is not None
-        assert feature.tensor is not None
-        return feature.tensor.clone()
+        self.forward = Replay(feature)
 
 
 class _StandIn(nn.Sequential):
@@ -73,9 +73,6 @@ class LdmUNet(UNetAdapter):
             )
         self._unet = unet
         self._blocks = len(unet.output_blocks)
-        self._stand_ins: weakref.WeakKeyDictionary[
-            Feature, tuple[tuple[nn.Module, str, nn.Module | None], ...]
-        ] = weakref.WeakKeyDictionary()
 
     def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> UNetCall | Uncached:
         given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
@@ -95,33 +92,30 @@ class LdmUNet(UNetAdapter):
             _lengths(options.get("patches")),
             _lengths(options.get("patches_replace")),
         )
-        return UNetCall(kind, state, given.get("timesteps"))
+        return UNetCall(kind, state, x.shape[0])
 
     def max_depth(self) -> int:
         return self._blocks - 2
 
     @contextmanager
     def full(self, depth: int, feature: Feature) -> Iterator[None]:
+        boundary = _last(self._unet.output_blocks[self._blocks - depth - 2])
+        shapes = feature.parts.setdefault("shapes", {})
         hooks = []
-        if not feature.outline:
+        if not shapes:
             for place, block in self._skipped(depth):
-                hooks.append(_last(block).register_forward_hook(_NoteShape(feature, place)))
-        boundary = self._unet.output_blocks[self._blocks - depth - 2]
-
-        def keep(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-            feature.store(output)
-
-        hooks.append(_last(boundary).register_forward_hook(keep))
+                hooks.append(_last(block).register_forward_hook(_NoteShape(shapes, place)))
         try:
-            yield
+            with keeping(boundary, feature):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
 
     def shallow(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        stand_ins = self._stand_ins.get(feature)
+        stand_ins = feature.parts.get("stand-ins")
         if stand_ins is None:
-            self._stand_ins[feature] = stand_ins = self._make_stand_ins(depth, feature)
+            stand_ins = feature.parts["stand-ins"] = self._make_stand_ins(depth, feature)
         return replaced(stand_ins)
 
     def shallow_arguments(
@@ -156,10 +150,9 @@ class LdmUNet(UNetAdapter):
         self, depth: int, feature: Feature
     ) -> tuple[tuple[nn.Module, str, nn.Module | None], ...]:
         unet = self._unet
-        stand_ins = {
-            place: _StandIn(_Zeros(feature.outline[place])) for place, _ in self._skipped(depth)
-        }
-        stand_ins["output_blocks", self._blocks - depth - 2] = _StandIn(_Replay(feature))
+        shapes = feature.parts["shapes"]
+        stand_ins = {place: _StandIn(_Zeros(shapes[place])) for place, _ in self._skipped(depth)}
+        stand_ins["output_blocks", self._blocks - depth - 2] = _StandIn(_Feature(feature))
 
         def listed(name: str) -> nn.ModuleList:
             blocks = enumerate(getattr(unet, name))
@@ -175,11 +168,11 @@ class LdmUNet(UNetAdapter):
 class _NoteShape:
     """A hook that notes the shape of what a block returns."""
 
-    def __init__(self, feature: Feature, place: Hashable) -> None:
-        self._feature, self._place = feature, place
+    def __init__(self, shapes: dict[Hashable, torch.Size], place: Hashable) -> None:
+        self._shapes, self._place = shapes, place
 
     def __call__(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-        self._feature.outline[self._place] = output.shape
+        self._shapes[self._place] = output.shape
 
 
 def is_ldm_unet(unet: object) -> bool:

@@ -137,7 +137,8 @@ class DeepCache:
 
         None while DeepCache takes no part; else ("full" or "shallow", depth, a number for the
         feature). A capture of a forward belongs to one variant; it has to hold `feature`, whose
-        address is frozen in it.
+        address is frozen in it. An inner forward with an attribute `variant` is told both, the
+        feature as `keeps`.
         """
         if self._current is None:
             return None
@@ -169,7 +170,7 @@ class DeepCache:
             self.counts["plain"] += 1
             self._position += 1
             return self._inner(*args, **kwargs)
-        feature = self._features.of((self.options.depth, self._position, call.kind))
+        feature = self._features.of((self.options.depth, self._position, call.kind), call.batch)
         state = (call.state, tuple(sorted(self._notes.items())))
         self._position += 1
         try:
@@ -179,9 +180,16 @@ class DeepCache:
                 return self._run_shallow(feature, args, kwargs)
             return self._run_full(feature, state, args, kwargs)
         finally:
-            self._current = None
+            self._tell(None)
             if self._total is not None and self._index == self._total - 1:
                 self._features.release()
+
+    def _tell(self, current: tuple[str, Feature] | None) -> None:
+        """Say what runs now, also to a capture of the forward, if that is what lies inside."""
+        self._current = current
+        inner: Any = self._inner
+        if hasattr(inner, "variant"):
+            inner.variant, inner.keeps = self.variant, self.feature
 
     def _next_evaluation(self) -> None:
         self._index += 1
@@ -191,17 +199,17 @@ class DeepCache:
         self, feature: Feature, state: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.counts["full"] += 1
-        self._current = ("full", feature)
-        feature.filled_at = None
+        self._tell(("full", feature))
+        feature.filled_at, feature.is_torn = None, False
         with self.adapter.full(self.options.depth, feature):
             output = self._inner(*args, **kwargs)
-        if feature.tensor is not None:
+        if feature.tensor is not None and not feature.is_torn:
             feature.filled_at, feature.state = self._index, state
         return output
 
     def _run_shallow(self, feature: Feature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.counts["shallow"] += 1
-        self._current = ("shallow", feature)
+        self._tell(("shallow", feature))
         args, kwargs = self.adapter.shallow_arguments(self.options.depth, args, kwargs)
         with self.adapter.shallow(self.options.depth, feature):
             return self._inner(*args, **kwargs)

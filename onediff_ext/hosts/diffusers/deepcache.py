@@ -85,22 +85,26 @@ def distilled_refusal(unet: Any) -> str | None:
 
 @contextmanager
 def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
-    """Draw one batch with these options, given back the memory after it, however it ends.
+    """Draw one batch with these options and give the memory back after it, however it ends.
 
     DeepCache stays around the UNet, passing through: captures go on being valid.
 
     Raises:
         OptionError: As `enable_deepcache`.
     """
+    cache = deepcache_state(pipe)
+    before = OFF if cache is None else cache.options
     if options.is_on:
         enable_deepcache(pipe, options)
-    cache = deepcache_state(pipe)
+        cache = deepcache_state(pipe)
+    elif cache is not None:
+        cache.begin_picture(OFF)
     try:
         yield
     finally:
         if cache is not None:
             cache.end_picture()
-            cache.begin_picture(OFF)
+            cache.begin_picture(before)
 
 
 @contextmanager
