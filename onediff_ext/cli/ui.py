@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("gradio") is None:
         raise OptionError(
-            "The page needs the package gradio.", "Run `pip install 'onediff-ext[ui]'`."
+            "The page needs the package gradio.",
+            "Run `pip install 'onediff-ext[ui]'`, or `python install.py ui`.",
         )
     from onediff_ext.ui.standalone.app import serve
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import ExportError
+from onediff_ext.core.errors import BlockGoneError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
@@ -24,7 +24,9 @@ from onediff_ext.engine.trace import (
     BlockFunction,
     export_block,
     is_channels_last,
+    make_examples,
     save_program,
+    stand_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,9 @@ class Kinds(ABC):
     @abstractmethod
     def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
         """The kind of this key, made (and its graph loaded, if stored) when it is new."""
+
+    def rejected(self, kind: Kind) -> None:  # noqa: B027
+        """Hear that a kind's graph was wrong in this process."""
 
     @abstractmethod
     def fell_back(self, what: str, reason: str) -> None:
@@ -102,6 +107,7 @@ class BlockRunner:
         except Exception as exc:
             kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
+            self._kinds.rejected(kind)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
             return self.family.output_of(self.block, output)
@@ -127,6 +133,7 @@ class BlockRunner:
         if comparison.problem is not None:
             kind.fail(comparison.problem)
             logger.warning("%s runs eager: its graph %s", kind.label, comparison.problem)
+            self._kinds.rejected(kind)
         elif comparison.decided:
             kind.state = KindState.READY
 
@@ -174,7 +181,7 @@ class BlockRunner:
         signature = (_signature(call), autocast)
         kind = self._found.get(signature)
         if kind is None:
-            kind = self._identify(tree, call, autocast)
+            kind = self._identify(tree, call, weights, autocast)
             self._found[signature] = kind
         return kind, call, weights
 
@@ -187,6 +194,7 @@ class BlockRunner:
         self,
         tree: BlockTree,
         call: BlockCall,
+        weights: Sequence[torch.Tensor],
         autocast: Autocast,
     ) -> Kind:
         device = call.tensors[0].device
@@ -209,11 +217,11 @@ class BlockRunner:
             call.statics,
         )
 
-        def export() -> bytes:
-            return _export(block(), tree, family, rules, outline, autocast, device)
+        def prepare_export() -> Callable[[], bytes]:
+            return _prepare_export(block(), tree, family, rules, outline, autocast, device)
 
-        label = family.describe(self.block)
-        kind = self._kinds.find(key, lambda: Kind(key, label, device, export))
+        label, work = family.describe(self.block), _work(call, weights)
+        kind = self._kinds.find(key, lambda: Kind(key, label, device, prepare_export, work))
         kind.blocks.add(id(self.block))
         return kind
 
@@ -225,7 +233,7 @@ def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule])
     )
 
 
-def _export(
+def _prepare_export(
     block: nn.Module | None,
     identified: BlockTree,
     family: BlockFamily,
@@ -233,17 +241,32 @@ def _export(
     outline: BlockCall,
     autocast: Autocast,
     device: torch.device,
-) -> bytes:
+) -> Callable[[], bytes]:
     if block is None:
-        raise ExportError("The model is gone.")
+        raise BlockGoneError("The model is gone.")
     tree = look_at(block, family, rules)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
-        raise ExportError("The block has changed since its kind was named.")
+        raise BlockGoneError("The block has changed since its kind was named.")
     traced = tree.copy()
     family.prepare(traced)
-    program = export_block(traced, family, tree.names, weights, outline, device, autocast)
-    return save_program(program)
+    examples = make_examples(outline, device)
+    weights = [stand_in(weight) for weight in weights]
+
+    def export() -> bytes:
+        program = export_block(
+            traced, family, tree.names, weights, outline, device, autocast, examples
+        )
+        return save_program(program)
+
+    return export
+
+
+def _work(call: BlockCall, weights: Sequence[torch.Tensor]) -> float:
+    """About how many multiplications a call costs: each weight at each place of the image."""
+    image = call.tensors[0]
+    places = image.numel() / (image.shape[1] if image.ndim == 4 else image.shape[-1])
+    return places * sum(weight.numel() for weight in weights)
 
 
 def _normalise(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,7 @@ def export_block(
     call: BlockCall,
     device: torch.device,
     autocast: Autocast = None,
+    examples: Sequence[torch.Tensor] | None = None,
 ) -> torch.export.ExportedProgram:
     """Export one block with batch, height, width and tokens symbolic.
 
@@ -75,6 +76,7 @@ def export_block(
         call: Gives dtypes, layouts and fixed dims; its sizes do not matter, and its
             tensors may be on the meta device.
         device: Where the block runs.
+        examples: From `make_examples`, when they are made already.
 
     Raises:
         ExportError: The block cannot be traced, or tracing froze a dim that must vary.
@@ -91,12 +93,9 @@ def export_block(
             torch.no_grad(),
             symbolic_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
-            examples = [
-                _example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)
-            ]
             program = torch.export.export(
                 pure,
-                ([_stand_in(w) for w in weights], *examples),
+                ([stand_in(w) for w in weights], *(examples or make_examples(call, device))),
                 dynamic_shapes=([None] * len(weights), dynamic),
                 strict=False,
             )
@@ -105,6 +104,17 @@ def export_block(
     _check_dims_vary(program, call, len(weights))
     program._example_inputs = None  # would save the weights with the program
     return program
+
+
+def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of the sizes that a kind's graph is tuned for. They hold no memory."""
+    found = []
+    for tensor, dims in zip(call.tensors, call.dims, strict=True):
+        with torch.inference_mode(False):
+            example = _example(tensor, dims, device)
+        example.untyped_storage().resize_(0)  # tracing looks at sizes and strides only
+        found.append(example)
+    return found
 
 
 def save_program(program: torch.export.ExportedProgram) -> bytes:
@@ -125,14 +135,17 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
 
 
-def _stand_in(weight: torch.Tensor) -> torch.Tensor:
+def stand_in(weight: torch.Tensor) -> torch.Tensor:
     """A tensor of the same form that can be traced, which those made under inference mode
     cannot: they have no version counter."""
     if not weight.is_inference():
         return weight.detach()
-    return torch.empty_strided(
-        weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
-    )
+    with torch.inference_mode(False):
+        tensor = torch.empty_strided(
+            weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+        )
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:

@@ -7,14 +7,6 @@ from typing import Any
 
 import gradio
 
-MIN_VERSION, BELOW_VERSION = (3, 41), (7,)
-"""The versions that the panel is tested with: A1111's 3.41, Forge's 4.40, 5 and 6."""
-
-
-def version() -> tuple[int, ...]:
-    """Gradio's own, such as (6, 31)."""
-    return tuple(int(part) for part in gradio.__version__.split(".")[:2])
-
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that this Gradio's function or class knows."""

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,6 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.engine.kinds import Kind, KindState
-from onediff_ext.engine.patch import Patches
 from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.service.session import Session
 from onediff_ext.webui.attachment import Attachment
@@ -81,9 +80,7 @@ class Acceleration:
             self._jobs.append(entry)
             self._reasons = []
             with self._drawing_eager_on_failure():
-                close = getattr(job, "close", None)
-                if callable(close):
-                    entry.patches.set(job, "close", _CloseAndEnd(self, weakref.ref(job), close))
+                _CloseAndEnd.put_on(job, self)
                 # Others may still put something of their own under the UNet before sampling,
                 # and would then keep ours: only what runs before sampling is served yet.
                 self._serve(entry, sampling=False)
@@ -129,7 +126,7 @@ class Acceleration:
         with self._lock:
             self.cancel()
             while self._jobs:
-                self._jobs.pop().patches.undo()
+                _CloseAndEnd.take_off(self._jobs.pop().job())
             self._detach()
             self._drop_parked(lambda _: True)
             self._running = "off"
@@ -296,7 +293,7 @@ class Acceleration:
         entry = self._find(job)
         if entry is not None:
             self._jobs.remove(entry)
-            entry.patches.undo()
+            _CloseAndEnd.take_off(job)
 
     def _prune(self) -> None:
         """Drop jobs that ended without a word, as a script's that raised may do."""
@@ -314,7 +311,6 @@ class _Job:
     job: Callable[[], Any]
     options: CompileOptions | None
     ignores: frozenset[str]
-    patches: Patches = field(default_factory=Patches)
 
 
 class _WarmUpJob:
@@ -322,12 +318,30 @@ class _WarmUpJob:
 
 
 class _CloseAndEnd:
-    """A job's ``close`` that ends its acceleration first: hosts call it however a job ends."""
+    """A job's ``close`` that ends its acceleration first: hosts call it however a job ends.
 
-    def __init__(
-        self, acceleration: Acceleration, job: Callable[[], Any], close: Callable[[], Any]
-    ) -> None:
-        self._acceleration, self._job, self._close = acceleration, job, close
+    Only the job itself holds it, so that a job which nobody closes can still go away.
+    """
+
+    def __init__(self, acceleration: Acceleration, job: Any) -> None:
+        self._acceleration, self._job = acceleration, weakref.ref(job)
+        self._own = vars(job).get("close")  # of the instance, seldom there
+        self._close: Callable[[], Any] = job.close
+
+    @classmethod
+    def put_on(cls, job: Any, acceleration: Acceleration) -> None:
+        if callable(getattr(job, "close", None)):
+            vars(job)["close"] = cls(acceleration, job)
+
+    @classmethod
+    def take_off(cls, job: Any) -> None:
+        ours = getattr(job, "__dict__", {}).get("close")
+        if not isinstance(ours, cls) or ours._job() is not job:
+            return  # a copy of a job brings the original's with it
+        if ours._own is None:
+            del vars(job)["close"]
+        else:
+            vars(job)["close"] = ours._own
 
     def __call__(self) -> Any:
         self._acceleration.end(self._job())

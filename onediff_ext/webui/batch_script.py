@@ -35,7 +35,7 @@ class BatchScript(scripts.Script):
         )
         target = gr.Textbox(
             label="Output folder",
-            info="A run that was stopped goes on where it stopped.",
+            info="With a fixed seed, a run that was stopped goes on where it stopped.",
             elem_id=self.elem_id("output"),
         )
         with gr.Row():

@@ -32,6 +32,9 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
+_BY_NAME = {"denoising strength curve", "append interrogated prompt at each iteration"}
+
+
 class WebUIError(AssertionError):
     """The WebUI answered a request with an error."""
 
@@ -76,18 +79,31 @@ class WebUI:
             return False
         return True
 
+    def is_up(self) -> bool:
+        """Whether it answers at all, for waiting while it starts."""
+        try:
+            return self.has("/sdapi/v1/options")
+        except OSError:
+            return False
+
     def draw(
-        self, accelerated: bool | Mapping[str, Any], path: str = "txt2img", **job: Any
+        self,
+        accelerated: bool | Mapping[str, Any],
+        path: str = "txt2img",
+        scripts: Mapping[str, Any] | None = None,
+        **job: Any,
     ) -> Drawn:
         """Run one job.
 
         Args:
             accelerated: The panel's checkbox, or the whole dict for the always-on script.
             path: ``"txt2img"`` or ``"img2img"``.
+            scripts: Arguments of other always-on scripts.
             job: Fields of the API, on top of `DEFAULTS`; pictures may be arrays.
         """
         chosen = accelerated if isinstance(accelerated, Mapping) else {"enabled": accelerated}
-        body = {**DEFAULTS, **job, "alwayson_scripts": {"OneDiff": {"args": [dict(chosen)]}}}
+        always_on = {"OneDiff": {"args": [dict(chosen)]}, **(scripts or {})}
+        body = {**DEFAULTS, **job, "alwayson_scripts": always_on}
         if "init_images" in body:
             body["init_images"] = [encode(picture) for picture in body["init_images"]]
         if "mask" in body:
@@ -128,8 +144,10 @@ class WebUI:
         for argument in script["args"]:
             label = (argument.get("label") or "").lower()
             value = wanted.pop(label, argument.get("value"))
-            choices = argument.get("choices")
-            values.append(choices.index(value) if choices and value in choices else value)
+            choices = [c[0] if isinstance(c, list) else c for c in argument.get("choices") or ()]
+            # Lists that give the choice itself, and not its index, are the exception.
+            by_index = value in choices and label not in _BY_NAME
+            values.append(choices.index(value) if by_index else value)
         if wanted:
             raise WebUIError(f"{name} has no argument {', '.join(wanted)}")
         return values

@@ -41,16 +41,6 @@ class Recorder(ABC):
         """
 
     @abstractmethod
-    def _abandon(self, device: torch.device) -> None:
-        """Leave the pool of a recording that failed, which the allocator keeps on recording to.
-
-        Captures made in it before stay alive and right.
-        """
-        pool = self._pools.pop(device)
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, pool)
-
     def forget(self) -> None:
         """Give back the memory of all recordings; none of them may be replayed again."""
 

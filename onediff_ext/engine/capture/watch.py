@@ -33,7 +33,7 @@ class ModelWatch:
         self._modules = list(model.modules())
         self._wrappers = [(r, m) for m in self._modules for r in rules if r.matches(m)]
         wrapped = {id(inner) for _, m in self._wrappers for inner in m.modules()}
-        known = ("torch.nn.modules", *sources)
+        known = ("torch.nn.modules", "onediff_ext.", *sources)
         self.refusal = next(
             (
                 reason

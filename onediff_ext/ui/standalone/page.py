@@ -210,7 +210,7 @@ def _folder(defaults: PageDefaults) -> dict[str, Any]:
         target = gr.Textbox(
             str(defaults.output_dir / "batch"),
             label="Output folder",
-            info="A run that was stopped goes on where it stopped.",
+            info="With a fixed seed, a run that was stopped goes on where it stopped.",
             elem_id="onediff_output_dir",
         )
     with gr.Row():

@@ -55,8 +55,8 @@ class PageEvents:
         """Give every button its work. The panel's own are connected already."""
         page = self.page
         with page.blocks:
-            self._on_draw(page.text, ("width", "height"), self._draw_text)
-            self._on_draw(page.image, ("source", "strength", "size"), self._draw_image)
+            self._on_draw("txt2img", page.text, ("width", "height"), self._draw_text)
+            self._on_draw("img2img", page.image, ("source", "strength", "size"), self._draw_image)
             self._on_folder()
             for event in (page.model["load"].click, page.model["checkpoint"].input):
                 event(
@@ -67,12 +67,15 @@ class PageEvents:
                         page.panel.controls["enabled"],
                     ],
                     outputs=[page.result["said"], *page.panel.status_outputs],
+                    api_name="load",
                 )
             page.result["gallery"].select(
                 self._show_infotext, inputs=[page.result["gallery"]], outputs=[page.result["info"]]
             )
 
-    def _on_draw(self, tab: Values, names: tuple[str, ...], draw: Callable[..., Result]) -> None:
+    def _on_draw(
+        self, name: str, tab: Values, names: tuple[str, ...], draw: Callable[..., Result]
+    ) -> None:
         page = self.page
         result = page.result
         count = len(FIELDS)
@@ -104,7 +107,13 @@ class PageEvents:
             *(tab[name] for name in names),
         ]
         outputs = [result["gallery"], result["said"], result["info"], *page.panel.status_outputs]
-        tab["go"].click(run, inputs=inputs, outputs=outputs, show_progress_on=result["gallery"])
+        tab["go"].click(
+            run,
+            inputs=inputs,
+            outputs=outputs,
+            api_name=name,
+            **accepted(tab["go"].click, show_progress_on=result["gallery"]),
+        )
         self._on_cancel(tab)
 
     def _on_cancel(self, tab: Values) -> None:
@@ -173,7 +182,9 @@ class PageEvents:
             *(tab[name] for name in _FOLDER),
         ]
         outputs = [tab["progress"], page.result["gallery"], *page.panel.status_outputs]
-        tab["go"].click(run, inputs=inputs, outputs=outputs, show_progress="hidden")
+        tab["go"].click(
+            run, inputs=inputs, outputs=outputs, api_name="batch", show_progress="hidden"
+        )
         self._on_cancel(tab)
 
     def _folder_job(self, picture: Values, own: Values) -> Img2ImgJob:

@@ -39,6 +39,12 @@ class Studio:
     Args:
         device, dtype: Of the weights.
         options: Store, limit and workers; the panel decides the rest.
+
+    Attributes:
+        painter: Of the loaded checkpoint; None before the first.
+        session: Owns the graphs; None when nothing is compiled.
+        identity: Checkpoint and LoRAs, as they decide a picture.
+        is_busy: A job is running.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, options: CompileOptions) -> None:
@@ -51,7 +57,7 @@ class Studio:
         self._why_eager = ""
         self._turn = threading.RLock()
         self._cancelled = threading.Event()
-        self._busy = False
+        self.is_busy = False
 
     @property
     def library(self) -> GraphLibrary:
@@ -66,15 +72,15 @@ class Studio:
         """Wait until no other job runs, and be cancellable meanwhile."""
         with self._turn:
             self._cancelled.clear()
-            self._busy = True
+            self.is_busy = True
             try:
                 yield
             finally:
-                self._busy = False
+                self.is_busy = False
 
     def cancel(self) -> None:
         """End the job that runs now, at its next step."""
-        if self._busy:
+        if self.is_busy:
             self._cancelled.set()
 
     def check_cancelled(self, *_: object) -> None:
