@@ -192,6 +192,16 @@ class Builder:
             return None
         return stored
 
+    def why_missing(self, kind: Kind) -> str:
+        """Why a kind has no graph that may be used here, in plain words."""
+        proof = self.verdicts.read(kind.key.digest).proofs.get(machine_digest(kind.device))
+        reason = self.library.explain(kind.key, kind.label)
+        if reason == "stored":
+            if proof is not None and proof.problem:
+                return f"the stored one is bad on this machine: {proof.problem}"
+            return "the stored one was never loaded on this machine"
+        return reason
+
     def load(self, payload: bytes, kind: Kind) -> Graph:
         """Make a graph's bytes callable, in this process.
 

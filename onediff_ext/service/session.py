@@ -329,7 +329,7 @@ class Session(Kinds):
             self.journal.note("failed", kind.label, failure, level=logging.WARNING)
         elif self.options.build == "never":
             # Nobody else will: who builds explains as well, on another thread.
-            kind.reason = self.library.explain(kind.key, kind.label)
+            kind.reason = self.builder.why_missing(kind)
             self.journal.note("missing", kind.label, kind.reason)
 
 
