@@ -32,6 +32,8 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # worker removes; drawing made that folder anew and left it behind.
     "autotune_local_cache": False,
 }
+# Raised whenever the kernels in `backends/kernels` change.
+KERNELS = "2"
 
 
 class InductorBackend(Backend):
@@ -55,6 +57,7 @@ class InductorBackend(Backend):
             "inductor settings": " ".join(f"{k}={v}" for k, v in sorted(settings.items())),
         }
         if device.type == "cuda":
+            entries["kernels"] = KERNELS
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
         return entries
 
@@ -134,6 +137,9 @@ def _as_library(payload: bytes) -> Iterator[str]:
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
     from torch._inductor import config, standalone_compile
 
+    from onediff_ext.backends.kernels.rewrite import with_kernels
+
+    graph_module = with_kernels(graph_module)
     with config.patch(dict(CUDA_CONFIG)):
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
