@@ -64,6 +64,11 @@ class InductorBackend(Backend):
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
         return entries
 
+    def prepare_to_load(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            import torch._inductor.codecache
+            import torch._inductor.standalone_compile  # noqa: F401
+
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         # The graph's own fake tensors, never real ones: those would make the weights'
         # shapes symbolic, which is slower and hands out one kind's code for another's.
