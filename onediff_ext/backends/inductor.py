@@ -8,6 +8,7 @@ an AOTInductor library, since `standalone_compile` would compile its C++ again a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,13 +129,26 @@ def _as_library(payload: bytes) -> Iterator[str]:
             library.write(payload)
         if path:
             os.close(descriptor)
-        yield path or f"/proc/{os.getpid()}/fd/{descriptor}"
+        yield path or _unique_path(descriptor)
     finally:
         if not path:
             os.close(descriptor)
         else:
             with contextlib.suppress(OSError):  # Windows keeps a loaded library's file
                 os.unlink(path)
+
+
+_loads = itertools.count(1)
+
+
+def _unique_path(descriptor: int) -> str:
+    """A path to an open file that no library of this process was ever loaded from.
+
+    The dynamic loader takes a path that it knows for the library that it knows, without
+    looking, and numbers of descriptors come again: the second graph would be the first one.
+    """
+    detours = "".join("fd/../" if bit == "1" else "./" for bit in f"{next(_loads):b}")
+    return f"/proc/{os.getpid()}/{detours}fd/{descriptor}"
 
 
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
