@@ -82,7 +82,8 @@ class WebUI:
     def is_up(self) -> bool:
         """Whether it answers at all, for waiting while it starts."""
         try:
-            return self.has("/sdapi/v1/options")
+            # Extensions' routes come last: on Forge the API answers before scripts can run.
+            return self.has("/sdapi/v1/options") and self.has("/onediff/v1/version")
         except OSError:
             return False
 

@@ -47,6 +47,8 @@ def test_loopback(webui: WebUI, photo: np.ndarray) -> None:
         "denoising_strength": 0.5,
         "steps": 4,
     }
+    if webui.host() != "a1111":
+        webui.draw(False, "img2img", **job)  # its VAE's noise depends on the job before
     theirs = webui.draw(False, "img2img", **job)
     assert_same(webui.draw(True, "img2img", **job), theirs)
     assert webui.status()["running"] == "compiled"
