@@ -19,6 +19,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compiled, compiled_state
+from onediff_ext.hosts.diffusers.deepcache import disable_deepcache, enable_deepcache
 from onediff_ext.hosts.diffusers.lora_files import load_lora
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 
@@ -140,6 +141,20 @@ def test_pictures_are_classified_as_their_own_concept(
     found = [_nearest(picture, references) for picture in _draw(pipeline, prompts)]
     right = sum(a == b for a, b in zip(found, CONCEPTS, strict=True))
     assert right >= 9, list(zip(CONCEPTS, found, strict=True))
+
+
+@pytest.mark.parametrize(("preset", "at_least"), [("light", 9), ("medium", 9), ("strong", 8)])
+def test_deepcache_stays_recognisable(
+    pipeline: Any, references: tuple[list[str], torch.Tensor], preset: str, at_least: int
+) -> None:
+    prompts = [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in CONCEPTS]
+    enable_deepcache(pipeline, preset)
+    try:
+        found = [_nearest(picture, references) for picture in _draw(pipeline, prompts, steps=20)]
+    finally:
+        disable_deepcache(pipeline)
+    right = sum(a == b for a, b in zip(found, CONCEPTS, strict=True))
+    assert right >= at_least, list(zip(CONCEPTS, found, strict=True))
 
 
 def test_the_caption_names_the_background(pipeline: Any) -> None:
