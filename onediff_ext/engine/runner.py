@@ -7,12 +7,13 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import ExportError
+from onediff_ext.core.errors import BlockGoneError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
@@ -23,7 +24,9 @@ from onediff_ext.engine.trace import (
     BlockFunction,
     export_block,
     is_channels_last,
+    make_examples,
     save_program,
+    stand_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,9 @@ class Kinds(ABC):
     @abstractmethod
     def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
         """The kind of this key, made (and its graph loaded, if stored) when it is new."""
+
+    def rejected(self, kind: Kind) -> None:  # noqa: B027
+        """Hear that a kind's graph was wrong in this process."""
 
     @abstractmethod
     def fell_back(self, what: str, reason: str) -> None:
@@ -101,9 +107,12 @@ class BlockRunner:
         except Exception as exc:
             kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
+            self._kinds.rejected(kind)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
             return self.family.output_of(self.block, output)
+        if self.family.mutates_inputs:
+            call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
         self._check(kind, output, self.family.tensor_of(eager), call, weights)
         return eager
@@ -124,6 +133,7 @@ class BlockRunner:
         if comparison.problem is not None:
             kind.fail(comparison.problem)
             logger.warning("%s runs eager: its graph %s", kind.label, comparison.problem)
+            self._kinds.rejected(kind)
         elif comparison.decided:
             kind.state = KindState.READY
 
@@ -147,11 +157,11 @@ class BlockRunner:
             return call
         if torch.is_grad_enabled():
             return Refusal("gradients are enabled")
-        if self.block.training:
-            return Refusal("the model is in training mode")
         tree = self.tree
         if tree is None or not tree.holds():
             tree = self._look()
+        if tree.drops and self.block.training:
+            return Refusal("the model is in training mode")
         if tree.refusal is not None:
             return Refusal(tree.refusal)
         weights = tree.weights()
@@ -171,12 +181,12 @@ class BlockRunner:
         signature = (_signature(call), autocast)
         kind = self._found.get(signature)
         if kind is None:
-            kind = self._identify(tree, call, autocast)
+            kind = self._identify(tree, call, weights, autocast)
             self._found[signature] = kind
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self.tree = BlockTree(self.block, self.family.sources, self._kinds.rules, self.family.parts)
+        self.tree = look_at(self.block, self.family, self._kinds.rules)
         self._found.clear()
         return self.tree
 
@@ -184,6 +194,7 @@ class BlockRunner:
         self,
         tree: BlockTree,
         call: BlockCall,
+        weights: Sequence[torch.Tensor],
         autocast: Autocast,
     ) -> Kind:
         device = call.tensors[0].device
@@ -206,16 +217,23 @@ class BlockRunner:
             call.statics,
         )
 
-        def export() -> bytes:
-            return _export(block(), tree, family, rules, outline, autocast, device)
+        def prepare_export() -> Callable[[], bytes]:
+            return _prepare_export(block(), tree, family, rules, outline, autocast, device)
 
-        label = family.describe(self.block)
-        kind = self._kinds.find(key, lambda: Kind(key, label, device, export))
+        label, work = family.describe(self.block), _work(call, weights)
+        kind = self._kinds.find(key, lambda: Kind(key, label, device, prepare_export, work))
         kind.blocks.add(id(self.block))
         return kind
 
 
-def _export(
+def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
+    """What a block consists of now, as its family sees it."""
+    return BlockTree(
+        block, family.sources, rules, family.parts, family.transient, family.interfering
+    )
+
+
+def _prepare_export(
     block: nn.Module | None,
     identified: BlockTree,
     family: BlockFamily,
@@ -223,17 +241,32 @@ def _export(
     outline: BlockCall,
     autocast: Autocast,
     device: torch.device,
-) -> bytes:
+) -> Callable[[], bytes]:
     if block is None:
-        raise ExportError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules, family.parts)
+        raise BlockGoneError("The model is gone.")
+    tree = look_at(block, family, rules)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
-        raise ExportError("The block has changed since its kind was named.")
+        raise BlockGoneError("The block has changed since its kind was named.")
     traced = tree.copy()
     family.prepare(traced)
-    program = export_block(traced, family, tree.names, weights, outline, device, autocast)
-    return save_program(program)
+    examples = make_examples(outline, device)
+    weights = [stand_in(weight) for weight in weights]
+
+    def export() -> bytes:
+        program = export_block(
+            traced, family, tree.names, weights, outline, device, autocast, examples
+        )
+        return save_program(program)
+
+    return export
+
+
+def _work(call: BlockCall, weights: Sequence[torch.Tensor]) -> float:
+    """About how many multiplications a call costs: each weight at each place of the image."""
+    image = call.tensors[0]
+    places = image.numel() / (image.shape[1] if image.ndim == 4 else image.shape[-1])
+    return places * sum(weight.numel() for weight in weights)
 
 
 def _normalise(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +294,7 @@ def _boundary_problem(
                 return f"an empty {name}"
             if sizes.setdefault(name, size) != size:
                 return f"{name} differs between inputs"
-    if weights and weights[0].device != device:
+    if any(weight.device != device for weight in weights):
         return "weights are on another device (offloading)"
     if sizes["batch"] > 63:
         return "more than 63 images at once"

@@ -66,6 +66,7 @@ def export_block(
     call: BlockCall,
     device: torch.device,
     autocast: Autocast = None,
+    examples: Sequence[torch.Tensor] | None = None,
 ) -> torch.export.ExportedProgram:
     """Export one block with batch, height, width and tokens symbolic.
 
@@ -75,6 +76,7 @@ def export_block(
         call: Gives dtypes, layouts and fixed dims; its sizes do not matter, and its
             tensors may be on the meta device.
         device: Where the block runs.
+        examples: From `make_examples`, when they are made already.
 
     Raises:
         ExportError: The block cannot be traced, or tracing froze a dim that must vary.
@@ -83,14 +85,17 @@ def export_block(
     # be equal (duck shapes), and a batch of 1 would be taken for a constant.
     import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
 
-    examples = [_example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)]
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
     pure = BlockFunction(block, family, names, dict(call.statics), autocast)
     try:
-        with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with (
+            torch.inference_mode(False),  # hosts build in the middle of their sampling
+            torch.no_grad(),
+            symbolic_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
             program = torch.export.export(
                 pure,
-                ([w.detach() for w in weights], *examples),
+                ([stand_in(w) for w in weights], *(examples or make_examples(call, device))),
                 dynamic_shapes=([None] * len(weights), dynamic),
                 strict=False,
             )
@@ -99,6 +104,17 @@ def export_block(
     _check_dims_vary(program, call, len(weights))
     program._example_inputs = None  # would save the weights with the program
     return program
+
+
+def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of the sizes that a kind's graph is tuned for. They hold no memory."""
+    found = []
+    for tensor, dims in zip(call.tensors, call.dims, strict=True):
+        with torch.inference_mode(False):
+            example = _example(tensor, dims, device)
+        example.untyped_storage().resize_(0)  # tracing looks at sizes and strides only
+        found.append(example)
+    return found
 
 
 def save_program(program: torch.export.ExportedProgram) -> bytes:
@@ -117,6 +133,19 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     """The program's inputs as its own fake tensors: weights first, then the block's tensors."""
     nodes = program.graph_module.graph.nodes
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
+
+
+def stand_in(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form that can be traced, which those made under inference mode
+    cannot: they have no version counter."""
+    if not weight.is_inference():
+        return weight.detach()
+    with torch.inference_mode(False):
+        tensor = torch.empty_strided(
+            weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+        )
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,9 @@ def make_session(shared_store: Path) -> Callable[..., Session]:
 
     def make(backend: str = "eager", **options: object) -> Session:
         return new_session(
-            CompileOptions.parse({"backend": backend, "store": shared_store, **options})
+            CompileOptions.parse(
+                {"backend": backend, "build": "wait", "store": shared_store, **options}
+            )
         )
 
     return make

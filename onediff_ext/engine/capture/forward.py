@@ -49,7 +49,7 @@ class CapturedForward:
         forward: Its forward until now.
         runners: The runners of its blocks.
         captures: Where captures are kept.
-        sources: Prefixes of Python modules whose classes are known.
+        sources: Prefixes of the full names of classes that are known.
         rules: Wrappers around layers.
 
     Attributes:

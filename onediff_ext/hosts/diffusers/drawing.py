@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
@@ -111,8 +112,8 @@ def is_out_of_memory(exc: BaseException) -> bool:
 class _StepClock:
     """Notes when each sampling step ends; waits for the device, so that work is counted."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
+        self._device, self._on_step = device, on_step
         self.ends: list[float] = []
 
     def __call__(self, *call: Any) -> dict[str, Any]:
@@ -120,6 +121,7 @@ class _StepClock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends.append(time.perf_counter())
+        self._on_step(len(self.ends))
         kwargs: dict[str, Any] = call[-1]
         return kwargs
 
@@ -129,6 +131,10 @@ class Painter:
 
     Args:
         checkpoint: From `load_checkpoint`.
+
+    Attributes:
+        on_step: Called with the number of each finished sampling step; what it raises ends the
+            drawing and reaches the caller.
     """
 
     def __init__(self, checkpoint: LoadedCheckpoint) -> None:
@@ -136,6 +142,7 @@ class Painter:
         self.pipe = checkpoint.pipeline
         self._noise_config = dict(self.pipe.scheduler.config)
         self._pipes: dict[str, Any] = {}
+        self.on_step: Callable[[int], None] = lambda _: None
 
     @property
     def device(self) -> torch.device:
@@ -235,9 +242,9 @@ class Painter:
         pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
         # From the CPU: one seed is one picture on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        clock = _StepClock(self.device)
+        clock = _StepClock(self.device, self.on_step)
         start = time.perf_counter()
-        with deepcache_for(pipe, settings.deepcache):
+        with one_picture(self.pipe), deepcache_for(pipe, settings.deepcache):
             result = pipe(
                 prompt=list(prompts or [settings.prompt] * len(seeds)),
                 negative_prompt=[settings.negative_prompt] * len(seeds),

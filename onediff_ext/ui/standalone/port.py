@@ -1,0 +1,111 @@
+"""The panel's port to the stand-alone studio."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.core.status import Status
+from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
+from onediff_ext.service.warmup import WarmUp, WarmUpProgress
+from onediff_ext.store import GraphLibrary
+from onediff_ext.ui.choices import Choices
+from onediff_ext.ui.fields import FEATURES
+from onediff_ext.ui.port import PanelPort, WarmUpStep
+from onediff_ext.ui.recent import recent_sizes
+from onediff_ext.ui.schema import schema
+from onediff_ext.ui.standalone.studio import Studio
+
+_STAGES = {"kinds": "building", "captures": "capturing", "measuring": "measuring"}
+
+
+class StudioPort(PanelPort):
+    """The studio as the panel sees it.
+
+    Args:
+        studio: Draws.
+        output_dir: Where finished pictures lie.
+    """
+
+    def __init__(self, studio: Studio, output_dir: Path) -> None:
+        self.studio, self._output_dir = studio, output_dir
+        self._running: WarmUp | None = None
+
+    def status(self) -> Status:
+        return self.studio.status()
+
+    def cancel(self) -> None:
+        warm_up, session = self._running, self.studio.session
+        if warm_up is not None:
+            warm_up.cancel()
+        elif session is not None:
+            session.cancel_builds()
+
+    def features(self) -> frozenset[str]:
+        return FEATURES
+
+    def library(self) -> GraphLibrary:
+        return self.studio.library
+
+    def picture_folders(self) -> Sequence[Path]:
+        return [self._output_dir]
+
+    def why_off(self) -> str | None:
+        if self.studio.device.type == "cuda":
+            return None
+        return "There is no GPU here, where graphs win little: off unless you turn it on."
+
+    def schema(self) -> dict[str, object]:
+        return schema(FEATURES)
+
+    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
+        if not choices.enabled:
+            raise OptionError("OneDiff is off.", "Turn it on to warm up.")
+        steps: queue.SimpleQueue[WarmUpStep | BaseException | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=self._work, args=(choices, steps), name="onediff-warm-up", daemon=True
+        )
+        yield WarmUpStep(0, 0, "looking for graphs")
+        thread.start()
+        while (step := steps.get()) is not None:
+            if isinstance(step, BaseException):
+                raise step
+            yield step
+
+    def _work(
+        self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
+    ) -> None:
+        try:
+            with self.studio.turn():
+                self._warm_up(choices, steps)
+        except BaseException as exc:
+            steps.put(exc)
+        steps.put(None)
+
+    def _warm_up(
+        self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
+    ) -> None:
+        painter = self.studio.loaded()
+        self.studio.apply(choices)
+
+        def listen(progress: WarmUpProgress) -> None:
+            note = f"{_STAGES[progress.stage]} {progress.label}".strip()
+            steps.put(WarmUpStep(progress.done, progress.needed, note, progress.seconds_left))
+
+        warm_up = pipe_warm_up(painter.pipe, self._shapes(choices), listen)
+        self._running = warm_up
+        try:
+            report = warm_up.run()
+        finally:
+            self._running = None
+        steps.put(WarmUpStep(1, 1, "done", summary=report.line()))
+
+    def _shapes(self, choices: Choices) -> list[BatchShape]:
+        shapes = choices.warm_up_shapes() or recent_sizes(self.picture_folders())
+        if not shapes:
+            raise OptionError("There is no size to warm up.", 'Write for example "512x768".')
+        return shapes
