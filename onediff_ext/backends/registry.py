@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.options import BACKENDS
 from onediff_ext.engine.port import Backend
 
 
@@ -20,4 +21,8 @@ def make_backend(name: str) -> Backend:
         from onediff_ext.backends.inductor import InductorBackend
 
         return InductorBackend()
-    raise OptionError(f"There is no backend {name!r}.", "Known: inductor, eager.")
+    if name == "oneflow":
+        from onediff_ext.backends.oneflow.backend import OneFlowBackend
+
+        return OneFlowBackend()
+    raise OptionError(f"There is no backend {name!r}.", f"Known: {', '.join(BACKENDS)}.")

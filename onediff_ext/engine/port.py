@@ -16,9 +16,14 @@ class Backend(ABC):
 
     `build` runs in a worker process that has nothing but torch; `load` in the
     process that draws pictures, where it must never compile.
+
+    Attributes:
+        name: One of `onediff_ext.core.options.BACKENDS`.
+        capturable: Whether a CUDA graph may be recorded around its graphs.
     """
 
     name: str
+    capturable = True
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:

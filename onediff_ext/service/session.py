@@ -69,7 +69,7 @@ class Session(Kinds):
         self.builder = Builder(self.library, self.backend, options.workers, options.build_timeout_s)
         self.captures = Captures(
             CudaRecorder(),
-            options.capture_limit if options.captures else 0,
+            options.capture_limit if options.captures and self.backend.capturable else 0,
             options.capture_limit_bytes,
         )
         self.listener: ProgressListener | None = None

@@ -18,7 +18,7 @@ from onediff_ext.engine.structure import BlockTree
 from onediff_ext.engine.trace import export_block, load_program, save_program
 
 CPU = torch.device("cpu")
-BACKENDS = ("eager", "inductor")
+BACKENDS = ("eager", "oneflow")
 
 
 def _resnet() -> torch.nn.Module:
