@@ -1,9 +1,10 @@
 """The process that builds graphs: ``python -m onediff_ext.backends.worker``.
 
 It reads one JSON object a line: ``{"program": path, "output": path, "backend": name,
-"device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text}``. It
-needs nothing but torch. It ends, with its own compilers, as soon as its standard input
-closes, so that none survives the process that started it.
+"device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text,
+"spent": bool}``; a spent process can build nothing more. It needs nothing but torch and the
+backend's own package. It ends, with its own compilers, as soon as its standard input closes,
+so that none survives the process that started it.
 """
 
 from __future__ import annotations
@@ -54,18 +55,22 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     start = time.perf_counter()
     device = torch.device(request["device"])
     backend = make_backend(request["backend"])
+
+    def failed(text: str) -> dict[str, object]:
+        return {"error": text, "spent": backend.spent}
+
     try:
         program = load_program(Path(request["program"]).read_bytes())
         payload = backend.build(program, device)
         problem = try_out(program, backend.load(payload, device), device)
         if problem is not None:
-            return {"error": problem}
+            return failed(problem)
         Path(request["output"]).write_bytes(payload)
     except OneDiffError as exc:
-        return {"error": exc.message}
+        return failed(exc.message)
     except Exception as exc:  # compilers raise anything; this process exists to contain it
         lines = str(exc).strip().splitlines()
-        return {"error": f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"}
+        return failed(f"{type(exc).__name__}: {lines[0] if lines else 'no message'}")
     return {"seconds": time.perf_counter() - start}
 
 

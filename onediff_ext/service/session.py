@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onediff_ext.backends.registry import make_backend
+from onediff_ext.backends.registry import choose_backend
 from onediff_ext.core.errors import BackendError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.core.options import CompileOptions
@@ -63,7 +63,7 @@ class Session(Kinds):
         rules: Sequence[WrapperRule] = (),
     ) -> None:
         self.options, self.families, self.rules = options, families, tuple(rules)
-        self.backend = make_backend(options.backend)
+        self.backend, substituted = choose_backend(options.backend)
         root = options.store if options.store is not None else default_root()
         self.library = GraphLibrary(root, options.store_limit_bytes)
         self.builder = Builder(self.library, self.backend, options.workers, options.build_timeout_s)
@@ -78,6 +78,9 @@ class Session(Kinds):
         self._lock = threading.RLock()
         self._holding = 0
         self._entries: dict[torch.device, dict[str, str]] = {}
+        if substituted is not None:
+            self.fell_back(f"the {options.backend} backend", substituted)
+            logger.warning("%s", substituted)
 
     def key_entries(self, device: torch.device) -> dict[str, str]:
         if device not in self._entries:

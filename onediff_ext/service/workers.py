@@ -58,6 +58,8 @@ class WorkerProcess:
             }
             answer = self._ask(request, timeout_s)
             if "error" in answer:
+                if answer.get("spent"):
+                    self.close()  # the next build starts another process
                 raise BackendError(str(answer["error"]))
             payload = target.read_bytes()
             target.unlink()

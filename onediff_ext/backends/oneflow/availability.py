@@ -56,7 +56,7 @@ def version_reason(package: str, wanted: str) -> str | None:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return f"OneFlow needs {package} {wanted}, which is not installed ({INSTALL})"
-    if version.split(".")[: len(wanted.split("."))] != wanted.split("."):
+    if not f"{version}.".replace("+", ".").startswith(f"{wanted}."):
         return f"OneFlow needs {package} {wanted}; {version} is installed ({INSTALL})"
     return None
 
@@ -81,7 +81,7 @@ def import_error_reason(exc: BaseException) -> str:
 
 
 def _import_reason() -> str | None:
-    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("GLOG_minloglevel", "3")  # it complains of GPUs on a CPU
     try:
         import oneflow  # noqa: F401
     except Exception as exc:  # a foreign package's import may raise anything
@@ -93,4 +93,3 @@ def _no_cuda_reason() -> str | None:
     import oneflow
 
     return None if oneflow.cuda.is_available() else "OneFlow finds no CUDA driver that it can use"
-

@@ -27,6 +27,10 @@ class OneFlowBackend(Backend):
     name = "oneflow"
     capturable = False  # it works on streams of its own
 
+    @property
+    def spent(self) -> bool:  # type: ignore[override]
+        return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
+
     def unavailable_reason(self, device: torch.device) -> str | None:
         return unavailable_reason(device)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_KERNEL = re.compile(r"op_type_name: (\S+)\s+DeviceType_Name: k(\S+)\s+DataType_Name of \S+: k(\S+)")
+_KERNEL = re.compile(
+    r"op_type_name: (\S+)\s+DeviceType_Name: k(\S+)\s+DataType_Name of \S+: k(\S+)"
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -106,7 +106,7 @@ class Plans:
         with self._lock:
             self._plans.clear()
             gc.collect()
-            if any(isinstance(thing, self._flow.nn.Graph) for thing in gc.get_objects()):
+            if any(issubclass(type(thing), self._flow.nn.Graph) for thing in gc.get_objects()):
                 return False
             self._flow.framework.session_context.GetDefaultSession().Reset()
             self.resets += 1

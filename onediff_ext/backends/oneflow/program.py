@@ -57,6 +57,8 @@ def _missing(node: Node) -> str | None:
         return f"{node.op} {node.target}"
     if node.target in ARITHMETIC or lowering_of(node.target) is not None:
         return None
-    return str(getattr(node.target, "__name__", node.target)) if not isinstance(
-        node.target, torch._ops.OpOverload
-    ) else str(node.target)
+    return (
+        str(getattr(node.target, "__name__", node.target))
+        if not isinstance(node.target, torch._ops.OpOverload)
+        else str(node.target)
+    )

@@ -173,12 +173,12 @@ def _slice(
     first, last, _ = slice(start, end).indices(x.shape[dim])
     if (first, last, step) == (0, x.shape[dim], 1):
         return x
-    return x[(*[slice(None)] * dim, slice(first, last, step))]
+    return x[tuple([slice(None)] * dim + [slice(first, last, step)])]
 
 
 def _select(flow: Any, x: Any, dim: int, index: int) -> Any:  # noqa: ARG001
     dim %= x.ndim
-    return x[(*[slice(None)] * dim, index % x.shape[dim])]
+    return x[tuple([slice(None)] * dim + [index % x.shape[dim]])]
 
 
 def _cat(flow: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -295,6 +295,7 @@ TABLE: Mapping[str, Lowering] = {
     "aten.cat.default": _cat,
     "aten.chunk.default": _chunk,
     "aten.clone.default": _same,
+    "aten.concat.default": _cat,
     "aten.constant_pad_nd.default": _constant_pad,
     "aten.contiguous.default": _same,
     "aten.conv2d.default": composed.conv2d,
