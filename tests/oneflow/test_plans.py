@@ -21,7 +21,8 @@ class Block(torch.nn.Module):
 
 def make_program():
     example = torch.randn(5, 5), torch.randn(4, 5)
-    exported = torch.export.export(Block(), example, dynamic_shapes=(None, {0: torch.export.Dim("n")}))
+    dims = (None, {0: torch.export.Dim("n")})
+    exported = torch.export.export(Block(), example, dynamic_shapes=dims)
     return FlowProgram(exported.run_decompositions({}).graph_module)
 
 weight = torch.randn(5, 5)
@@ -77,7 +78,7 @@ print(json.dumps([sorted(refused), message, plans.resets, len(plans)]))
 """
     refused, message, resets, count = json.loads(run_apart(_START + code).splitlines()[-1])
     assert len(refused) == 2
-    assert message.startswith("OneFlow's graphs for this size take more than")
+    assert message.startswith("OneFlow's graphs for this size do not fit: 3 graphs and 4.0 GB")
     assert resets <= 3
     assert count == 3
 
@@ -172,14 +173,14 @@ torch.set_num_threads(1)
 from onediff_ext.backends.oneflow.plans import process_plans
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from tests import models
-unet = models.sd15().unet
+unet = models.unet((32, 64), attention=(True, False))
 holder = type("Holder", (), {})()
 holder.unet = unet
 session = new_session({"backend": "oneflow", "store": sys.argv[1]})
 assert session.backend.name == "oneflow", session.fallbacks()
 compile_pipe(holder, session=session)
 plans = process_plans()
-plans._limit_bytes = 150 * 2**20
+plans._limit_bytes = 100 * 2**20
 
 def resident():
     for line in open("/proc/self/status"):
@@ -193,7 +194,7 @@ with torch.no_grad():
     before = resident()
     for _ in range(30):
         unet(**models.unet_inputs(unet, 2, chooser.randint(3, 32), chooser.randint(3, 32)))
-        memory.append(resident() - before)
+        memory.append(round((resident() - before) / 2**20))
 print(json.dumps([memory, plans.resets, session.fallbacks()]))
 """
 
@@ -204,4 +205,4 @@ def test_thirty_sizes_stay_within_the_bound(flow, run_apart, shared_store):
     assert fallbacks == []
     assert resets >= 2
     # The stated bound of the graphs, one more graph, and what the process itself takes.
-    assert max(memory) < (150 + 250) * 2**20, memory
+    assert max(memory) < 100 + 250, memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from onediff_ext.backends.oneflow.table import ARITHMETIC, TABLE, Lowering
 from onediff_ext.core.errors import BackendError
 
+_NUMBERS = itertools.count()
+
 
 class FlowProgram:
     """The operators of one exported block, each of which OneFlow has.
@@ -17,11 +20,15 @@ class FlowProgram:
     Args:
         graph_module: Takes weights and inputs, flattened; returns a tuple of one tensor.
 
+    Attributes:
+        number: No other program of this process has it.
+
     Raises:
         BackendError: An operator is not in the table; OneFlow has not been touched then.
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
+        self.number = next(_NUMBERS)
         self._graph_module = graph_module
         missing = sorted({name for node in graph_module.graph.nodes if (name := _missing(node))})
         if missing:
