@@ -64,7 +64,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     dtype = DTYPES[arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")]
     pipe = SimpleNamespace(unet=make_unet(arguments.model, device, dtype))
-    session = new_session(CompileOptions(store=arguments.store))
+    session = new_session(CompileOptions(build="wait", store=arguments.store))
     start = time.perf_counter()
     compile_pipe(pipe, session=session)
     generator = torch.Generator().manual_seed(0)

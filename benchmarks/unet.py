@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="in each round")
     parser.add_argument("--store", type=Path)
-    parser.add_argument("--profile", type=Path, help="folder for tables of GPU kernels")
+    parser.add_argument("--profile", type=Path, help="file for tables of GPU kernels")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
@@ -259,7 +259,7 @@ def _profile(
 ) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    arguments.profile.mkdir(parents=True, exist_ok=True)
+    tables = []
     for name, step in steps.items():
         for size in parse_sizes("1024x1024, 512x512"):
             inputs = inputs_at(unet, size)
@@ -272,7 +272,8 @@ def _profile(
             table = seen.key_averages().table(
                 sort_by="self_cuda_time_total", row_limit=80, max_name_column_width=110
             )
-            (arguments.profile / f"{name}-{size}.txt").write_text(table, encoding="utf-8")
+            tables.append(f"{name} at {size}\n{table}")
+    arguments.profile.write_text("\n\n".join(tables), encoding="utf-8")
 
 
 def _synchronize(device: torch.device) -> None:

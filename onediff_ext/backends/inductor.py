@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # worker removes; drawing made that folder anew and left it behind.
     "autotune_local_cache": False,
 }
+# Raised whenever the kernels in `backends/kernels` change.
+KERNELS = "1"
 
 
 class InductorBackend(Backend):
@@ -55,6 +57,7 @@ class InductorBackend(Backend):
             "inductor settings": " ".join(f"{k}={v}" for k, v in sorted(settings.items())),
         }
         if device.type == "cuda":
+            entries["kernels"] = KERNELS
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
         return entries
 
@@ -93,14 +96,8 @@ def _build_cpu(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor]) ->
 
 def _load_cpu(payload: bytes) -> Graph:
     # The raw runner: 0.5 ms for each graph, and Inductor is not even imported.
-    handle, path = tempfile.mkstemp(prefix="onediff-", suffix=".so")
-    try:
-        with os.fdopen(handle, "wb") as library:
-            library.write(payload)
+    with _as_library(payload) as path:
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
-    finally:
-        with contextlib.suppress(OSError):  # Windows keeps a loaded library's file
-            os.unlink(path)
 
     def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         return runner.run(list(arguments))[0]
@@ -108,9 +105,36 @@ def _load_cpu(payload: bytes) -> Graph:
     return run
 
 
+@contextlib.contextmanager
+def _as_library(payload: bytes) -> Iterator[str]:
+    """A path to load a library from; in memory where the system can, so that nothing is left of
+    a process that is killed."""
+    try:
+        descriptor = os.memfd_create("onediff-graph")
+    except (AttributeError, OSError):  # not Linux, or forbidden
+        descriptor, path = tempfile.mkstemp(prefix="onediff-", suffix=".so")
+    else:
+        path = ""
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as library:
+            library.write(payload)
+        if path:
+            os.close(descriptor)
+        yield path or f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        if not path:
+            os.close(descriptor)
+        else:
+            with contextlib.suppress(OSError):  # Windows keeps a loaded library's file
+                os.unlink(path)
+
+
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
     from torch._inductor import config, standalone_compile
 
+    from onediff_ext.backends.kernels.rewrite import with_kernels
+
+    graph_module = with_kernels(graph_module)
     with config.patch(dict(CUDA_CONFIG)):
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:

@@ -1,14 +1,16 @@
-"""The process that builds graphs: ``python -m onediff_ext.backends.worker``.
+"""The process that builds graphs: ``python -m onediff_ext.backends.worker [background]``.
 
-It reads one JSON object a line: ``{"program": path, "output": path, "backend": name,
-"device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text,
-"spent": bool}``; a spent process can build nothing more. It needs nothing but torch and the
-backend's own package. It ends, with its own compilers, as soon as its standard input closes,
-so that none survives the process that started it.
+It reads one JSON object a line: ``{"task": "build", "program": path, "graph": path, "backend":
+name, "device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text, "blame":
+"graph", "machine" or "memory"}``, with ``"spent": true`` when it can build nothing more.
+``"build"`` writes the graph; ``"prove"`` reads one that comes from elsewhere, and may die of
+it. It needs nothing but torch and the backend's own package. It ends, with its own compilers,
+as soon as its standard input closes, so that none survives the process that started it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -18,21 +20,34 @@ import threading
 import time
 from pathlib import Path
 
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
+_NO_MEMORY = ("out of memory", "Cannot allocate memory", "bad_alloc", "DefaultCPUAllocator")
 
-def main() -> int:
+
+def main(arguments: list[str]) -> int:
     """Serve build requests until standard input closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what compilers print must not be taken for an answer
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(5)  # pictures come first
+    _step_back(in_background="background" in arguments)
     import torch  # noqa: F401  (the slow part of starting, before "ready")
 
     answers.write('{"ready": true}\n')
     while (line := requests.get()) is not None:
         answers.write(json.dumps(_answer(json.loads(line))) + "\n")
     return 0
+
+
+def _step_back(in_background: bool) -> None:
+    """Pictures come first, for the processor and for memory."""
+    with contextlib.suppress(OSError, AttributeError):
+        # Beside a picture that keeps all cores busy: a tenth of one core, and not nothing, or
+        # graphs would never come to those who draw on a CPU all day.
+        os.nice(10 if in_background else 5)
+    # When memory runs out, the system ends this process and not the one that draws.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _read_requests(requests: queue.SimpleQueue[str | None]) -> None:
@@ -53,26 +68,42 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     from onediff_ext.engine.trace import load_program
 
     start = time.perf_counter()
-    device = torch.device(request["device"])
+    device, graph = torch.device(request["device"]), Path(request["graph"])
     backend = make_backend(request["backend"])
 
-    def failed(text: str) -> dict[str, object]:
-        return {"error": text, "spent": backend.spent}
+    def failed(text: str, blame: str) -> dict[str, object]:
+        return {"error": text, "blame": blame, "spent": backend.spent}
 
     try:
         program = load_program(Path(request["program"]).read_bytes())
-        payload = backend.build(program, device)
+        is_new = request["task"] == "build"
+        payload = backend.build(program, device) if is_new else graph.read_bytes()
         problem = try_out(program, backend.load(payload, device), device)
         if problem is not None:
-            return failed(problem)
-        Path(request["output"]).write_bytes(payload)
+            return failed(problem, "graph")
+        if is_new:
+            graph.write_bytes(payload)
     except OneDiffError as exc:
-        return failed(exc.message)
+        return failed(_first_line(exc.message), _blame(exc))
     except Exception as exc:  # compilers raise anything; this process exists to contain it
-        lines = str(exc).strip().splitlines()
-        return failed(f"{type(exc).__name__}: {lines[0] if lines else 'no message'}")
+        return failed(f"{type(exc).__name__}: {_first_line(str(exc))}", _blame(exc))
     return {"seconds": time.perf_counter() - start}
 
 
+def _blame(exc: BaseException) -> str:
+    """Whether the graph is at fault, or what it was built on."""
+    text = str(exc)
+    if any(words in text for words in _NO_ROOM):
+        return "machine"
+    if isinstance(exc, MemoryError) or any(words in text for words in _NO_MEMORY):
+        return "memory"
+    return "graph"
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else "no message"
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     model_arguments.add_model_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, build="wait")
 
 
 def run(arguments: argparse.Namespace) -> int:

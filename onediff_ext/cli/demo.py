@@ -40,6 +40,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("inputs", nargs="*", type=Path, metavar="FOLDER")
     img2img.add_arguments(parser)
     parser.set_defaults(
+        build="wait",
         run=run,
         output=Path("demo-output"),
         prompt="a cat on a yellow background",
@@ -141,7 +142,8 @@ def _compile(
     import time
 
     start = time.perf_counter()
-    session = model_arguments.compile_painter(painter, arguments, identity, BuildListener())
+    session = model_arguments.open_session(arguments, identity)
+    model_arguments.compile_painter(painter, arguments, session, BuildListener())
     return session, time.perf_counter() - start
 
 

@@ -7,9 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import model_arguments
+
+if TYPE_CHECKING:
+    from onediff_ext.store import GraphLibrary
 
 
 def add_parser(commands: Any) -> None:
@@ -86,3 +89,33 @@ def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]
     seconds = [graph.header.build_seconds for graph in entries]
     if seconds:
         yield True, f"a graph took {sum(seconds) / len(seconds):.1f} s to build here, on average"
+    yield from _gains(library)
+
+
+def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
+    """What was measured for each checkpoint, and what could not be built."""
+    import torch
+
+    from onediff_ext.core.options import CompileOptions
+    from onediff_ext.service.stored_status import stored_status
+    from onediff_ext.store import CheckpointRecords, Verdicts
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    for listing in CheckpointRecords(library.folder).list():
+        status = stored_status(library, listing.record, device, CompileOptions())
+        if status.speedup is None:
+            gain = "not measured; `onediff-ext warmup` does"
+        elif status.pays_off_after is None:
+            gain = f"{status.speedup:.2f}x measured: graphs save nothing here"
+        else:
+            gain = (
+                f"{status.speedup:.2f}x measured; its builds pay off after"
+                f" {status.pays_off_after} pictures of 20 steps"
+            )
+        yield (
+            True,
+            f"{listing.record.name}: {status.kinds_ready} of {status.kinds_needed} graphs, {gain}",
+        )
+    for verdict in Verdicts(library.folder).failures():
+        reason = verdict.failure.reason if verdict.failure else ""
+        yield False, f"{verdict.label} runs eager: {reason} (`onediff-ext graphs retry`)"

@@ -22,6 +22,8 @@ def add_parser(commands: Any) -> None:
     for name, action, text in (
         ("list", _list, "graphs and the checkpoints that use them"),
         ("explain", _explain, "what a graph was built for, or what a checkpoint lacks and why"),
+        ("status", _status, "how many graphs of each checkpoint are ready, failed, being built"),
+        ("retry", _retry, "try again what could not be built"),
         ("verify", _verify, "check every file's checksum"),
         ("prune", _prune, "delete the least recently used graphs"),
         ("export", _export, "write graphs into an archive"),
@@ -33,6 +35,9 @@ def add_parser(commands: Any) -> None:
             model_arguments.add_model_arguments(sub)
         else:
             model_arguments.add_store_arguments(sub)
+        if name == "status":
+            sub.add_argument("--json", action="store_true", help="for programs")
+            sub.add_argument("--checkpoint", help="only this one, by name")
         if name == "verify":
             sub.add_argument("--repair", action="store_true", help="delete damaged graphs")
         if name == "prune":
@@ -78,6 +83,61 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _status(arguments: argparse.Namespace) -> int:
+    """Also while another process draws and builds: everything is read from the store."""
+    import json
+
+    import torch
+
+    from onediff_ext.core.options import CompileOptions
+    from onediff_ext.core.status import STATUS_SCHEMA
+    from onediff_ext.service.stored_status import stored_status
+    from onediff_ext.store import CheckpointRecords
+
+    library = _library(arguments)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    records = [seen.record for seen in CheckpointRecords(library.folder).list()]
+    if arguments.checkpoint is not None:
+        records = [record for record in records if record.name == arguments.checkpoint]
+        if not records:
+            raise OptionError(
+                f"No checkpoint {arguments.checkpoint!r}.", "See `onediff-ext graphs list`."
+            )
+    found = [(r, stored_status(library, r, device, CompileOptions())) for r in records]
+    if arguments.json:
+        described = [
+            {
+                "name": record.name,
+                "content_hash": record.content_hash,
+                "architecture": record.architecture,
+                **status.as_json(),
+            }
+            for record, status in found
+        ]
+        store = str(library.folder.root)
+        print(json.dumps({"schema": STATUS_SCHEMA, "store": store, "checkpoints": described}))
+        return 0
+    for record, status in found:
+        print(f"{record.name} ({record.architecture}): {status.line()}")
+        for reason in status.reasons:
+            print(f"  eager for good: {reason}")
+        if status.pays_off_after is not None:
+            print(f"  the builds pay off after {status.pays_off_after} pictures of 20 steps")
+    if not found:
+        print("No checkpoint has been drawn with yet.")
+    return 0
+
+
+def _retry(arguments: argparse.Namespace) -> int:
+    from onediff_ext.store import Verdicts
+
+    forgotten = Verdicts(_library(arguments).folder).retry()
+    for label in forgotten:
+        print(f"{label}: built at its next use")
+    print(f"{len(forgotten)} kinds are tried again")
+    return 0
+
+
 def _row(graph: StoredGraph, users: list[str]) -> list[str]:
     entries = graph.key.entries
     return [
@@ -114,11 +174,15 @@ def _explain_graph(library: GraphLibrary, prefix: str) -> int:
     if len(found) != 1:
         what = "No graph" if not found else f"{len(found)} graphs"
         raise OptionError(f"{what} begins with {prefix!r}.", "See `onediff-ext graphs list`.")
+    from onediff_ext.store import Verdicts
+
     graph = found[0]
     print(f"{graph.label} ({graph.digest})")
     for name, value in sorted(graph.key.entries.items()):
         print(f"  {name}: {value}")
     print(f"  origin: {graph.header.origin}, {graph.header.build_seconds:.1f} s to build")
+    for proof in Verdicts(library.folder).read(graph.digest).proofs.values():
+        print(f"  first load: {proof.problem or 'harmless, with results like eager'}")
     return 0
 
 

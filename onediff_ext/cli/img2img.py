@@ -99,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             finally:
                 progress.close()
                 report.take_session(model.session, model.painter.device)
+                model.close()
     except BaseException:
         report.skipped = skipped.as_json()
         report_file.write_what_happened(arguments.report, report)

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.core.options import BACKENDS, COMPONENTS, CompileOptions, parse_ignores
+from onediff_ext.core.options import (
+    BACKENDS,
+    BUILD_POLICIES,
+    COMPONENTS,
+    CompileOptions,
+    parse_ignores,
+)
 
 if TYPE_CHECKING:
     from onediff_ext.core.shapes import BatchShape
@@ -109,7 +115,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     compile_group.add_argument(
         "--ignore", action="append", default=[], choices=COMPONENTS, help="leave a part alone"
     )
-    compile_group.add_argument("--no-build", action="store_true", help="use stored graphs only")
+    compile_group.add_argument(
+        "--build",
+        choices=BUILD_POLICIES,
+        help="missing graphs: build beside the pictures (background), before them (wait), or not"
+        " at all (default: background; warmup and bench wait)",
+    )
+    compile_group.add_argument("--no-build", action="store_true", help="the same as --build never")
     compile_group.add_argument(
         "--workers", type=positive_count, help="build processes at the same time"
     )
@@ -132,6 +144,11 @@ class LoadedModel:
     identity: dict[str, object]
     ready_seconds: float
 
+    def close(self) -> None:
+        """End what is still being built; the next run goes on there."""
+        if self.session is not None:
+            self.session.close()
+
 
 def parse_options(arguments: argparse.Namespace) -> CompileOptions:
     """Compile options from the command line.
@@ -141,7 +158,7 @@ def parse_options(arguments: argparse.Namespace) -> CompileOptions:
     """
     return CompileOptions(
         backend=arguments.backend,
-        build="never" if arguments.no_build else "wait",
+        build="never" if arguments.no_build else (arguments.build or CompileOptions.build),
         store=arguments.store,
         store_limit_bytes=int(arguments.store_limit_gb * 2**30),
         workers=arguments.workers,
@@ -201,6 +218,8 @@ def load_model(
     identity: dict[str, object],
     listener: ProgressListener | None = None,
     check: Callable[[Painter], None] | None = None,
+    *,
+    hold_builds: bool = False,
 ) -> LoadedModel:
     """Load checkpoint and LoRAs, put graphs under them, build what is missing.
 
@@ -209,19 +228,38 @@ def load_model(
         identity: From `model_identity`.
         listener: Told of each build.
         check: Raises when the checkpoint cannot do the job; asked before anything is built.
+        hold_builds: Only put graphs under it; the caller finds the kinds and has them built.
 
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
     import_libraries()
     start = time.perf_counter()
+    session = None if arguments.eager else open_session(arguments, identity)
     painter = load_painter(arguments)
     if check is not None:
         check(painter)
-    session = None
-    if not arguments.eager:
-        session = compile_painter(painter, arguments, identity, listener)
+    if session is not None:
+        compile_painter(painter, arguments, session, listener, hold_builds=hold_builds)
     return LoadedModel(painter, session, identity, time.perf_counter() - start)
+
+
+def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> Session:
+    """A session that reads the checkpoint's graphs ahead while the checkpoint is being loaded.
+
+    Raises:
+        OptionError: An option cannot be used.
+    """
+    from onediff_ext.hosts.diffusers.compile import new_session
+
+    session = new_session(parse_options(arguments))
+    session.use_checkpoint(
+        str(identity["checkpoint"]),
+        name=arguments.model.stem,
+        path=str(arguments.model.resolve()),
+        device=_device(arguments.device),
+    )
+    return session
 
 
 def load_painter(arguments: argparse.Namespace) -> Painter:
@@ -248,26 +286,31 @@ def load_painter(arguments: argparse.Namespace) -> Painter:
 def compile_painter(
     painter: Painter,
     arguments: argparse.Namespace,
-    identity: dict[str, object],
+    session: Session,
     listener: ProgressListener | None = None,
-) -> Session:
-    """Put graphs under a loaded checkpoint, load or build them all, and compare them with eager.
-
-    Raises:
-        OptionError: An option cannot be used.
-    """
-    from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
+    *,
+    hold_builds: bool = False,
+) -> None:
+    """Put graphs under a loaded checkpoint, load or build them, and compare them with eager."""
+    from onediff_ext.hosts.diffusers.compile import compile_pipe
     from onediff_ext.hosts.diffusers.probe import probe
 
-    session = new_session(parse_options(arguments))
-    session.listener = listener
+    if session.options.build == "wait":
+        session.listener = listener  # beside the pictures, nobody waits for it
     ignores = [*arguments.ignore, *(["vae"] if arguments.ignore_vae else [])]
     compile_pipe(painter.pipe, ignores=parse_ignores(ignores), session=session)
-    probe(painter.pipe)
+    if not hold_builds:
+        probe(painter.pipe)
     if session.count("built"):
         probe(painter.pipe)  # compares the new graphs with eager
-    _record(session, painter, str(identity["checkpoint"]))
-    return session
+    assert session.checkpoint is not None
+    session.use_checkpoint(
+        session.checkpoint.content_hash,
+        name=painter.checkpoint.name,
+        path=str(painter.checkpoint.path.resolve()),
+        architecture=painter.checkpoint.architecture,
+    )
+    session.record_checkpoint()
 
 
 def import_libraries() -> None:
@@ -280,27 +323,6 @@ def import_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-
-
-def _record(session: Session, painter: Painter, content_hash: str) -> None:
-    from onediff_ext.core.errors import StoreError
-    from onediff_ext.store import CheckpointRecords
-
-    checkpoint = painter.checkpoint
-    kinds = {k.key.digest: len(k.blocks) for k in session.kinds if k.graph is not None}
-    if not kinds:
-        return
-    try:
-        CheckpointRecords(session.library.folder).record(
-            content_hash,
-            name=checkpoint.name,
-            path=str(checkpoint.path.resolve()),
-            architecture=checkpoint.architecture,
-            kinds=kinds,
-        )
-    except StoreError as exc:
-        # It only serves `graphs list`, and a store that one may only read serves all the same.
-        logger.info("The checkpoint's record is not kept: %s", exc)
 
 
 def _device(name: str) -> Any:

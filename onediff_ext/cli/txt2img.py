@@ -72,11 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseException:
         progress.close()
         report.take_session(model.session, painter.device)
+        model.close()
         report_file.write_what_happened(arguments.report, report)
         report_file.print_left_out(report)
         raise
     progress.close()
     report.take_session(model.session, painter.device)
+    model.close()
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
     report_file.print_summary(report)

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments
-from onediff_ext.cli.bench import timing_table
-from onediff_ext.cli.progress import BuildListener
-from onediff_ext.cli.report_file import print_fallbacks
+from onediff_ext.cli import model_arguments, report_file
+from onediff_ext.cli.progress import Progress
+from onediff_ext.cli.tables import format_table
+
+if TYPE_CHECKING:
+    from onediff_ext.core.shapes import BatchShape
+    from onediff_ext.service.warmup import WarmUpProgress, WarmUpReport
+
+_TITLES = {"kinds": "building graphs", "captures": "capturing", "measuring": "measuring"}
 
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("warmup", help="build graphs now and measure a step of each size")
-    parser.add_argument("sizes", nargs="+", help='such as 512x768 or "512x768, 1024x1024@2"')
+    parser.add_argument("sizes", nargs="*", help='such as 512x768 or "512x768, 1024x1024@2"')
+    parser.add_argument(
+        "--from",
+        dest="from_folders",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="add the sizes of the latest pictures in a folder, most frequent first",
+    )
+    parser.add_argument(
+        "--most",
+        type=model_arguments.positive_count,
+        default=8,
+        help="sizes to take from folders at most (default: 8)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     model_arguments.add_model_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, when_stopped="What was built is kept; the rest is built later.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,21 +47,86 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
-    shapes = model_arguments.given_sizes(" ".join(arguments.sizes))
+    shapes = _shapes(arguments)
+    report_file.check_report_path(arguments.json)
     identity = model_arguments.model_identity(arguments)
-    model = model_arguments.load_model(arguments, identity, BuildListener())
+    if not arguments.no_build:
+        arguments.build = "background"  # the warm-up itself waits
+    model = model_arguments.load_model(arguments, identity, hold_builds=True)
     session = model.session
     assert session is not None
 
     from onediff_ext.hosts.diffusers.report import left_eager
-    from onediff_ext.hosts.diffusers.step_bench import time_steps
+    from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
-    timings = [time_steps(model.painter.pipe, shape, rounds=1) for shape in shapes]
-    print(timing_table(timings))
+    shown = _Shown()
+    try:
+        report = pipe_warm_up(model.painter.pipe, shapes, shown).run()
+    finally:
+        shown.close()
+        model.close()
+    print(_table(report))
     print(
-        f"{session.count('built')} graphs built, {session.count('loaded')} loaded"
-        f" in {model.ready_seconds:.1f} s"
+        f"{report.built} graphs built, {report.loaded} loaded"
+        f" in {model.ready_seconds + report.seconds:.1f} s"
     )
+    pays = session.status().pays_off_after
+    if pays:
+        print(f"The builds pay off after {pays} pictures of 20 steps.")
+    if arguments.json is not None:
+        report_file.write_json(arguments.json, {**report.as_json(), "pays_off_after": pays})
     eager = left_eager(session)
-    print_fallbacks(eager)
+    report_file.print_fallbacks(eager)
     return 1 if eager else 0
+
+
+def _shapes(arguments: argparse.Namespace) -> list[BatchShape]:
+    from onediff_ext.core.shapes import parse_sizes
+    from onediff_ext.pictures.sizes_used import sizes_used
+
+    shapes = parse_sizes(" ".join(arguments.sizes))
+    if arguments.from_folders:
+        shapes += sizes_used(arguments.from_folders, arguments.most)
+    return list(dict.fromkeys(shapes)) or model_arguments.given_sizes("")
+
+
+def _table(report: WarmUpReport) -> str:
+    return format_table(
+        ["size", "at once", "first s", "eager ms", "compiled ms", "speed-up"],
+        [
+            [
+                f"{f.shape.width_px}x{f.shape.height_px}",
+                f.shape.batch,
+                f"{f.first_s:.2f}",
+                f"{f.eager_ms:.1f}",
+                f"{f.compiled_ms:.1f}",
+                f"{f.speedup:.2f}x",
+            ]
+            for f in report.sizes
+        ],
+    )
+
+
+class _Shown:
+    """Each stage as a progress of its own; stages without anything to do are not shown."""
+
+    def __init__(self) -> None:
+        self._stage, self._done = "", 0
+        self._progress: Progress | None = None
+
+    def __call__(self, progress: WarmUpProgress) -> None:
+        if progress.stage != self._stage:
+            self.close()
+            self._stage, self._done = progress.stage, 0
+            if progress.done < progress.needed:
+                self._progress = Progress(_TITLES[progress.stage], progress.needed)
+        more = progress.done - self._done
+        if self._progress is not None and more > 0:
+            self._done = progress.done
+            self._progress.advance(more, progress.label or "done", progress.seconds_left)
+
+    def close(self) -> None:
+        """End the stage that is shown."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

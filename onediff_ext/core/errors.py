@@ -12,7 +12,10 @@
     │   └── UntrustedGraphError  native code from elsewhere, not yet trusted
     └── BackendError       a backend cannot build, load or run a graph
         ├── BackendUnavailableError  the backend cannot work on this machine
+        ├── MachineError   nothing can be built here now: no disk space, no compiler
+        ├── WorkerLostError          a build process crashed, hung or ran out of memory
         ├── ExportError    a block cannot be expressed as a graph
+        │   └── BlockGoneError       the block is no longer what it was
         └── CaptureError   a forward cannot be recorded as a CUDA graph
 
 Each error has a message (what happened) and a hint (what to do next).
@@ -82,8 +85,20 @@ class BackendUnavailableError(BackendError):
     """A backend cannot work on this machine."""
 
 
+class MachineError(BackendError):
+    """Nothing can be built on this machine now; the kind is not to blame."""
+
+
+class WorkerLostError(BackendError):
+    """A build process crashed, hung or ran out of memory; another attempt may succeed."""
+
+
 class ExportError(BackendError):
     """A block cannot be expressed as a graph."""
+
+
+class BlockGoneError(ExportError):
+    """The block was unloaded or changed since its kind was named."""
 
 
 class CaptureError(BackendError):

@@ -11,7 +11,7 @@ from onediff_ext.core.errors import OptionError
 
 COMPONENTS = ("unet", "vae", "vae_encoder", "vae_decoder", "controlnet")
 BACKENDS = ("inductor", "oneflow", "eager")
-BUILD_POLICIES = ("wait", "never")
+BUILD_POLICIES = ("background", "wait", "never")
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,17 @@ class CompileOptions:
 
     Args:
         backend: Who turns a block into a graph, one of `BACKENDS`.
-        build: What happens when a kind has no graph yet: ``"wait"`` builds it
-            after the first forward that asked for it, ``"never"`` leaves it eager.
+        build: What happens when a kind has no graph yet. ``"background"`` draws eager
+            and builds beside it, ``"wait"`` builds after the first forward that asked
+            for it, ``"never"`` leaves it eager.
         store: Folder of the graph library; None is the user's cache folder.
         store_limit_bytes: Size above which the least recently used graphs go.
         workers: Processes that build at the same time; None is one for every
-            two cores, two at least and eight at most.
+            two cores, two at least and eight at most, and one while a picture is
+            drawn on the same cores.
         build_timeout_s: Seconds after which a worker's build counts as hanging.
+        build_attempts: How often a kind is tried whose worker crashed, hung or ran out of
+            memory, before it is recorded as one that cannot be built here.
         channels_last: Keep convolution weights and activations in NHWC order.
         captures: On a GPU, replay whole forwards as CUDA graphs.
         capture_limit: Most sizes captured at the same time.
@@ -34,11 +38,12 @@ class CompileOptions:
     """
 
     backend: str = "inductor"
-    build: str = "wait"
+    build: str = "background"
     store: Path | None = None
     store_limit_bytes: int = 8 * 2**30
     workers: int | None = None
     build_timeout_s: float = 600.0
+    build_attempts: int = 2
     channels_last: bool = True
     captures: bool = True
     capture_limit: int = 64
@@ -55,6 +60,9 @@ class CompileOptions:
             )
         if self.workers is not None and self.workers < 1:
             raise OptionError("At least one build worker is needed.", "Leave `workers` out.")
+        for name in ("build_timeout_s", "build_attempts"):
+            if getattr(self, name) <= 0:
+                raise OptionError(f"{name} must be above zero.", "Leave it out for the default.")
 
     @classmethod
     def parse(cls, options: CompileOptions | Mapping[str, Any] | None) -> CompileOptions:

@@ -30,13 +30,16 @@ class Kind:
         key: Identifies the kind on disk.
         label: A few words for people.
         device: Where its blocks live.
-        export: Makes the exported program to build from, serialised.
+        prepare_export: Readies everything for the export and returns what does it: the
+            serialised program to build from. The first part needs the device, the second none.
+        work: Multiplications of one call at the size it was first met with, for ordering builds.
     """
 
     key: KindKey
     label: str
     device: torch.device
-    export: Callable[[], bytes]
+    prepare_export: Callable[[], Callable[[], bytes]]
+    work: float = 0.0
     state: KindState = KindState.MISSING
     graph: Graph | None = None
     reason: str = ""
@@ -45,10 +48,28 @@ class Kind:
     calls: int = 0
     blocks: set[int] = field(default_factory=set)
 
+    @property
+    def weight(self) -> float:
+        """What its calls have cost so far, to build first what saves most."""
+        return self.calls * self.work
+
+    def export(self) -> bytes:
+        """Make the exported program to build from, serialised.
+
+        Raises:
+            ExportError: The block cannot be expressed as a graph.
+        """
+        return self.prepare_export()()
+
     def accept(self, graph: Graph, source: str) -> None:
         """Take a graph into use; its first run will be compared with eager."""
         self.graph, self.source, self.state = graph, source, KindState.UNCHECKED
+        self.reason = ""
 
     def fail(self, reason: str) -> None:
         """Run eager from now on, and say why."""
         self.graph, self.state, self.reason = None, KindState.FAILED, reason
+
+    def miss(self, reason: str) -> None:
+        """Run eager until there is a graph again, and say why."""
+        self.graph, self.state, self.reason, self.source = None, KindState.MISSING, reason, ""

@@ -34,6 +34,32 @@ def machine_entries(device_type: str, device_index: int) -> dict[str, str]:
     return entries
 
 
+@functools.cache
+def machine_digest(device: torch.device) -> str:
+    """Short digest of everything here that decides whether a graph loads, and how long it builds.
+
+    Wider than the key: driver, C library and compiler do not change a graph's bytes,
+    yet a graph that loaded before may crash after one of them changed. No host name:
+    an equal machine, or the same container started again, is the same machine.
+    """
+    described = {**machine_entries(device.type, device.index or 0), "libc": _libc()}
+    if device.type == "cuda":
+        described["driver"] = _driver_version()
+    text = "\n".join(f"{name}={value}" for name, value in sorted(described.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _libc() -> str:
+    return " ".join(platform.libc_ver()) or platform.version()
+
+
+def _driver_version() -> str:
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        return version.read_text(errors="replace").splitlines()[0]
+    return "unknown"
+
+
 def _triton_version() -> str:
     try:
         import triton

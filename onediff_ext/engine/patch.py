@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
+
 _ABSENT = object()
 
 
@@ -16,12 +18,18 @@ class Patches:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace `owner.name`, remembering what the instance held."""
         attributes = vars(owner)
         self._replaced.append((owner, name, attributes.get(name, _ABSENT), value))
         attributes[name] = value
+
+    def hook(self, handle: RemovableHandle) -> None:
+        """Take over a forward hook of a module. Unlike a replaced forward, a hook can be
+        taken away again whoever has patched the module since."""
+        self._hooks.append(handle)
 
     def undo(self) -> list[str]:
         """Put everything back, last change first.
@@ -30,6 +38,8 @@ class Patches:
             The names of attributes that somebody else has replaced since; those
             are left as they are, since taking them away would break the other.
         """
+        while self._hooks:
+            self._hooks.pop().remove()
         left = []
         while self._replaced:
             owner, name, before, ours = self._replaced.pop()
@@ -43,4 +53,4 @@ class Patches:
         return left
 
     def __len__(self) -> int:
-        return len(self._replaced)
+        return len(self._replaced) + len(self._hooks)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import ExportError
+from onediff_ext.core.errors import BlockGoneError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
@@ -23,6 +23,7 @@ from onediff_ext.engine.trace import (
     BlockFunction,
     export_block,
     is_channels_last,
+    make_examples,
     save_program,
 )
 
@@ -46,6 +47,9 @@ class Kinds(ABC):
     def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
         """The kind of this key, made (and its graph loaded, if stored) when it is new."""
 
+    def rejected(self, kind: Kind) -> None:  # noqa: B027
+        """Hear that a kind's graph was wrong in this process."""
+
     @abstractmethod
     def fell_back(self, what: str, reason: str) -> None:
         """Count one call that ran eager although a graph was wanted."""
@@ -54,8 +58,8 @@ class Kinds(ABC):
 class BlockRunner:
     """Runs one block of a host's model.
 
-    It is put into the block's instance attribute ``forward``, so that hooks on
-    the block itself go on working.
+    It is put into the block's instance attribute ``forward`` (or the method that the
+    family names), so that hooks on the block itself go on working.
 
     Attributes:
         active: False lets every call through.
@@ -101,11 +105,12 @@ class BlockRunner:
         except Exception as exc:
             kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
+            self._kinds.rejected(kind)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
-            return output
+            return self.family.output_of(self.block, output)
         eager = self.eager(*args, **kwargs)
-        self._check(kind, output, eager, call, weights)
+        self._check(kind, output, self.family.tensor_of(eager), call, weights)
         return eager
 
     def _check(
@@ -124,6 +129,7 @@ class BlockRunner:
         if comparison.problem is not None:
             kind.fail(comparison.problem)
             logger.warning("%s runs eager: its graph %s", kind.label, comparison.problem)
+            self._kinds.rejected(kind)
         elif comparison.decided:
             kind.state = KindState.READY
 
@@ -171,12 +177,13 @@ class BlockRunner:
         signature = (_signature(call), autocast)
         kind = self._found.get(signature)
         if kind is None:
-            kind = self._identify(tree, call, autocast)
+            kind = self._identify(tree, call, weights, autocast)
             self._found[signature] = kind
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self.tree = BlockTree(self.block, self.family.sources, self._kinds.rules)
+        family, rules = self.family, self._kinds.rules
+        self.tree = BlockTree(self.block, family.sources, rules, family.parts, family.transient)
         self._found.clear()
         return self.tree
 
@@ -184,6 +191,7 @@ class BlockRunner:
         self,
         tree: BlockTree,
         call: BlockCall,
+        weights: Sequence[torch.Tensor],
         autocast: Autocast,
     ) -> Kind:
         device = call.tensors[0].device
@@ -206,16 +214,16 @@ class BlockRunner:
             call.statics,
         )
 
-        def export() -> bytes:
-            return _export(block(), tree, family, rules, outline, autocast, device)
+        def prepare_export() -> Callable[[], bytes]:
+            return _prepare_export(block(), tree, family, rules, outline, autocast, device)
 
-        label = family.describe(self.block)
-        kind = self._kinds.find(key, lambda: Kind(key, label, device, export))
+        label, work = family.describe(self.block), _work(call, weights)
+        kind = self._kinds.find(key, lambda: Kind(key, label, device, prepare_export, work))
         kind.blocks.add(id(self.block))
         return kind
 
 
-def _export(
+def _prepare_export(
     block: nn.Module | None,
     identified: BlockTree,
     family: BlockFamily,
@@ -223,17 +231,31 @@ def _export(
     outline: BlockCall,
     autocast: Autocast,
     device: torch.device,
-) -> bytes:
+) -> Callable[[], bytes]:
     if block is None:
-        raise ExportError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules)
+        raise BlockGoneError("The model is gone.")
+    tree = BlockTree(block, family.sources, rules, family.parts, family.transient)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
-        raise ExportError("The block has changed since its kind was named.")
+        raise BlockGoneError("The block has changed since its kind was named.")
     traced = tree.copy()
     family.prepare(traced)
-    program = export_block(traced, family, tree.names, weights, outline, device, autocast)
-    return save_program(program)
+    examples = make_examples(outline, device)
+
+    def export() -> bytes:
+        program = export_block(
+            traced, family, tree.names, weights, outline, device, autocast, examples
+        )
+        return save_program(program)
+
+    return export
+
+
+def _work(call: BlockCall, weights: Sequence[torch.Tensor]) -> float:
+    """About how many multiplications a call costs: each weight at each place of the image."""
+    image = call.tensors[0]
+    places = image.numel() / (image.shape[1] if image.ndim == 4 else image.shape[-1])
+    return places * sum(weight.numel() for weight in weights)
 
 
 def _normalise(tensor: torch.Tensor) -> torch.Tensor:

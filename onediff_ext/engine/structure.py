@@ -76,9 +76,15 @@ class BlockTree:
     """
 
     def __init__(
-        self, block: nn.Module, packages: Sequence[str], rules: Sequence[WrapperRule] = ()
+        self,
+        block: nn.Module,
+        packages: Sequence[str],
+        rules: Sequence[WrapperRule] = (),
+        parts: Sequence[str] | None = None,
+        transient: frozenset[str] = frozenset(),
     ) -> None:
         self.refusal: str | None = None
+        self._parts, self._transient = parts, transient
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self._rules = tuple(rules)
@@ -101,14 +107,15 @@ class BlockTree:
         inner: bool,
         wrapped: tuple[WrapperRule | None, Any] = (None, None),
     ) -> None:
-        foreign = inner and _is_hooked(module)
+        foreign = _is_hooked(module) if inner else _replaces(module, "_forward")
         self._modules.append((module, type(module), len(module._modules), foreign))
         if foreign:
-            self._refuse(f"{path} has a hook or a replaced forward of another extension")
+            what = path or "the block"
+            self._refuse(f"{what} has a hook or a replaced forward of another extension")
         if not type(module).__module__.startswith(self._packages):
             self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
         self._sources.add(type(module).__module__)
-        lines.append(f"{path}: {_qualname(type(module))} {_describe_attributes(module)}")
+        lines.append(f"{path}: {_qualname(type(module))} {self._describe_attributes(module)}")
         processor = vars(module).get("processor")
         if processor is not None:
             self._processors.append((vars(module), processor))
@@ -122,7 +129,7 @@ class BlockTree:
                 self._slots.append(_Slot(prefix + name, holder, name, merges, wrapper))
         for name, child in module._modules.items():
             self._children.append((module._modules, name, child))
-            if child is None:
+            if child is None or not (inner or self._parts is None or name in self._parts):
                 continue
             found = next((r for r in self._rules if r.matches(child)), None)
             if found is None:
@@ -158,6 +165,15 @@ class BlockTree:
             "source": _digest(" ".join(_source_digest(name) for name in sorted(self._sources))),
         }
 
+    def _describe_attributes(self, module: nn.Module) -> str:
+        kept = {
+            name: value
+            for name, value in vars(module).items()
+            if name == "_chunk_size"
+            or not (name.startswith("_") or name == "forward" or name in self._transient)
+        }
+        return _describe(kept, depth=0)
+
     def _refuse(self, reason: str) -> None:
         if self.refusal is None:
             self.refusal = reason
@@ -170,7 +186,8 @@ class BlockTree:
         for module, cls, count, foreign in self._modules:
             if module.__class__ is not cls or len(module._modules) != count:
                 return False
-            if module is not self._block and _is_hooked(module) is not foreign:
+            inner = module is not self._block
+            if (_is_hooked(module) if inner else _replaces(module, "_forward")) is not foreign:
                 return False
         return all(holder.get("processor") is processor for holder, processor in self._processors)
 
@@ -190,11 +207,14 @@ class BlockTree:
         Tracing the live block would race with other threads, which would meet
         fake tensors, and would run other extensions' hooks.
         """
-        tensors = [*self._block.parameters(), *self._block.buffers()]
-        block = copy.deepcopy(self._block, {id(t): t for t in tensors})
+        kept = [*self._block.parameters(), *self._block.buffers()]
+        for module in self._block.modules():
+            kept += [vars(module)[name] for name in self._transient & vars(module).keys()]
+        block = copy.deepcopy(self._block, {id(value): value for value in kept})
         self._unwrap(block)
         for module in block.modules():
-            vars(module).pop("forward", None)
+            for name in ("forward", "_forward", *self._transient):
+                vars(module).pop(name, None)
             for hooks in ("_forward_hooks", "_forward_pre_hooks"):
                 getattr(module, hooks).clear()
         return block
@@ -211,7 +231,21 @@ class BlockTree:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or _replaces(module, "forward")
+        or _replaces(module, "_forward")
+    )
+
+
+def _replaces(module: nn.Module, name: str) -> bool:
+    """Whether the instance has a method of its own, and not its class's put back by hand, as
+    ControlNet for A1111 does when it is done."""
+    method = module.__dict__.get(name)
+    if method is None:
+        return False
+    return getattr(method, "__func__", None) is not getattr(type(module), name, None)
 
 
 def _qualname(cls: type) -> str:
@@ -229,15 +263,6 @@ def _source_digest(module_name: str) -> str:
         return ""
     path = getattr(sys.modules.get(module_name), "__file__", None)
     return _digest(Path(path).read_text(encoding="utf-8")) if path else "none"
-
-
-def _describe_attributes(module: nn.Module) -> str:
-    kept = {
-        name: value
-        for name, value in vars(module).items()
-        if name == "_chunk_size" or not (name.startswith("_") or name == "forward")
-    }
-    return _describe(kept, depth=0)
 
 
 def _describe(value: object, depth: int) -> str:

@@ -66,6 +66,7 @@ def export_block(
     call: BlockCall,
     device: torch.device,
     autocast: Autocast = None,
+    examples: Sequence[torch.Tensor] | None = None,
 ) -> torch.export.ExportedProgram:
     """Export one block with batch, height, width and tokens symbolic.
 
@@ -75,6 +76,7 @@ def export_block(
         call: Gives dtypes, layouts and fixed dims; its sizes do not matter, and its
             tensors may be on the meta device.
         device: Where the block runs.
+        examples: From `make_examples`, when they are made already.
 
     Raises:
         ExportError: The block cannot be traced, or tracing froze a dim that must vary.
@@ -83,7 +85,8 @@ def export_block(
     # be equal (duck shapes), and a batch of 1 would be taken for a constant.
     import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
 
-    examples = [_example(t, dims, device) for t, dims in zip(call.tensors, call.dims, strict=True)]
+    if examples is None:
+        examples = make_examples(call, device)
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
     pure = BlockFunction(block, family, names, dict(call.statics), autocast)
     try:
@@ -99,6 +102,16 @@ def export_block(
     _check_dims_vary(program, call, len(weights))
     program._example_inputs = None  # would save the weights with the program
     return program
+
+
+def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of the sizes that a kind's graph is tuned for. They hold no memory."""
+    found = []
+    for tensor, dims in zip(call.tensors, call.dims, strict=True):
+        example = _example(tensor, dims, device)
+        example.untyped_storage().resize_(0)  # tracing looks at sizes and strides only
+        found.append(example)
+    return found
 
 
 def save_program(program: torch.export.ExportedProgram) -> bytes:

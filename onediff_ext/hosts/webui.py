@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,22 @@ class WebUIHost(ABC):
         """Make whatever further changes this host needs while `model` runs through graphs,
         such as having pending LoRA weights merged before each forward."""
 
+    def state(self) -> Hashable:
+        """Whatever else decides what the models compute, beside themselves and their weights:
+        settings that reach into layers, class-level patches. When it changes, blocks are
+        looked at anew and captures are dropped. Cheap, since it is asked before each step."""
+        return None
+
     @abstractmethod
     def step(self, shape: BatchShape) -> None:
         """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.
 
         Must not change what the host draws next.
         """
+
+    def run_exclusively(self, task: Callable[[], None]) -> None:
+        """Run a task as one of the host's own jobs: none beside it, on a thread that may.
+
+        The default has no queue to wait in and just runs it.
+        """
+        task()

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+
+from onediff_ext import __version__
 from onediff_ext.core.errors import BackendError, OneDiffError, StoreError
+from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.kinds import Kind
-from onediff_ext.engine.port import Backend
-from onediff_ext.service.build_folder import BuildFolder
-from onediff_ext.service.workers import WorkerProcess
-from onediff_ext.store import GraphLibrary, StoreBusyError
+from onediff_ext.engine.machine import machine_digest
+from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.service.exporting import TORCH_LOCK
+from onediff_ext.service.gate import DrawingGate
+from onediff_ext.service.journal import Journal
+from onediff_ext.service.workers import Built, WorkerProcess
+from onediff_ext.store import GraphLibrary, History, StoredGraph, Verdicts
+
+if TYPE_CHECKING:
+    from onediff_ext.service.build_run import BuildRun
 
 logger = logging.getLogger(__name__)
+
+PROVED_ON = "proved on"  # in a graph's details: the machine whose worker built and tried it
+_FIRST_LOAD_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class BuildProgress:
         done: Kinds finished, failed ones among them.
         needed: Kinds of this build.
         label: What was finished last.
-        seconds_left: Estimate from the builds so far.
+        seconds_left: From the history of this machine, or else from the builds so far.
     """
 
     done: int
@@ -39,80 +53,220 @@ class BuildProgress:
 
 
 ProgressListener = Callable[[BuildProgress], None]
-_Built = tuple[bytes, float]  # the graph's bytes, seconds in the worker
+
+
+def worker_count(options: CompileOptions) -> int:
+    """Workers at the same time while nobody draws."""
+    return options.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
 
 
 class Builder:
     """Builds kinds, each by exactly one of the processes that share a store.
 
-    Exports and loads happen on the calling thread, since torch can do only one
-    of either at a time in a process; only the compilation is elsewhere.
-
     Args:
         library: Where graphs are looked for and put.
         backend: Who builds and loads them.
-        workers: Processes at the same time; None for one for every two cores.
-        timeout_s: Seconds after which one build counts as hanging.
+        options: Workers, time limits, attempts.
+        journal: Told what happens and why.
+        gate: Knows when a picture is drawn; graphs change between pictures only.
+
+    Attributes:
+        warnings: Why graphs are not kept, each reason once.
+        problem: Why nothing can be built now (full disk, no compiler), or ``""``.
+        run: What is being built now, or None.
+        export_children: See `export_all`; None is what suits the system.
     """
 
     def __init__(
-        self, library: GraphLibrary, backend: Backend, workers: int | None, timeout_s: float
+        self,
+        library: GraphLibrary,
+        backend: Backend,
+        options: CompileOptions,
+        journal: Journal | None = None,
+        gate: DrawingGate | None = None,
     ) -> None:
-        self._library, self._backend, self._timeout_s = library, backend, timeout_s
-        self._worker_count = workers or min(8, max(2, (os.cpu_count() or 2) // 2))
+        self.library, self.backend, self.options = library, backend, options
+        self.journal, self.gate = journal or Journal(), gate or DrawingGate()
+        self.verdicts, self.history = Verdicts(library.folder), History(library.folder)
         self.warnings: list[str] = []
+        self.problem = ""
+        self.export_children: int | None = None
+        self.run: BuildRun | None = None
+        self._running = threading.Lock()
+        self._load_s = _FIRST_LOAD_S
 
-    def build(self, kinds: Sequence[Kind], listen: ProgressListener | None = None) -> None:
+    @property
+    def worker_count(self) -> int:
+        """Workers at the same time while nobody draws."""
+        return worker_count(self.options)
+
+    @property
+    def may_build(self) -> bool:
+        """Whether new graphs may be made; stored ones are proved in any case."""
+        return self.options.build != "never"
+
+    def workers_beside(self, device_type: str, is_drawing: bool) -> int:
+        """Workers at the same time beside a picture that may need the same cores."""
+        if self.options.workers or not is_drawing or device_type != "cpu":
+            return self.worker_count
+        return 1
+
+    def build(
+        self,
+        kinds: Sequence[Kind],
+        listen: ProgressListener | None = None,
+        *,
+        stop: threading.Event | None = None,
+        in_background: bool = False,
+        more: Callable[[], Sequence[Kind]] | None = None,
+    ) -> None:
         """Build each kind, or load it if another process was faster; raises for none of them.
 
-        A kind that cannot be built is marked as failed, with the reason.
+        A kind that cannot be built is marked as failed, with the reason; `problem` says
+        so when the machine is at fault and the kinds are not.
+
+        Args:
+            kinds: The most useful first.
+            listen: Told after each kind.
+            stop: Ends everything at once when set; what was being built is lost.
+            in_background: Somebody draws meanwhile: lowest priority, graphs change between
+                pictures. Otherwise the caller waits, and they change at once.
+            more: Asked for further kinds while there is time.
         """
-        try:
-            run = _Run(self, kinds, listen)
-        except BackendError as exc:
-            for kind in kinds:
-                kind.fail(f"could not be built: {exc.message}")
-            logger.warning("Nothing can be built: %s", exc)
-            return
-        with run:
-            elsewhere = [kind for kind in kinds if not run.start(kind, lock_timeout_s=0)]
-            run.finish_all()
-            for kind in elsewhere:  # another process is building these: take over or load
-                run.start(kind, lock_timeout_s=self._timeout_s)
-                run.finish_all()
+        from onediff_ext.service.build_run import BuildRun
+
+        self.problem = ""
+        with self._running:
+            try:
+                self.library.sweep()
+            except StoreError as exc:
+                logger.debug("The store was not swept: %s", exc)  # said when a graph is to be kept
+            try:
+                run = BuildRun(self, kinds, listen, stop or threading.Event(), in_background)
+            except BackendError as exc:
+                self.problem = str(exc)
+                self.journal.note("failed", "all builds", str(exc), level=logging.WARNING)
+                if not in_background:
+                    for kind in kinds:
+                        kind.fail(f"could not be built: {exc.message}")
+                return
+            with run:
+                self.run = run
+                try:
+                    run.work(more or (lambda: ()))
+                finally:
+                    self.run = None
 
     def lock(self, kind: Kind, timeout_s: float) -> AbstractContextManager[None]:
         """The kind's build lock; no lock at all where the store cannot be written."""
         try:
-            self._library.folder.prepare()
+            self.library.folder.prepare()
         except StoreError as exc:
             self.warn(exc)
             return nullcontext()
-        return self._library.build_lock(kind.key, timeout_s)
+        return self.library.build_lock(kind.key, timeout_s)
 
-    def load_stored(self, kind: Kind) -> bool:
-        """Take the stored graph, if there is one by now."""
-        stored = self._library.get(kind.key)
-        if stored is None or stored.payload is None:
-            return False
-        kind.accept(self._backend.load(stored.payload, kind.device), "loaded")
-        return True
+    def known_failure(self, kind: Kind) -> str | None:
+        """Why an earlier process could not build a kind; None when it may be tried."""
+        failure = self.verdicts.failure(kind.key.digest, __version__)
+        if failure is None:
+            return None
+        day = time.strftime("%Y-%m-%d", time.localtime(failure.at))
+        return f"could not be built on {day}: {failure.reason}"
 
-    def accept(self, kind: Kind, payload: bytes, seconds: float) -> None:
-        """Keep a new graph on disk, if that is possible, and take it into use."""
+    def is_harmless(self, stored: StoredGraph, kind: Kind) -> bool | None:
+        """Whether a stored graph may be loaded here; None when that is not known yet."""
+        return self.is_harmless_on(stored, machine_digest(kind.device))
+
+    def is_harmless_on(self, stored: StoredGraph, machine: str) -> bool | None:
+        """The same for a machine of which `machine_digest` is known."""
+        proof = self.verdicts.proof(stored.digest, machine, stored.header.payload_sha256)
+        if proof is not None:
+            return not proof.problem
+        return True if stored.header.details.get(PROVED_ON) == machine else None
+
+    def stored(self, kind: Kind) -> StoredGraph | None:
+        """The stored graph of a kind, unless it is known to be bad on this machine."""
+        stored = self.library.get(kind.key)
+        if stored is None or stored.payload is None or self.is_harmless(stored, kind) is False:
+            return None
+        return stored
+
+    def load(self, payload: bytes, kind: Kind) -> Graph:
+        """Make a graph's bytes callable, in this process.
+
+        Raises:
+            BackendError: They cannot be loaded.
+        """
+        return self.load_bytes(payload, kind.device)
+
+    def load_bytes(self, payload: bytes, device: torch.device) -> Graph:
+        """The same without its kind.
+
+        Raises:
+            BackendError: They cannot be loaded.
+        """
+        with TORCH_LOCK:
+            return self.backend.load(payload, device)
+
+    def accept(
+        self, kind: Kind, payload: bytes, seconds: float, *, in_background: bool = False
+    ) -> None:
+        """Keep a new graph on disk, if that is possible, and take it into use.
+
+        Raises:
+            BackendError: It cannot be loaded.
+        """
+        machine = machine_digest(kind.device)
         try:
-            self._library.put(
+            self.library.put(
                 kind.key,
                 payload,
                 label=kind.label,
-                backend=self._backend.name,
+                backend=self.backend.name,
                 build_seconds=seconds,
-                details={},
+                details={PROVED_ON: machine},
             )
         except StoreError as exc:
             self.warn(exc)  # the graph serves this process all the same
-        kind.accept(self._backend.load(payload, kind.device), "built")
-        logger.info("Built %s in %.1f s", kind.label, seconds)
+        if seconds:
+            self.history.record_build(machine, kind.label, seconds)
+        self.take(kind, payload, "built", in_background=in_background)
+
+    def take(self, kind: Kind, payload: bytes, source: str, *, in_background: bool) -> None:
+        """Load a graph and use it from the next picture on.
+
+        Raises:
+            BackendError: It cannot be loaded.
+        """
+        if not in_background:
+            kind.accept(self.load(payload, kind), source)
+            return
+        with self.gate.turn(self._load_s):
+            start = time.monotonic()
+            graph = self.load(payload, kind)
+            self._load_s = time.monotonic() - start
+        self.gate.between_pictures(lambda: kind.accept(graph, source))
+
+    def give_up(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
+        """Run a kind eager from now on; with `lasting`, in later processes too."""
+        kind.fail(f"could not be built: {exc.message}")
+        self.journal.note("failed", kind.label, kind.reason, level=logging.WARNING)
+        if lasting:
+            self.verdicts.record_failure(
+                kind.key.digest, kind.label, exc.message, attempts=attempts, version=__version__
+            )
+
+    def mark_bad(self, kind: Kind, payload_sha256: str, problem: str) -> None:
+        """Never load these bytes on this machine again."""
+        self.journal.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
+        self.verdicts.record_proof(
+            kind.key.digest,
+            kind.label,
+            machine=machine_digest(kind.device),
+            payload_sha256=payload_sha256,
+            problem=problem,
+        )
 
     def warn(self, exc: StoreError) -> None:
         """Say once that graphs are not kept, and why."""
@@ -121,97 +275,10 @@ class Builder:
             self.warnings.append(text)
             logger.warning("%s", text)
 
-    def new_workers(self, kinds: int, cache: Path) -> list[WorkerProcess]:
-        """As many workers as can be busy at once; none is started yet."""
-        count = max(1, min(self._worker_count, kinds))
-        return [WorkerProcess(self._backend.name, cache) for _ in range(count)]
+    def new_worker(self, cache: Path, in_background: bool) -> WorkerProcess:
+        """A worker that is not started yet."""
+        return WorkerProcess(self.backend.name, cache, in_background)
 
-    def build_in(self, worker: WorkerProcess, program: bytes, device: str) -> _Built:
+    def build_in(self, worker: WorkerProcess, program: bytes, device: str) -> Built:
         """Build one program in one worker; see `WorkerProcess.build`."""
-        return worker.build(program, device, self._timeout_s)
-
-
-class _Run:
-    """One call of `Builder.build`: its workers, its locks, its progress."""
-
-    def __init__(
-        self, builder: Builder, kinds: Sequence[Kind], listen: ProgressListener | None
-    ) -> None:
-        self._builder, self._listen = builder, listen
-        self._needed, self._done = len(kinds), 0
-        self._folder = BuildFolder()
-        self._workers = builder.new_workers(len(kinds), self._folder.path)
-        self._idle = list(self._workers)
-        self._pool = ThreadPoolExecutor(len(self._workers), thread_name_prefix="onediff-build")
-        self._pending: dict[Future[_Built], tuple[Kind, ExitStack]] = {}
-        self._started_at = time.monotonic()
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for future, (_, locks) in self._pending.items():
-            future.cancel()
-            locks.close()
-        for worker in self._workers:
-            worker.close()  # an interrupted build ends at once
-        self._pool.shutdown()
-        self._folder.remove()
-
-    def start(self, kind: Kind, lock_timeout_s: float) -> bool:
-        """Begin one kind. Returns False when another process is building it."""
-        with ExitStack() as locks:
-            try:
-                locks.enter_context(self._builder.lock(kind, lock_timeout_s))
-                if self._builder.load_stored(kind):
-                    self._finished(kind)
-                    return True
-                program = kind.export()
-            except StoreBusyError as exc:
-                if lock_timeout_s == 0:
-                    return False
-                self._failed(kind, exc)
-                return True
-            except OneDiffError as exc:
-                self._failed(kind, exc)
-                return True
-            future = self._pool.submit(self._build, program, str(kind.device))
-            self._pending[future] = (kind, locks.pop_all())
-        self._collect(timeout_s=0)
-        return True
-
-    def finish_all(self) -> None:
-        """Wait until everything begun is done."""
-        while self._pending:
-            self._collect(timeout_s=None)
-
-    def _build(self, program: bytes, device: str) -> _Built:
-        worker = self._idle.pop()
-        try:
-            return self._builder.build_in(worker, program, device)
-        finally:
-            self._idle.append(worker)
-
-    def _collect(self, timeout_s: float | None) -> None:
-        finished, _ = wait(self._pending, timeout_s, FIRST_COMPLETED)
-        for future in finished:
-            kind, locks = self._pending.pop(future)
-            with locks:
-                try:
-                    self._builder.accept(kind, *future.result())
-                except OneDiffError as exc:
-                    self._failed(kind, exc)
-                else:
-                    self._finished(kind)
-
-    def _failed(self, kind: Kind, exc: OneDiffError) -> None:
-        kind.fail(f"could not be built: {exc.message}")
-        logger.warning("%s runs eager: %s", kind.label, kind.reason)
-        self._finished(kind)
-
-    def _finished(self, kind: Kind) -> None:
-        self._done += 1
-        if self._listen is not None:
-            per_kind = (time.monotonic() - self._started_at) / self._done
-            left = per_kind * (self._needed - self._done)
-            self._listen(BuildProgress(self._done, self._needed, kind.label, left))
+        return worker.build(program, device, self.options.build_timeout_s)

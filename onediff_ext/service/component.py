@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,12 +39,18 @@ class Component:
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
         self.captured: CapturedForward | None = None
+        self._forward: _ModelForward | None = None
 
     def install(self) -> None:
-        """Replace the forwards of the model's known blocks and of the model itself."""
+        """Replace the forwards of the model's known blocks and of the model itself.
+
+        After `suspend`, the same runners and captures go on, if the model still is the same.
+        """
+        if self.runners and self._put_back():
+            return
         for block, family in _known_blocks(self.model, self._session.families):
-            runner = BlockRunner(block, family, block.forward, self._session)
-            self._patches.set(block, "forward", runner)
+            runner = BlockRunner(block, family, getattr(block, family.method), self._session)
+            self._patches.set(block, family.method, runner)
             self.runners.append(runner)
         forward = self.model.forward
         if not self.name.startswith("vae"):
@@ -57,16 +63,20 @@ class Component:
                 sources,
                 self._session.rules,
             )
-        after = _ModelForward(forward, self.captured, self._session)
-        self._patches.set(self.model, "forward", after)
+        self._forward = _ModelForward(forward, self.captured, self._session)
+        self._patches.set(self.model, "forward", self._forward)
 
     def remove(self) -> None:
-        """Leave every attribute as it was before `install`."""
-        for runner in self.runners:
-            runner.active = False  # somebody may still hold it
+        """Leave every attribute as it was before `install`, and drop the captures."""
+        self.suspend()
         if self.captured is not None:
-            self.captured.active = False
             self.captured.forget()
+        self.runners = []
+        self.captured = self._forward = None
+
+    def suspend(self) -> None:
+        """Leave every attribute as it was before `install`, and be ready to install again."""
+        self._set_active(False)  # somebody may still hold a runner
         left = self._patches.undo()
         if left:
             logger.warning(
@@ -74,22 +84,39 @@ class Component:
                 self.name,
                 ", ".join(left),
             )
-        self.runners = []
-        self.captured = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the model's own blocks for the length of a ``with`` block."""
+        self._set_active(False)
+        try:
+            yield
+        finally:
+            self._set_active(True)
+
+    def _set_active(self, active: bool) -> None:
         parts: list[BlockRunner | CapturedForward] = [*self.runners]
         if self.captured is not None:
             parts.append(self.captured)
         for part in parts:
-            part.active = False
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.active = True
+            part.active = active
+
+    def _put_back(self) -> bool:
+        """Install what was suspended; without that, when blocks or forwards are others now."""
+        blocks = _known_blocks(self.model, self._session.families)
+        parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
+        after = self._forward
+        if after is None or self.model.forward != after.eager:
+            self.remove()
+            return False
+        if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
+            self.remove()
+            return False
+        for runner in self.runners:
+            self._patches.set(runner.block, runner.family.method, runner)
+        self._patches.set(self.model, "forward", after)
+        self._set_active(True)
+        return True
 
     def kinds(self) -> list[Kind]:
         """The kinds that this component's blocks have used, each once."""
@@ -106,32 +133,39 @@ class _ModelForward:
     def __init__(
         self, forward: Callable[..., Any], captured: CapturedForward | None, session: Session
     ) -> None:
-        self._eager, self._session = forward, session
+        self.eager, self._session = forward, session
         self._forward: Callable[..., Any] = captured or forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self._eager, memo)
+        return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._forward(*args, **kwargs)
+        with self._session.forward():
+            output = self._forward(*args, **kwargs)
         self._session.after_forward()
         return output
 
 
 def _known_blocks(
-    model: nn.Module, families: tuple[BlockFamily, ...] | Any
+    model: nn.Module, families: Sequence[BlockFamily]
 ) -> list[tuple[nn.Module, BlockFamily]]:
-    """The outermost blocks of known classes; what lies inside one belongs to its graph."""
-    by_class = {cls: family for family in families if (cls := family.block_class()) is not None}
+    """The outermost blocks of known classes; what lies inside one belongs to its graph.
+
+    A family that stands for a part of a block only leaves the rest to others.
+    """
+    by_class: dict[type, list[BlockFamily]] = {}
+    for family in families:
+        cls = family.block_class()
+        if cls is not None:
+            by_class.setdefault(cls, []).append(family)
     found: list[tuple[nn.Module, BlockFamily]] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            family = by_class.get(type(child))
-            if family is None:
+            known = by_class.get(type(child), [])
+            found.extend((child, family) for family in known)
+            if all(family.parts is not None for family in known):
                 visit(child)
-            else:
-                found.append((child, family))
 
     visit(model)
     return found

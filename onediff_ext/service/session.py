@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from onediff_ext.backends.registry import choose_backend
 from onediff_ext.core.errors import BackendError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.status import Status
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import CudaRecorder
 from onediff_ext.engine.families.base import BlockFamily
@@ -22,7 +24,13 @@ from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_entries
 from onediff_ext.engine.runner import Kinds
 from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.service.background import BackgroundBuilds
 from onediff_ext.service.builder import Builder, ProgressListener
+from onediff_ext.service.checkpoint_use import CheckpointUse
+from onediff_ext.service.gate import DrawingGate
+from onediff_ext.service.journal import Journal
+from onediff_ext.service.read_ahead import ReadAhead
+from onediff_ext.service.status import session_status
 from onediff_ext.store import GraphLibrary, default_root
 
 logger = logging.getLogger(__name__)
@@ -54,6 +62,12 @@ class Session(Kinds):
         options: What the user chose.
         families: The block classes that the host's models consist of.
         rules: Wrappers (LoRA layers) that the host puts around a block's layers.
+
+    Attributes:
+        gate: Hosts tell it when a picture begins and ends (`picture`).
+        journal: What happened to the kinds and why.
+        checkpoint: What is drawn with now (`use_checkpoint`), or None.
+        stage: What a warm-up does now, for `status`; set by `WarmUp`.
     """
 
     def __init__(
@@ -66,14 +80,25 @@ class Session(Kinds):
         self.backend, substituted = choose_backend(options.backend)
         root = options.store if options.store is not None else default_root()
         self.library = GraphLibrary(root, options.store_limit_bytes)
-        self.builder = Builder(self.library, self.backend, options.workers, options.build_timeout_s)
+        self.gate, self.journal = DrawingGate(), Journal()
+        self.builder = Builder(self.library, self.backend, options, self.journal, self.gate)
+        to_build = weakref.WeakMethod(self._to_build)
+        self.background = BackgroundBuilds(
+            self.builder, lambda: [] if (method := to_build()) is None else method()
+        )
+        self.read_ahead = ReadAhead(self.builder, self.key_entries)
+        self.stage = ""
+        self.checkpoint: CheckpointUse | None = None
+        self._listener: ProgressListener | None = None
         self.captures = Captures(
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
             options.capture_limit_bytes,
         )
-        self.listener: ProgressListener | None = None
         self._kinds: dict[str, Kind] = {}
+        self._current: set[str] = set()
+        self._rebuilt: set[str] = set()
+        self._unproved: set[str] = set()
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._lock = threading.RLock()
         self._holding = 0
@@ -81,6 +106,16 @@ class Session(Kinds):
         if substituted is not None:
             self.fell_back(f"the {options.backend} backend", substituted)
             logger.warning("%s", substituted)
+        weakref.finalize(self, BackgroundBuilds.cancel, self.background)  # also when Python ends
+
+    @property
+    def listener(self) -> ProgressListener | None:
+        """Told after each kind that was built."""
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: ProgressListener | None) -> None:
+        self._listener = self.background.listener = listener
 
     def key_entries(self, device: torch.device) -> dict[str, str]:
         if device not in self._entries:
@@ -93,6 +128,7 @@ class Session(Kinds):
 
     def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
         with self._lock:
+            self._current.add(key.digest)
             kind = self._kinds.get(key.digest)
             if kind is None:
                 kind = make()
@@ -103,15 +139,54 @@ class Session(Kinds):
     def fell_back(self, what: str, reason: str) -> None:
         self._fallbacks[what, reason] += 1
 
+    def rejected(self, kind: Kind) -> None:
+        """A stored graph was wrong here: it is not used on this machine again, but built anew once.
+
+        What this process built itself, and a second graph that is wrong, stays eager.
+        """
+        stored = self.library.get(kind.key)
+        if stored is not None:
+            self.builder.mark_bad(kind, stored.header.payload_sha256, kind.reason)
+        if kind.source == "loaded" and kind.key.digest not in self._rebuilt:
+            self._rebuilt.add(kind.key.digest)
+            if self.options.build != "never":
+                kind.miss(f"its stored graph {kind.reason}")
+
     @property
     def kinds(self) -> list[Kind]:
         """All kinds that were met, in the order of their first call."""
-        return list(self._kinds.values())
+        with self._lock:
+            return list(self._kinds.values())
+
+    def current_kinds(self) -> list[Kind]:
+        """The kinds that were met since the checkpoint was last changed (`use_checkpoint`)."""
+        with self._lock:
+            return [kind for digest, kind in self._kinds.items() if digest in self._current]
 
     def missing(self) -> list[Kind]:
-        """Kinds without a graph that could have one, most called first."""
+        """Kinds without a graph that could have one, those that cost most first."""
         missing = [kind for kind in self.kinds if kind.state is KindState.MISSING]
-        return sorted(missing, key=lambda kind: -kind.calls)
+        return sorted(missing, key=lambda kind: -kind.weight)
+
+    # What a host calls around its pictures.
+
+    def picture(self) -> AbstractContextManager[None]:
+        """Everything drawn within the ``with`` block is one picture: graphs change before it or
+        after it, never within. May be nested; a host that cannot say so need not."""
+        return _Picture(self)
+
+    def forward(self) -> AbstractContextManager[None]:
+        """One forward of one model, for the models that `Component` wraps."""
+        return self.gate.forward()
+
+    def after_forward(self) -> None:
+        """Build what a forward found missing, unless the user or a holder does not want it now."""
+        if self._holding:
+            return
+        if self.options.build == "wait":
+            self.build_missing()
+        else:
+            self.background.start()
 
     @contextmanager
     def holding_builds(self) -> Iterator[None]:
@@ -123,16 +198,82 @@ class Session(Kinds):
             self._holding -= 1
         self.after_forward()
 
-    def after_forward(self) -> None:
-        """Build what a forward found missing, unless the user or a holder does not want it now."""
-        if self.options.build == "wait" and not self._holding:
-            self.build_missing()
+    def use_checkpoint(
+        self,
+        content_hash: str,
+        *,
+        name: str,
+        path: str = "",
+        architecture: str = "",
+        device: torch.device | None = None,
+    ) -> None:
+        """Say which checkpoint is drawn with from now on.
+
+        The graphs that it used last time are read ahead in a thread, the status counts its kinds
+        only, and what it uses is recorded.
+
+        Args:
+            content_hash: From `ContentHashes`, 64 hexadecimal digits.
+            name, path, architecture: For people.
+            device: Where its models will be; None reads nothing ahead.
+        """
+        with self._lock:
+            same = self.checkpoint is not None and self.checkpoint.content_hash == content_hash
+            if not same:
+                self._current.clear()
+            self.checkpoint = CheckpointUse(
+                self.library.folder, content_hash, name=name, path=path, architecture=architecture
+            )
+        if device is not None:
+            self.read_ahead.start(content_hash, device)
+
+    def record_checkpoint(self) -> None:
+        """Keep which kinds the current checkpoint uses; done after each picture with news."""
+        kinds = self.current_kinds()
+        if self.options.build == "never":
+            kinds = [kind for kind in kinds if kind.graph is not None]
+        if self.checkpoint is not None:
+            self.checkpoint.record(kinds)
+
+    # What a user asks for.
+
+    def status(self) -> Status:
+        """What is drawn with and what is being made, at this moment. Cheap enough for polling."""
+        return session_status(self)
 
     def build_missing(self) -> None:
         """Build what is missing and wait for it; what fails runs eager, with its reason."""
-        missing = self.missing()
+        self.background.wait()
+        missing = self._to_build()
         if missing:
             self.builder.build(missing, self.listener)
+
+    def build_in_background(self) -> None:
+        """Build what is missing beside the pictures, also after `cancel_builds`."""
+        self.background.resume()
+
+    def cancel_builds(self) -> None:
+        """End all builds within a moment and start none until asked; only what was being built is
+        lost."""
+        was_building = self.background.is_building
+        self.background.cancel()
+        if was_building:
+            self.journal.note("cancelled", f"{len(self.missing())} graphs", "by the user")
+
+    def wait_for_builds(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being built; returns whether that came in time."""
+        return self.background.wait(timeout_s)
+
+    def retry_failed(self) -> int:
+        """Try again what could not be built, here and in earlier processes; returns how many."""
+        self.builder.verdicts.retry()
+        failed = [kind for kind in self.kinds if kind.state is KindState.FAILED]
+        self._rebuilt.clear()
+        for kind in failed:
+            kind.miss("tried again")
+        if failed and self.options.build == "background":
+            self.background.resume()
+        return len(failed)
 
     def load_missing(self) -> None:
         """Look again for graphs that have come into the store since, by an import for instance."""
@@ -147,18 +288,63 @@ class Session(Kinds):
         """How many kinds got their graph in this process by being ``"built"`` or ``"loaded"``."""
         return sum(kind.source == source for kind in self.kinds)
 
+    def close(self) -> None:
+        """End builds, worker processes and threads; graphs in use go on working."""
+        self.background.cancel()
+
+    def _to_build(self) -> list[Kind]:
+        missing = self.missing()
+        if self.options.build == "never":
+            return [kind for kind in missing if kind.key.digest in self._unproved]
+        return missing
+
     def _load(self, kind: Kind) -> None:
+        """Take a kind's stored graph, if it is known to be harmless; else leave it missing."""
         reason = self.backend.unavailable_reason(kind.device)
         if reason is not None:
             kind.fail(reason)
             return
-        stored = self.library.get(kind.key)
+        graph = self.read_ahead.take(kind.key.digest)
+        if graph is not None:
+            kind.accept(graph, "loaded")
+            self.journal.note("loaded", kind.label, "read ahead")
+            return
+        stored = self.builder.stored(kind)
         if stored is None or stored.payload is None:
-            logger.info(
-                "No graph of %s: %s", kind.label, self.library.explain(kind.key, kind.label)
-            )
+            self._note_miss(kind)
+            return
+        if not self.builder.is_harmless(stored, kind):
+            self._unproved.add(kind.key.digest)
+            kind.miss("its stored graph was never loaded on this machine and is proved first")
+            self.journal.note("prove", kind.label, kind.reason)
             return
         try:
-            kind.accept(self.backend.load(stored.payload, kind.device), "loaded")
+            kind.accept(self.builder.load(stored.payload, kind), "loaded")
+            self.journal.note("loaded", kind.label, "stored")
         except BackendError as exc:
-            logger.warning("%s is built again: %s", kind.label, exc)
+            self.builder.mark_bad(kind, stored.header.payload_sha256, exc.message)
+            kind.miss(f"its stored graph cannot be loaded: {exc.message}")
+
+    def _note_miss(self, kind: Kind) -> None:
+        failure = self.builder.known_failure(kind)
+        if failure is not None:
+            kind.fail(failure)
+            self.journal.note("failed", kind.label, failure, level=logging.WARNING)
+        elif self.options.build == "never":
+            # Nobody else will: who builds explains as well, on another thread.
+            kind.reason = self.library.explain(kind.key, kind.label)
+            self.journal.note("missing", kind.label, kind.reason)
+
+
+class _Picture(AbstractContextManager[None]):
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        self._session.gate.begin_picture()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._session.gate.end_picture()
+        self._session.record_checkpoint()
+        if self._session.options.build != "wait":
+            self._session.background.start()

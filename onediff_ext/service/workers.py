@@ -13,14 +13,29 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import onediff_ext
-from onediff_ext.core.errors import BackendError
+from onediff_ext.core.errors import BackendError, MachineError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
+_BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerLostError}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a worker made.
+
+    Args:
+        payload: The graph's bytes.
+        seconds: In the worker, its trial included.
+    """
+
+    payload: bytes
+    seconds: float
 
 
 class WorkerProcess:
@@ -29,50 +44,85 @@ class WorkerProcess:
     Args:
         backend: Name of the backend that it builds for.
         cache: Folder for the compiler's own caches; workers may share one.
+        in_background: At a low priority, since somebody draws beside it.
     """
 
-    def __init__(self, backend: str, cache: Path) -> None:
-        self._backend, self._cache = backend, cache
+    module = "onediff_ext.backends.worker"
+
+    def __init__(self, backend: str, cache: Path, in_background: bool = False) -> None:
+        self._backend, self._cache, self._in_background = backend, cache, in_background
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._scratch: Path | None = None
+        self._lock = threading.Lock()
+        self._closed = False
 
-    def build(self, program: bytes, device: str, timeout_s: float) -> tuple[bytes, float]:
-        """Build the graph of an exported program.
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it lives."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
 
-        Returns:
-            (the graph's bytes, seconds that the build took in the worker).
+    def build(self, program: bytes, device: str, timeout_s: float) -> Built:
+        """Build the graph of an exported program, and try it out.
 
         Raises:
-            BackendError: It cannot be built, took too long, or the worker died.
+            WorkerLostError: The worker died, hung, or had too little memory.
+            MachineError: There is no space, or no compiler.
+            BackendError: It cannot be built, or is wrong.
         """
+        answer, payload = self._work(program, None, device, timeout_s)
+        assert payload is not None
+        return Built(payload, float(str(answer["seconds"])))
+
+    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+        """Load a stored graph where a crash hurts nobody, and compare it with its program.
+
+        Raises:
+            WorkerLostError: It took the worker with it.
+            MachineError: There is no space.
+            BackendError: It cannot be loaded, or is wrong.
+        """
+        self._work(program, payload, device, timeout_s)
+
+    def close(self) -> None:
+        """End the worker and its compilers, at once, and remove what they left. It stays closed."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _work(
+        self, program: bytes, payload: bytes | None, device: str, timeout_s: float
+    ) -> tuple[dict[str, object], bytes | None]:
         try:
             scratch = self._start()
             source, target = scratch / "program.pt2", scratch / "graph.bin"
             source.write_bytes(program)
             request = {
                 "program": str(source),
-                "output": str(target),
+                "graph": str(target),
                 "backend": self._backend,
                 "device": device,
+                "task": "build" if payload is None else "prove",
             }
+            if payload is not None:
+                target.write_bytes(payload)
             answer = self._ask(request, timeout_s)
             if "error" in answer:
                 if answer.get("spent"):
-                    self.close()  # the next build starts another process
-                raise BackendError(str(answer["error"]))
-            payload = target.read_bytes()
+                    self._end()  # the next build starts another process
+                raise _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
+            made = target.read_bytes() if payload is None else None
             target.unlink()
         except OSError as exc:
-            self.close()
-            raise BackendError(
+            self._end()
+            raise MachineError(
                 f"A build cannot work in {self._cache} ({exc.strerror or exc}).",
                 "Free some space there, or set TMPDIR to another folder.",
             ) from exc
-        return payload, float(str(answer["seconds"]))
+        return answer, made
 
-    def close(self) -> None:
-        """End the worker and its compilers, at once, and remove what they left."""
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             _kill_group(process)
@@ -82,53 +132,61 @@ class WorkerProcess:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _start(self) -> Path:
-        if self._process is not None and self._process.poll() is None and self._scratch:
-            return self._scratch
-        self.close()
-        self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
-        self._answers = queue.SimpleQueue()
-        with (self._scratch / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "onediff_ext.backends.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=_environment(self._cache),
-                start_new_session=True,  # a group of its own: its compilers end with it
-            )
+        with self._lock:
+            if self._closed:
+                raise WorkerLostError("The worker was ended.")
+            if self._process is not None and self._process.poll() is None and self._scratch:
+                return self._scratch
+            self._end()
+            self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
+            self._answers = queue.SimpleQueue()
+            command = [sys.executable, "-m", self.module]
+            with (self._scratch / "log").open("w") as log:
+                self._process = subprocess.Popen(
+                    [*command, "background"] if self._in_background else command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=_environment(self._cache),
+                    start_new_session=True,  # a group of its own: its compilers end with it
+                )
+            scratch = self._scratch
         threading.Thread(
             target=_pump, args=(self._process, self._answers), name="onediff-worker", daemon=True
         ).start()
         self._read_answer(_START_TIMEOUT_S)
-        return self._scratch
+        return scratch
 
     def _ask(self, request: dict[str, str], timeout_s: float) -> dict[str, object]:
-        assert self._process is not None
-        assert self._process.stdin is not None
+        process = self._process
+        if process is None or process.stdin is None:
+            raise WorkerLostError("The worker was ended.")
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except OSError as exc:
-            raise BackendError(f"The build worker died: {self._last_words()}") from exc
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except (OSError, ValueError) as exc:
+            raise WorkerLostError(f"The build worker died: {self._last_words()}") from exc
         return self._read_answer(timeout_s)
 
     def _read_answer(self, timeout_s: float) -> dict[str, object]:
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            self.close()
-            raise BackendError(f"The build took longer than {timeout_s:.0f} s.") from None
+            self._end()
+            raise WorkerLostError(f"The build took longer than {timeout_s:.0f} s.") from None
         if line is None:
             words = self._last_words()
-            self.close()
-            raise BackendError(f"The build worker died: {words}")
+            self._end()
+            raise WorkerLostError(f"The build worker died: {words}")
         answer: dict[str, object] = json.loads(line)
         return answer
 
     def _last_words(self) -> str:
-        assert self._process is not None
-        code = self._process.wait()
+        process = self._process
+        if process is None:
+            return "it was ended"
+        code = process.wait()
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"
@@ -162,4 +220,6 @@ def _environment(cache: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
+        "TMPDIR": str(cache),  # what a compiler leaves when it is killed goes with the folder
+        "OMP_NUM_THREADS": "1",
     }

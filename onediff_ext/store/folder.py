@@ -3,7 +3,9 @@
     <root>/schema.json          {"schema": 1}, written with the first graph
     <root>/graphs/              <digest of the kind's key>.graph
     <root>/checkpoints/         <content hash>.json
+    <root>/verdicts/            <digest of the kind's key>.json
     <root>/content-hashes.json  cache of content hashes
+    <root>/history.json         build times and measured steps
     <root>/tmp/  <root>/locks/  parts being written, lock files
 
 A store whose `schema.json` names another schema belongs to another version of this
@@ -24,6 +26,7 @@ from .write_errors import mapped_write_errors
 
 STORE_SCHEMA = 1
 _SCHEMA_FILE = "schema.json"
+_FOLDERS = ("graphs", "checkpoints", "verdicts", "tmp", "locks")
 _PRIVATE = 0o700  # graphs are native code: nobody else may put one there
 
 
@@ -62,6 +65,11 @@ class StoreFolder:
         return self.home / "checkpoints"
 
     @property
+    def verdicts(self) -> Path:
+        """Folder of what was learnt about kinds."""
+        return self.home / "verdicts"
+
+    @property
     def tmp(self) -> Path:
         """Folder of the files that are being written."""
         return self.home / "tmp"
@@ -91,7 +99,8 @@ class StoreFolder:
             self.root.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, home):
                 folder.mkdir(mode=_PRIVATE, exist_ok=True)
-            for folder in (self.graphs, self.checkpoints, self.tmp, self.locks.folder):
+            for name in _FOLDERS:
+                folder = home / name
                 folder.mkdir(mode=_PRIVATE, exist_ok=True)
         if self._home is None:
             self._write_schema()

@@ -14,13 +14,14 @@ from ..core.errors import GraphCorruptError, OptionError, StoreError, StoreFullE
 from ..core.keys import KindKey
 from ..core.records import ORIGIN_BUILT, GraphHeader
 from . import eviction
-from .atomic import publish
+from .atomic import STALE_PART_AGE_S, collect_stale_parts, publish
 from .container import UnknownSchemaError, encode_head
 from .eviction import PruneReport
 from .explanation import explain_miss
 from .folder import StoreFolder
 from .stored_graph import StoredGraph, graph_path, graph_paths, open_graph
 from .transfer import ImportReport, read_archive, write_archive
+from .verdicts import Verdicts
 from .verification import StoreProblem, find_problems, is_sound, remove_if_corrupt
 from .write_errors import mapped_write_errors
 
@@ -49,7 +50,7 @@ class GraphLibrary:
         self.limit_bytes = limit_bytes
         self._used_here: set[str] = set()
         self._miss_reasons: dict[str, str] = {}
-        self._cleaned = False
+        self._cleaned = self._swept = False
 
     def get(self, key: KindKey) -> StoredGraph | None:
         """Return the graph of a kind with its checked payload; None when there is none.
@@ -57,21 +58,29 @@ class GraphLibrary:
         A damaged file is removed if that is possible, and is a miss; so is a file
         of another version, which stays. `explain` tells the reason.
         """
-        path = graph_path(self.folder.graphs, key.digest)
+        return self.find(key.digest)
+
+    def find(self, digest: str) -> StoredGraph | None:
+        """The same as `get`, by the digest of the kind's key.
+
+        Raises:
+            OptionError: `digest` is not a digest.
+        """
+        path = graph_path(self.folder.graphs, digest)
         try:
             graph = open_graph(path, with_payload=True)
         except FileNotFoundError:
             return None  # an earlier reason still explains why
         except UnknownSchemaError as exc:
-            self._note_miss(key.digest, exc.message)
+            self._note_miss(digest, exc.message)
             return None
         except GraphCorruptError as exc:
             removed = self._discard_if_corrupt(path)
             after = "it was removed" if removed else "it could not be removed"
-            self._note_miss(key.digest, f"damaged ({exc.message}); {after}")
+            self._note_miss(digest, f"damaged ({exc.message}); {after}")
             return None
         except OSError as exc:
-            self._note_miss(key.digest, f"unreadable ({exc.strerror or exc})")
+            self._note_miss(digest, f"unreadable ({exc.strerror or exc})")
             return None
         self._mark_used(graph)
         return graph
@@ -141,6 +150,10 @@ class GraphLibrary:
             return f"the stored graph was {reason}"
         if path.exists():
             return "stored"
+        evicted = Verdicts(self.folder).read(key.digest).eviction
+        if evicted is not None:
+            day = time.strftime("%Y-%m-%d", time.localtime(evicted.at))
+            return f"deleted on {day}: {evicted.reason}"
         if stored := self.entries():
             return explain_miss(key, label, stored)
         others = len(eviction.other_versions_files(self.folder))
@@ -213,8 +226,41 @@ class GraphLibrary:
             used_here=self._used_here,
         )
         if report.digests:
-            _LOG.info("Pruned %d graphs, %.1f MB", len(report.digests), report.freed_bytes / 1e6)
+            reason = _why_pruned(self.limit_bytes if limit_bytes is None else limit_bytes)
+            _LOG.info(
+                "Pruned %d graphs, %.1f MB: %s",
+                len(report.digests),
+                report.freed_bytes / 1e6,
+                reason,
+            )
+            verdicts = Verdicts(self.folder)
+            for digest in report.digests:
+                verdicts.record_eviction(digest, reason)
         return report
+
+    def is_being_built(self, digest: str) -> bool:
+        """Whether a living process holds a kind's build lock."""
+        if not (self.folder.locks.folder / f"build-{digest}.lock").exists():
+            return False
+        try:
+            return not self.folder.locks.if_free(f"build-{digest}", lambda: None)
+        except StoreError:
+            return False  # a store that one may only read
+
+    def sweep(self) -> int:
+        """Remove what killed processes were writing, once for each library; return how many files.
+
+        Raises:
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        if self._swept or not self.folder.exists():
+            return 0
+        self.folder.prepare()
+        locks = self.folder.locks
+        # Where locks exclude, a part whose lock is free has no writer, however young it is.
+        removed = collect_stale_parts(self.folder, 0.0 if locks.exclude() else STALE_PART_AGE_S)
+        self._swept = True
+        return removed + locks.collect()
 
     @contextmanager
     def build_lock(self, key: KindKey, timeout_s: float) -> Iterator[None]:
@@ -315,3 +361,7 @@ class GraphLibrary:
         except StoreError as exc:
             _LOG.debug("%s stays: %s", path.name, exc)
             return False
+
+
+def _why_pruned(limit_bytes: int) -> str:
+    return f"least recently used, and the store may have {limit_bytes / 1e9:.3g} GB"

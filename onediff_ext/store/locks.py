@@ -12,6 +12,8 @@ taken twice by one thread.
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +86,12 @@ class StoreLocks:
             yield
         finally:
             self._release(lock)
+
+    def exclude(self) -> bool:
+        """Whether locks work on this disk: whether one that is held cannot be had again."""
+        name = f"probe-{os.getpid()}-{secrets.token_hex(4)}"
+        with self.hold(name, timeout_s=1.0):
+            return not self.if_free(name, lambda: None)
 
     def if_free(self, name: str, action: Callable[[], object]) -> bool:
         """Run `action` while holding `name`, if nobody holds it; remove its file.

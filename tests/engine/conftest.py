@@ -31,7 +31,9 @@ def make_session(shared_store: Path) -> Callable[..., Session]:
 
     def make(backend: str = usual, **options: object) -> Session:
         return new_session(
-            CompileOptions.parse({"backend": backend, "store": shared_store, **options})
+            CompileOptions.parse(
+                {"backend": backend, "build": "wait", "store": shared_store, **options}
+            )
         )
 
     return make

@@ -35,7 +35,7 @@ def error(pipe: Any, seed: int, **size: int) -> float:
 
 
 def allowed(pipe: Any) -> float:
-    return {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}[pipe.unet.dtype]
+    return {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}[pipe.unet.dtype]
 
 
 def test_sizes_are_captured_and_right(pipe: Any) -> None:
@@ -124,7 +124,7 @@ def test_inference_mode_and_no_grad_mix(pipe: Any) -> None:
 def test_memory_does_not_grow_with_sizes_and_is_given_back(
     make_session: Callable[..., Session],
 ) -> None:
-    pipe = sd15(seed=3, block_out_channels=(64, 64, 128, 128)).to("cuda", torch.float16)
+    pipe = sd15(seed=3).to("cuda", torch.float16)
     gc.collect()
     torch.cuda.empty_cache()
     compile_pipe(pipe, session=make_session("inductor", build="never"), ignores=["vae"])

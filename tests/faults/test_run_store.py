@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.command_line",)
 
 Run = Callable[..., dict[str, Any]]
-KINDS = 18
+KINDS = 22
 
 
 @pytest.fixture
@@ -109,13 +109,10 @@ def test_a_sound_file_with_the_graph_of_another_kind_draws_nothing_wrong(
         key = entries[label].key
         library.put(key, other, label=label, backend="eager", build_seconds=0, details={})
     report = draw(store)
-    assert report["graphs"]["loaded"] == KINDS - 3 + 2  # two could be loaded, and then failed
-    assert report["graphs"]["built"] == 1
-    assert {entry["what"] for entry in report["fallbacks"]} == {
-        "BasicTransformerBlock 64",
-        "BasicTransformerBlock 32",
-    }
-    assert all(entry["reason"] for entry in report["fallbacks"])
+    # What was never loaded on this machine is proved first, and then built anew.
+    assert report["graphs"]["loaded"] == KINDS - 3
+    assert report["graphs"]["built"] == 3
+    assert report["fallbacks"] == []
 
 
 def test_a_store_of_another_version_is_left_alone(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("tests.command_line",)
 
-KINDS = 18
+KINDS = 22
 
 
 @pytest.fixture

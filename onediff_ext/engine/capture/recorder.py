@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -74,12 +75,24 @@ class CudaRecorder(Recorder):
                 with recording:
                     output = function()
             except torch.OutOfMemoryError:
+                self._abandon(device)
                 raise
             except Exception as exc:  # CUDA and torch raise various types here
+                self._abandon(device)
                 lines = [line for line in str(exc).splitlines() if line.strip()]
                 raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
             size_bytes = max(0, torch.cuda.memory_reserved(device) - before)
         return _CudaRecording(graph, output, size_bytes)
+
+    def _abandon(self, device: torch.device) -> None:
+        """Leave the pool of a recording that failed, which the allocator keeps on recording to.
+
+        Captures made in it before stay alive and right.
+        """
+        pool = self._pools.pop(device)
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, pool)
 
     def forget(self) -> None:
         # A pool without any graph alive cannot be captured into again: the next is a new one.

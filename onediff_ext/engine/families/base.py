@@ -50,8 +50,15 @@ class BlockFamily(ABC):
     """All blocks of one class."""
 
     label: str
+    # What a runner stands for: the block's forward, or a method that its forward calls.
+    method: str = "forward"
+    # The children that this method uses; None for all.
+    parts: tuple[str, ...] | None = None
     # Prefixes of the Python modules whose classes such a block may consist of, besides torch's.
     sources: tuple[str, ...]
+    # Attributes of the block's modules that a host keeps there for itself (names, backups,
+    # what was merged last): they change nothing that the block computes.
+    transient: frozenset[str] = frozenset()
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:
@@ -78,7 +85,16 @@ class BlockFamily(ABC):
         tensors: Sequence[torch.Tensor],
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
-        """Call the block's own forward with arguments that `bind` sorted."""
+        """Call the block's own method with arguments that `bind` sorted."""
+
+    def tensor_of(self, output: Any) -> torch.Tensor:
+        """The tensor in what the method returns."""
+        tensor: torch.Tensor = output
+        return tensor
+
+    def output_of(self, block: Any, tensor: torch.Tensor) -> Any:  # noqa: ARG002
+        """What the method returns, made from a graph's tensor."""
+        return tensor
 
     def prepare(self, block: Any) -> None:  # noqa: B027
         """Ready a structural copy of a block for tracing; the default leaves it as it is."""

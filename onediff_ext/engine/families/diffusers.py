@@ -1,7 +1,8 @@
 """The blocks of diffusers' UNet2DConditionModel, ControlNetModel and AutoencoderKL.
 
 Down- and upsamplers stay eager: each is one convolution, for which a graph has
-nothing to fuse.
+nothing to fuse. A transformer's projections are kinds of their own, since its many
+blocks in one graph would take minutes to build.
 """
 
 from __future__ import annotations
@@ -184,10 +185,101 @@ class AttentionFamily(_DiffusersFamily):
         return output
 
 
+class _ProjectionFamily(_DiffusersFamily):
+    path = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
+
+    def describe(self, block: Any) -> str:
+        return f"{self.label} {block.in_channels}"
+
+
+class ProjectionInFamily(_ProjectionFamily):
+    """From an image to a transformer's tokens: norm, layout and projection."""
+
+    label = "Transformer2DModel in"
+    method = "_operate_on_continuous_inputs"
+    parts = ("norm", "proj_in")
+
+    def bind(
+        self,
+        block: Any,  # noqa: ARG002
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> BlockCall | Refusal:
+        named = _named(("hidden_states",), args, kwargs)
+        if named is None or named.get("hidden_states") is None:
+            return Refusal("called with arguments that are not known")
+        return BlockCall((named["hidden_states"],), (IMAGE,))  # x [B, C, H, W]
+
+    def run(
+        self,
+        block: Any,
+        tensors: Sequence[torch.Tensor],
+        statics: Mapping[str, Hashable],  # noqa: ARG002
+    ) -> torch.Tensor:
+        return self.tensor_of(block._operate_on_continuous_inputs(tensors[0]))
+
+    def tensor_of(self, output: Any) -> torch.Tensor:
+        tensor: torch.Tensor = output[0]
+        return tensor
+
+    def output_of(self, block: Any, tensor: torch.Tensor) -> Any:
+        # The channels before a linear projection, and after one that is a convolution.
+        return tensor, block.in_channels if block.use_linear_projection else tensor.shape[-1]
+
+
+class ProjectionOutFamily(_ProjectionFamily):
+    """From a transformer's tokens back to an image, and the sum with what came in."""
+
+    label = "Transformer2DModel out"
+    method = "_get_output_for_continuous_inputs"
+    parts = ("proj_out",)
+
+    def bind(
+        self,
+        block: Any,  # noqa: ARG002
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> BlockCall | Refusal:
+        order = ("hidden_states", "residual", "batch_size", "height", "width", "inner_dim")
+        named = _named(order, args, kwargs)
+        if named is None or len(named) != len(order):
+            return Refusal("called with arguments that are not known")
+        tokens, residual = named["hidden_states"], named["residual"]
+        batch, _, height, width = residual.shape
+        if tokens.ndim != 3 or tokens.shape[:2] != (batch, height * width):
+            return Refusal("tokens that are not those of the image")
+        # tokens [B, H*W, D] as an image [B, D, H, W] in NHWC order, residual [B, C, H, W]
+        image = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+        return BlockCall((image, residual), (IMAGE, IMAGE))
+
+    def run(
+        self,
+        block: Any,
+        tensors: Sequence[torch.Tensor],
+        statics: Mapping[str, Hashable],  # noqa: ARG002
+    ) -> torch.Tensor:
+        image, residual = tensors
+        batch, width_inner, height, width = image.shape
+        tokens = image.permute(0, 2, 3, 1).reshape(batch, height * width, width_inner)
+        output: torch.Tensor = block._get_output_for_continuous_inputs(
+            hidden_states=tokens,
+            residual=residual,
+            batch_size=batch,
+            height=height,
+            width=width,
+            # Counted after a linear projection, and before one that is a convolution.
+            inner_dim=residual.shape[1] if block.use_linear_projection else width_inner,
+        )
+        # In the layout that the next block wants, whatever the sum was computed in.
+        return output.contiguous(memory_format=torch.channels_last)
+
+
 DIFFUSERS_FAMILIES: tuple[BlockFamily, ...] = (
     ResnetFamily(),
     TransformerFamily(),
     AttentionFamily(),
+    ProjectionInFamily(),
+    ProjectionOutFamily(),
 )
 
 

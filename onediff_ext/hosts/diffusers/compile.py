@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -96,8 +96,9 @@ def compile_pipe(
 ) -> Pipe:
     """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
 
-    Missing graphs are built after the first forward that asks for them, and kept
-    on disk. Nothing else of the pipeline changes, and `undo_compile` takes it back.
+    Missing graphs are built beside the pictures, which are drawn eager meanwhile (option
+    ``build``), and kept on disk. Nothing else of the pipeline changes, and `undo_compile` takes
+    it back.
 
     Args:
         pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
@@ -158,6 +159,12 @@ def compiled_state(pipe: object) -> CompiledPipe | None:
     """What `compile_pipe` has done to a pipeline, or None."""
     found: CompiledPipe | None = vars(pipe).get(_ATTRIBUTE)
     return found
+
+
+def one_picture(pipe: object) -> AbstractContextManager[None]:
+    """Within this ``with`` block one picture is drawn: graphs change before it or after it."""
+    state = compiled_state(pipe)
+    return nullcontext() if state is None else state.session.picture()
 
 
 def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[str, nn.Module]]:

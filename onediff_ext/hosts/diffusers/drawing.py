@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
 if TYPE_CHECKING:
@@ -218,16 +219,17 @@ class Painter:
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         clock = _StepClock(self.device)
         start = time.perf_counter()
-        result = pipe(
-            prompt=list(prompts or [settings.prompt] * len(seeds)),
-            negative_prompt=[settings.negative_prompt] * len(seeds),
-            num_inference_steps=settings.steps,
-            guidance_scale=settings.guidance,
-            generator=generators,
-            callback_on_step_end=clock,
-            output_type="np",
-            **inputs,
-        )
+        with one_picture(self.pipe):
+            result = pipe(
+                prompt=list(prompts or [settings.prompt] * len(seeds)),
+                negative_prompt=[settings.negative_prompt] * len(seeds),
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance,
+                generator=generators,
+                callback_on_step_end=clock,
+                output_type="np",
+                **inputs,
+            )
         images = [_to_image(pipe, pixels) for pixels in result.images]
         seconds = time.perf_counter() - start
         steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]

@@ -82,12 +82,20 @@ def left_eager(session: Session) -> list[dict[str, Any]]:
     """What ran eager although a graph was wanted, and why; most calls first."""
     calls = Counter({(f.what, f.reason): f.count for f in session.fallbacks()})
     for kind in session.kinds:
-        if kind.state is KindState.MISSING:  # only where nothing may be built
-            calls[kind.label, "no graph is stored, and none may be built"] += kind.calls
+        if kind.state is KindState.MISSING:
+            calls[kind.label, _why_missing(session)] += kind.calls
     return [
         {"what": what, "reason": reason, "count": count}
         for (what, reason), count in calls.most_common()
     ]
+
+
+def _why_missing(session: Session) -> str:
+    if session.options.build == "never":
+        return "no graph is stored, and none may be built"
+    if session.builder.problem:
+        return session.builder.problem
+    return "its graph was still being built; the next run goes on"
 
 
 class ReuseCounter:

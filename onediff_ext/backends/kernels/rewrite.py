@@ -1,0 +1,170 @@
+"""Puts our kernels into an exported block's graph."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ATEN = torch.ops.aten
+
+
+def with_kernels(graph_module: GraphModule) -> GraphModule:
+    """A copy of an exported graph that calls our kernels where they are of use."""
+    from onediff_ext.backends.kernels import group_norm, layer_norm  # noqa: F401  (registers)
+
+    rewritten = copy.deepcopy(graph_module)
+    for node in list(rewritten.graph.nodes):
+        if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
+            rewrite(node)
+    rewritten.graph.eliminate_dead_code()
+    rewritten.recompile()
+    return rewritten
+
+
+def _group_norm(node: Any) -> None:
+    x, groups, weight, bias, *rest = _arguments(node, 6)
+    value = x.meta["val"]
+    if weight is None or bias is None or value.ndim != 4 or value.dtype not in _DTYPES:
+        return
+    eps = rest[0] if rest and rest[0] is not None else 1e-5
+    users = list(node.users)
+    silu = len(users) == 1 and users[0].target in (_ATEN.silu.default, _ATEN.silu_.default)
+    last = users[0] if silu else node
+    x, added = _split_added(x)
+    _replace(
+        last, torch.ops.onediff.group_norm.default, (x, groups, weight, bias, eps, silu, added)
+    )
+
+
+def _split_added(x: Any) -> tuple[Any, Any]:
+    """Take what is the same for all pixels off an image: a time embedding, a convolution's bias.
+
+    Normalisation takes it in for nothing, where a sum of its own would read and write the image.
+    """
+    added = None
+    if _is_sum(x) and len(x.users) == 1:
+        image, other = x.args
+        if _per_channel(other) and not _per_channel(image):
+            x, added = image, other
+    if x.target is _ATEN.conv2d.default and len(x.users) == 1:
+        source, weight, bias, *rest = _arguments(x, 7)
+        if bias is not None:
+            with x.graph.inserting_before(x):
+                plain = x.graph.call_function(
+                    _ATEN.conv2d.default, (source, weight, None, *_without_trailing_none(rest))
+                )
+                column = x.graph.call_function(_ATEN.view.default, (bias, [1, -1, 1, 1]))
+            plain.meta["val"] = x.meta["val"]
+            column.meta["val"] = bias.meta["val"].view(1, -1, 1, 1)
+            if added is None:
+                return plain, column
+            with x.graph.inserting_after(max(added, column, key=_place)):
+                both = x.graph.call_function(_ATEN.add.Tensor, (added, column))
+            both.meta["val"] = added.meta["val"]
+            return plain, both
+    return x, added
+
+
+def _is_sum(node: Any) -> bool:
+    return (
+        node.target in (_ATEN.add.Tensor, _ATEN.add_.Tensor)
+        and not node.kwargs
+        and len(node.args) == 2
+        and all(isinstance(argument, Node) for argument in node.args)
+    )
+
+
+def _per_channel(node: Any) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim == 4
+        and all(isinstance(size, int) and size == 1 for size in value.shape[2:])
+    )
+
+
+def _place(node: Any) -> int:
+    return list(node.graph.nodes).index(node)
+
+
+def _without_trailing_none(arguments: list[Any]) -> list[Any]:
+    while arguments and arguments[-1] is None:
+        arguments.pop()
+    return arguments
+
+
+def _layer_norm(node: Any) -> None:
+    x, shape, weight, bias, *rest = _arguments(node, 6)
+    value = x.meta["val"]
+    if weight is None or bias is None or value.ndim != 3 or len(shape) != 1:
+        return
+    if value.dtype not in _DTYPES or value.shape[-1] > 8192:
+        return
+    eps = rest[0] if rest and rest[0] is not None else 1e-5
+    added = _plain_sum(x)
+    if added is None:
+        _replace(node, torch.ops.onediff.layer_norm.default, (x, weight, bias, eps))
+        return
+    with node.graph.inserting_before(x):
+        # Weights are the graph's inputs, so they stand before everything else.
+        both = node.graph.call_function(
+            torch.ops.onediff.add_layer_norm.default, (*added, weight, bias, eps)
+        )
+        total = node.graph.call_function(operator.getitem, (both, 0))
+        normed = node.graph.call_function(operator.getitem, (both, 1))
+    both.meta["val"] = (value, node.meta["val"])
+    total.meta["val"], normed.meta["val"] = value, node.meta["val"]
+    x.replace_all_uses_with(total)
+    node.replace_all_uses_with(normed)
+
+
+def _plain_sum(node: Any) -> tuple[Any, Any] | None:
+    """The two summands, when a node adds two tensors of its own form."""
+    if not _is_sum(node):
+        return None
+    form = _form(node)
+    summands = tuple(a for a in node.args if isinstance(a, Node) and _form(a) == form)
+    return (summands[0], summands[1]) if len(summands) == 2 else None
+
+
+def _form(node: Any) -> object:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return (value.dtype, *(str(size) for size in value.shape))
+
+
+def _division(node: Any) -> None:
+    """Drop a division by one, which changes nothing and stands between what fuses."""
+    x, divisor = node.args[:2]
+    if divisor == 1.0 and not isinstance(divisor, Node) and isinstance(x, Node):
+        value = x.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(x)
+
+
+def _arguments(node: Any, count: int) -> list[Any]:
+    """Arguments in the order of the operator's schema, None where left out."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return [given.get(name) for name in names[:count]]
+
+
+def _replace(node: Node, target: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, arguments)
+    new.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(new)
+
+
+_REWRITES: dict[object, Callable[[Node], None]] = {
+    _ATEN.div.Tensor: _division,
+    _ATEN.group_norm.default: _group_norm,
+    _ATEN.layer_norm.default: _layer_norm,
+}

@@ -1,0 +1,124 @@
+"""The adapter of AUTOMATIC1111: its models, its refusals, its pending LoRAs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.core.shapes import CELL_PX, BatchShape
+from onediff_ext.engine.families.base import BlockFamily
+from onediff_ext.engine.families.ldm import AttentionSetting, ldm_families
+from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks
+from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
+from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
+
+
+class A1111Host(WebUIHost):
+    """AUTOMATIC1111 1.10: one model object whose weights change under it."""
+
+    name = "a1111"
+
+    def families(self) -> Sequence[BlockFamily]:
+        from modules import shared
+
+        setting = AttentionSetting(
+            upcast=lambda: bool(shared.opts.upcast_attn), refusal=attention_refusal
+        )
+        return ldm_families(LAYER_STATE, setting)
+
+    def rules(self) -> Sequence[WrapperRule]:
+        return ()  # LoRAs are merged into the weights
+
+    def checkpoint(self) -> HostCheckpoint | None:
+        model = _loaded_model()
+        info = getattr(model, "sd_checkpoint_info", None)
+        if info is None:
+            return None
+        return HostCheckpoint(info.name_for_extra, info.shorthash or "", _architecture(model))
+
+    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+        model = _loaded_model()
+        found: list[tuple[str, nn.Module]] = []
+        if model is None:
+            return found
+        vae = getattr(model, "first_stage_model", None)
+        candidates = (
+            ("unet", getattr(model.model, "diffusion_model", None)),
+            ("vae_encoder", getattr(vae, "encoder", None)),
+            ("vae_decoder", getattr(vae, "decoder", None)),
+        )
+        for name, module in candidates:
+            if name not in ignores and isinstance(module, nn.Module):
+                found.append((name, module))
+        return found
+
+    def refusal(self, job: Any) -> str | None:  # noqa: ARG002
+        return job_refusal(_loaded_model())
+
+    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
+        if component == "unet":
+            patches.hook(model.register_forward_pre_hook(PendingNetworks(model)))
+
+    def state(self) -> Hashable:
+        import ldm.modules.attention
+        import sgm.modules.attention
+        from modules import devices, sd_hijack, shared
+
+        return (
+            sd_hijack.model_hijack.circular_enabled,  # "tiling" sets each convolution's padding
+            getattr(_loaded_model(), "applied_token_merged_ratio", 0),
+            bool(shared.opts.upcast_attn),
+            devices.dtype_unet,
+            ldm.modules.attention.CrossAttention.forward,
+            sgm.modules.attention.CrossAttention.forward,
+        )
+
+    def step(self, shape: BatchShape) -> None:
+        from modules import devices
+
+        model = _loaded_model()
+        if model is None:
+            return
+        unet = model.model.diffusion_model
+        height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
+        count = 2 * shape.batch  # with CFG: one for the prompt and one for the negative
+        noise = torch.Generator().manual_seed(0)  # the host's own generators stay as they are
+        form = {"device": devices.device, "dtype": devices.dtype_unet}
+        # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
+        channels = unet.input_blocks[0][0].in_channels
+        x = torch.randn(count, channels, height, width, generator=noise).to(**form)
+        context = model.cond_stage_model_empty_prompt.to(**form).expand(count, -1, -1)
+        extra = {}
+        if getattr(unet, "num_classes", None) is not None:
+            features = unet.label_emb[0][0].in_features
+            extra["y"] = torch.randn(count, features, generator=noise).to(**form)
+        timesteps = torch.full((count,), 500.0, **form)
+        with torch.no_grad(), devices.autocast():
+            unet(x, timesteps, context=context, **extra)
+
+    def run_exclusively(self, task: Callable[[], None]) -> None:
+        from modules.call_queue import queue_lock
+
+        with queue_lock:
+            task()
+
+
+def _loaded_model() -> Any:
+    """The host's model, without loading one that is not there yet."""
+    from modules import sd_models
+
+    return sd_models.model_data.sd_model
+
+
+def _architecture(model: Any) -> str:
+    if getattr(model, "is_sdxl", False):
+        return "sdxl" if hasattr(model.conditioner.embedders[0], "wrapped") else "sdxl-refiner"
+    for field, name in (("is_sd2", "sd2"), ("is_sd1", "sd1")):
+        if getattr(model, field, False):
+            return name
+    return "unknown"

@@ -1,0 +1,58 @@
+"""When A1111 has to draw eager: everything that changes weights or forwards behind a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from onediff_ext.hosts.a1111.layers import foreign_patch
+
+# Where the attention may come from: the packages themselves and A1111's own choices.
+_KNOWN_ATTENTION = (
+    "ldm.modules.attention",
+    "sgm.modules.attention",
+    "modules.sd_hijack_optimizations",
+    "modules.hypernetworks.hypernetwork",
+)
+
+
+def job_refusal(model: Any) -> str | None:
+    """Why nothing of this model can run through graphs now, in plain words, or None."""
+    from modules import devices, sd_unet, shared
+
+    if model is None:
+        return "no checkpoint is loaded"
+    if getattr(model, "lowvram", False):
+        return "--medvram and --lowvram move weights in and out while drawing"
+    if devices.fp8:
+        return "weights are stored as fp8"
+    if hasattr(nn.Linear, "org_forward"):
+        return "this GPU needs layers that cast by hand"
+    if devices.unet_needs_upcast:
+        return "--upcast-sampling casts inside layers"
+    if sd_unet.current_unet is not None:
+        return f"the UNet of {sd_unet.current_unet.option.label} is active"
+    if getattr(shared.opts, "lora_functional", False):
+        return 'the setting "Lora/Networks: use old method" applies LoRAs in each forward'
+    if shared.loaded_hypernetworks:
+        return "a hypernetwork changes the context"
+    patched = foreign_patch()
+    if patched is not None:
+        return f"{patched}, which is not known here"
+    unet = getattr(model.model, "diffusion_model", None)
+    if hasattr(unet, "_original_forward"):
+        return "ControlNet runs the UNet itself"
+    return None
+
+
+def attention_refusal() -> str | None:
+    """Why attention cannot be a graph's just now, or None."""
+    import ldm.modules.attention
+    import sgm.modules.attention
+
+    for package in (ldm, sgm):
+        source = package.modules.attention.CrossAttention.forward.__module__
+        if source not in _KNOWN_ATTENTION:
+            return f"attention is replaced by {source}"
+    return None

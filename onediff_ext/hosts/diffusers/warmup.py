@@ -1,0 +1,46 @@
+"""Warm-up of a compiled diffusers pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
+from onediff_ext.service.warmup import ProgressListener, WarmUp
+
+
+def pipe_warm_up(
+    pipe: Any, shapes: Sequence[BatchShape], listen: ProgressListener | None = None
+) -> WarmUp:
+    """A warm-up for a pipeline that went through `compile_pipe`; call its `run`.
+
+    Raises:
+        OptionError: The pipeline is not compiled, or its UNet was left out.
+    """
+    compiled = compiled_state(pipe)
+    unets = [c for c in compiled.components if c.name == "unet"] if compiled else []
+    if compiled is None or not unets:
+        raise OptionError("This pipeline's UNet is not compiled.", "Call compile_pipe(pipe) first.")
+    device = next(pipe.unet.parameters()).device
+    probed = []
+
+    def step(shape: BatchShape) -> None:
+        if not probed:  # the VAE's and ControlNet's kinds too, found once
+            probed.append(True)
+            probe(pipe)
+        inputs = unet_inputs(
+            pipe.unet,
+            torch.Generator().manual_seed(0),
+            batch=2 * shape.batch,
+            height_latent=shape.height_px // 8,
+            width_latent=shape.width_px // 8,
+        )
+        with torch.no_grad():
+            pipe.unet(**inputs)
+
+    return WarmUp(compiled.session, unets, step, shapes, device, listen)

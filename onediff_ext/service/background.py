@@ -1,0 +1,94 @@
+"""The thread that builds beside the pictures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from onediff_ext.engine.kinds import Kind
+from onediff_ext.service.builder import Builder, ProgressListener
+
+logger = logging.getLogger(__name__)
+
+# After a full disk or a missing compiler: how long until builds are tried again.
+RETRY_AFTER_S = 60.0
+
+
+class BackgroundBuilds:
+    """Builds what is missing while somebody draws; the thread lives as long as there is work.
+
+    Args:
+        builder: Does it.
+        missing: The kinds to build now, the most useful first.
+    """
+
+    def __init__(self, builder: Builder, missing: Callable[[], Sequence[Kind]]) -> None:
+        self._builder, self._missing = builder, missing
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._not_before = 0.0
+        self.cancelled = False
+        self.listener: ProgressListener | None = None
+
+    @property
+    def is_building(self) -> bool:
+        """Whether the thread is at work."""
+        with self._changed:
+            return self._thread is not None
+
+    def start(self) -> None:
+        """Build what is missing, unless that goes on already, was cancelled or cannot work now."""
+        with self._changed:
+            if self._thread is not None or self.cancelled or time.monotonic() < self._not_before:
+                return
+            if not self._missing():
+                return
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._work, name="onediff-builds", daemon=True)
+            self._thread.start()
+
+    def resume(self) -> None:
+        """Build although it was cancelled, or could not work a moment ago."""
+        with self._changed:
+            self.cancelled, self._not_before = False, 0.0
+        self.start()
+
+    def cancel(self, timeout_s: float = 5.0) -> None:
+        """End all builds at once, and start none until `resume`. What was built stays."""
+        with self._changed:
+            self.cancelled = True
+            self._stop.set()
+        self.wait(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being built; returns whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                kinds = self._missing()
+                if not kinds:
+                    break
+                self._builder.build(
+                    kinds,
+                    self.listener,
+                    stop=self._stop,
+                    in_background=True,
+                    more=self._missing,
+                )
+                if self._builder.problem:
+                    self._not_before = time.monotonic() + RETRY_AFTER_S
+                    break
+        except Exception as exc:  # a thread's errors would be lost; pictures go on eager
+            logger.exception("Builds ended")
+            self._builder.problem = f"builds ended: {exc}"
+            self._not_before = time.monotonic() + RETRY_AFTER_S
+        finally:
+            with self._changed:
+                self._thread = None
+                self._changed.notify_all()

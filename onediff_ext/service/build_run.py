@@ -1,0 +1,431 @@
+"""One wave of builds: its locks, its workers, its order, what it does when something fails."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from onediff_ext.core.errors import (
+    BackendError,
+    BlockGoneError,
+    MachineError,
+    OneDiffError,
+    WorkerLostError,
+)
+from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.machine import machine_digest
+from onediff_ext.service.build_folder import BuildFolder
+from onediff_ext.service.builder import Builder, BuildProgress, ProgressListener
+from onediff_ext.service.exporting import Exported, export_all
+from onediff_ext.service.gate import DrawingGate
+from onediff_ext.service.workers import WorkerProcess
+from onediff_ext.store import StoreBusyError, StoredGraph
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_LOOK_AGAIN_S = 1.0  # at the kinds that another process builds
+
+
+@dataclass(eq=False)
+class _Job:
+    """One kind on its way to a graph.
+
+    Args:
+        kind: What it is for.
+        locks: Its build lock.
+        program: Once it is exported.
+        unproved: A stored graph that was never loaded on this machine.
+        attempts: Workers that were lost over it.
+        started_at: When its worker took it; monotonic.
+        reason: Why it is built.
+    """
+
+    kind: Kind
+    locks: ExitStack
+    program: bytes = b""
+    unproved: StoredGraph | None = None
+    attempts: int = 0
+    started_at: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What became of a job in its worker; a proof has neither payload nor seconds."""
+
+    job: _Job
+    payload: bytes | None
+    seconds: float
+    error: OneDiffError | None
+
+
+class BuildRun:
+    """One call of `Builder.build`.
+
+    Raises:
+        BackendError: There is no place to build in.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        kinds: Sequence[Kind],
+        listen: ProgressListener | None,
+        stop: threading.Event,
+        in_background: bool,
+    ) -> None:
+        self._builder, self._listen, self._stop = builder, listen, stop
+        self._in_background = in_background
+        self._new = list(kinds)
+        self._elsewhere: list[Kind] = []
+        self._exporting: dict[int, _Job] = {}
+        self._waiting: list[_Job] = []
+        self._working: list[_Job] = []
+        self._seen = {id(kind) for kind in kinds}
+        self._done = 0
+        self._spent: list[float] = []
+        self._one_at_a_time = False
+        self._events: queue.SimpleQueue[Exported | _Answer] = queue.SimpleQueue()
+        self._exporter: threading.Thread | None = None
+        self._halt = threading.Event()  # for the exporter: stop, or leaving by an error
+        self._folder = BuildFolder()
+        self._workers: list[WorkerProcess] = []
+        self._idle: list[WorkerProcess] = []
+        self._pool = ThreadPoolExecutor(builder.worker_count, thread_name_prefix="onediff-build")
+        self._machine_at_fault: MachineError | None = None
+
+    def __enter__(self) -> BuildRun:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._halt.set()
+        for worker in self._workers:
+            worker.close()  # an interrupted build ends at once
+        self._pool.shutdown()
+        if self._exporter is not None:
+            self._exporter.join()
+        for job in (*self._exporting.values(), *self._waiting, *self._working):
+            job.locks.close()
+        self._folder.remove()
+
+    @property
+    def stage(self) -> str:
+        """What is done now, as in `Status.stage`."""
+        if self._working:
+            return "proving" if all(job.unproved for job in self._working) else "building"
+        return "exporting" if self._exporting else "building"
+
+    @property
+    def building_now(self) -> tuple[str, ...]:
+        """Labels of the kinds in the workers' hands."""
+        return tuple(job.kind.label for job in list(self._working))
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The worker processes that live."""
+        return [pid for worker in list(self._workers) if (pid := worker.pid) is not None]
+
+    def seconds_left(self) -> float | None:
+        """Until everything is built, from this machine's history; None when nothing is known."""
+        running = list(self._working)
+        jobs = [*running, *list(self._waiting), *list(self._exporting.values())]
+        if not jobs:
+            return 0.0
+        machine = machine_digest(jobs[0].kind.device)
+        expected = self._builder.history.build_seconds(machine, [job.kind.label for job in jobs])
+        usual = sum(self._spent) / len(self._spent) if self._spent else None
+        now, total = time.monotonic(), 0.0
+        for job, seconds in zip(jobs, expected, strict=True):
+            seconds = usual if seconds is None else seconds
+            if seconds is None:
+                return None
+            if job in running:
+                seconds = max(seconds - (now - job.started_at), 0.1 * seconds)
+            total += seconds
+        return total / max(1, min(len(jobs), self._limit()))
+
+    def work(self, more: Callable[[], Sequence[Kind]]) -> None:
+        """Build everything; returns early when stopped or when nothing can be built here."""
+        look_at = time.monotonic() + self._builder.options.build_timeout_s
+        while not self._stop.is_set():
+            self._claim_new(lock_timeout_s=0)
+            self._start_export()
+            self._dispatch()
+            if self._machine_at_fault is not None:
+                self._blame_the_machine(self._machine_at_fault)
+                return
+            if self._exporting or self._waiting or self._working:
+                self._handle_events()
+                self._add(more())
+                continue
+            self._add(more())
+            if self._new:
+                continue
+            if not self._elsewhere:
+                return
+            # Another process is building these: take over when it has, or has died.
+            again, self._elsewhere = self._elsewhere, []
+            self._new = again
+            late = time.monotonic() > look_at
+            self._claim_new(lock_timeout_s=0 if not late else 1)
+            if self._elsewhere and late:
+                for kind in self._elsewhere:
+                    busy = BackendError("Another process has been building it for too long.")
+                    self._fail(kind, busy, attempts=0, lasting=False)
+                self._elsewhere = []
+            if self._elsewhere:
+                self._stop.wait(_LOOK_AGAIN_S)
+
+    def _add(self, kinds: Sequence[Kind]) -> None:
+        for kind in kinds:
+            if id(kind) not in self._seen:
+                self._seen.add(id(kind))
+                self._new.append(kind)
+
+    def _claim_new(self, lock_timeout_s: float) -> None:
+        new, self._new = self._new, []
+        for kind in new:
+            if self._stop.is_set():
+                return
+            try:
+                self._claim(kind, lock_timeout_s)
+            except StoreBusyError:
+                self._elsewhere.append(kind)
+            except OneDiffError as exc:
+                self._fail(kind, exc, attempts=0, lasting=False)
+
+    def _claim(self, kind: Kind, lock_timeout_s: float) -> None:
+        builder = self._builder
+        with ExitStack() as locks:
+            locks.enter_context(builder.lock(kind, lock_timeout_s))
+            failure = builder.known_failure(kind)
+            if failure is not None:
+                kind.fail(failure)
+                builder.journal.note("failed", kind.label, failure)
+                self._finished(kind)
+                return
+            reason = builder.library.explain(kind.key, kind.label)
+            stored = builder.stored(kind)
+            if stored is not None and stored.payload is not None:
+                if builder.is_harmless(stored, kind):
+                    try:
+                        background = self._in_background
+                        builder.take(kind, stored.payload, "loaded", in_background=background)
+                    except BackendError as exc:
+                        builder.mark_bad(kind, stored.header.payload_sha256, exc.message)
+                        reason = f"the stored one cannot be loaded: {exc.message}"
+                        stored = None
+                    else:
+                        builder.journal.note("loaded", kind.label, "another process built it")
+                        self._finished(kind)
+                        return
+                else:
+                    reason = "stored, but never loaded on this machine"
+            elif not builder.may_build:
+                kind.fail(reason)
+                self._finished(kind)
+                return
+            elif (found := builder.library.get(kind.key)) is not None:
+                proof = builder.verdicts.read(found.digest).proofs.get(machine_digest(kind.device))
+                reason = f"the stored one is bad here: {proof.problem if proof else 'unknown'}"
+            job = _Job(kind, locks.pop_all(), unproved=stored, reason=reason)
+            self._exporting[id(kind)] = job
+            builder.journal.note("build" if stored is None else "prove", kind.label, reason)
+
+    def _start_export(self) -> None:
+        if self._exporter is not None and self._exporter.is_alive():
+            return
+        kinds = [job.kind for job in self._exporting.values() if not job.program]
+        if not kinds:
+            return
+        kinds.sort(key=lambda kind: -kind.weight)
+        self._exporter = threading.Thread(
+            target=self._export, args=(kinds,), name="onediff-export", daemon=True
+        )
+        self._exporter.start()
+
+    def _export(self, kinds: list[Kind]) -> None:
+        builder = self._builder
+        gate = builder.gate if self._in_background else DrawingGate()
+        try:
+            for exported in export_all(
+                kinds,
+                gate,
+                self._halt,
+                children=builder.export_children,
+                in_background=self._in_background,
+            ):
+                self._events.put(exported)
+        except Exception as exc:  # this thread's errors would be lost otherwise
+            logger.exception("Exports ended")
+            lost = WorkerLostError(f"Exports ended: {exc}")
+            for kind in kinds:
+                self._events.put(Exported(kind, None, lost))
+
+    def _limit(self) -> int:
+        if self._one_at_a_time:
+            return 1
+        jobs = self._working or self._waiting or list(self._exporting.values())
+        device = jobs[0].kind.device.type if jobs else "cpu"
+        drawing = self._in_background and self._builder.gate.is_drawing
+        return self._builder.workers_beside(device, drawing)
+
+    def _dispatch(self) -> None:
+        while self._waiting and len(self._working) < self._limit():
+            if self._stop.is_set():
+                return
+            # What was never lost goes first; of these, what saves most.
+            job = min(self._waiting, key=lambda job: (job.attempts, -job.kind.weight))
+            self._waiting.remove(job)
+            job.started_at = time.monotonic()
+            self._working.append(job)
+            self._pool.submit(self._build, job)
+
+    def _build(self, job: _Job) -> None:
+        builder = self._builder
+        if not self._idle:
+            self._workers.append(builder.new_worker(self._folder.path, self._in_background))
+            self._idle.append(self._workers[-1])
+        worker, payload, seconds = self._idle.pop(), None, 0.0
+        error: OneDiffError | None = None
+        try:
+            if job.unproved is not None and job.unproved.payload is not None:
+                timeout_s = builder.options.build_timeout_s
+                device = str(job.kind.device)
+                worker.prove(job.unproved.payload, job.program, device, timeout_s)
+            else:
+                built = builder.build_in(worker, job.program, str(job.kind.device))
+                payload, seconds = built.payload, built.seconds
+        except OneDiffError as exc:
+            error = exc
+        except Exception as exc:  # would be lost in the pool, and the run would wait for ever
+            error = BackendError(f"{type(exc).__name__}: {exc}")
+        finally:
+            self._idle.append(worker)
+        self._events.put(_Answer(job, payload, seconds, error))
+
+    def _handle_events(self) -> None:
+        try:
+            event = self._events.get(timeout=_POLL_S)
+        except queue.Empty:
+            return
+        if isinstance(event, Exported):
+            self._exported(event)
+            return
+        job = event.job
+        self._working.remove(job)
+        if self._stop.is_set():
+            job.locks.close()
+        elif isinstance(event.error, MachineError):
+            self._waiting.append(job)
+            self._machine_at_fault = event.error
+        elif job.unproved is not None:
+            self._proved(job, job.unproved, event.error)
+        else:
+            self._built(job, event)
+
+    def _exported(self, exported: Exported) -> None:
+        job = self._exporting.pop(id(exported.kind), None)
+        if job is None:
+            return
+        if exported.program is not None:
+            job.program = exported.program
+            self._waiting.append(job)
+            return
+        error = exported.error or BackendError("It was not exported.")
+        with job.locks:
+            lost = isinstance(error, (BlockGoneError, WorkerLostError))
+            self._fail(job.kind, error, attempts=1, lasting=not lost)
+
+    def _built(self, job: _Job, answer: _Answer) -> None:
+        builder, error = self._builder, answer.error
+        if isinstance(error, WorkerLostError):
+            self._try_again(job, error)
+            return
+        with job.locks:
+            if error is None and answer.payload is not None:
+                try:
+                    background = self._in_background
+                    payload, seconds = answer.payload, answer.seconds
+                    builder.accept(job.kind, payload, seconds, in_background=background)
+                except BackendError as exc:
+                    error = exc
+            if error is not None:
+                self._fail(job.kind, error, attempts=job.attempts + 1, lasting=True)
+                return
+        self._spent.append(answer.seconds)
+        builder.journal.note("built", job.kind.label, f"in {answer.seconds:.1f} s: {job.reason}")
+        self._finished(job.kind)
+
+    def _try_again(self, job: _Job, error: WorkerLostError) -> None:
+        """A worker was lost: once more, alone, since memory may have been short."""
+        builder = self._builder
+        job.attempts += 1
+        if job.attempts < builder.options.build_attempts:
+            self._one_at_a_time = True
+            builder.journal.note("retried", job.kind.label, error.message, level=logging.WARNING)
+            self._waiting.append(job)
+            return
+        with job.locks:
+            self._fail(job.kind, error, attempts=job.attempts, lasting=True)
+
+    def _proved(self, job: _Job, stored: StoredGraph, error: OneDiffError | None) -> None:
+        builder = self._builder
+        assert stored.payload is not None
+        if error is None:
+            builder.verdicts.record_proof(
+                stored.digest,
+                job.kind.label,
+                machine=machine_digest(job.kind.device),
+                payload_sha256=stored.header.payload_sha256,
+            )
+            try:
+                background = self._in_background
+                builder.take(job.kind, stored.payload, "loaded", in_background=background)
+            except BackendError as exc:
+                error = exc
+        if error is None:
+            job.locks.close()
+            builder.journal.note("proved", job.kind.label, "loads and gives eager's results here")
+            self._finished(job.kind)
+            return
+        builder.mark_bad(job.kind, stored.header.payload_sha256, error.message)
+        if not builder.may_build:
+            job.locks.close()
+            job.kind.fail(f"the stored one is bad here: {error.message}")
+            self._finished(job.kind)
+            return
+        job.unproved, job.reason = None, f"the stored one is bad here: {error.message}"
+        self._waiting.append(job)
+
+    def _blame_the_machine(self, error: MachineError) -> None:
+        """Nothing can be built here now: the kinds stay missing, and are tried later."""
+        builder = self._builder
+        if self._stop.is_set():
+            return
+        builder.problem = str(error)
+        builder.journal.note("failed", "all builds", str(error), level=logging.WARNING)
+        left = [*self._waiting, *self._working, *self._exporting.values()]
+        for kind in [*(job.kind for job in left), *self._elsewhere, *self._new]:
+            if self._in_background:
+                kind.reason = error.message
+            elif kind.state is KindState.MISSING:
+                kind.fail(f"could not be built: {error.message}")
+
+    def _fail(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
+        self._builder.give_up(kind, exc, attempts=attempts, lasting=lasting)
+        self._finished(kind)
+
+    def _finished(self, kind: Kind) -> None:
+        self._done += 1
+        if self._listen is not None:
+            needed = len(self._seen)
+            left = self.seconds_left() or 0.0
+            self._listen(BuildProgress(self._done, needed, kind.label, left))

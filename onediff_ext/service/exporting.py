@@ -1,0 +1,246 @@
+"""Exports kinds where it disturbs the pictures least.
+
+`torch.export` computes in Python for half a second a kind and changes the whole process while it
+does: it replaces `builtins.max` and `math.pow`, and `torch.compiler.is_compiling()` turns true in
+every thread (torch 2.13). A picture that is drawn meanwhile waits, and may take other branches.
+On Linux a forked child exports, which has the host's classes as they are now, patches of other
+extensions included; torch's own DataLoader forks the same way beside CUDA. Elsewhere, or when the
+child fails, this process does it while no picture is being drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from onediff_ext.core.errors import ExportError, OneDiffError, WorkerLostError
+from onediff_ext.engine.kinds import Kind
+from onediff_ext.service.gate import DrawingGate
+
+logger = logging.getLogger(__name__)
+
+# torch can do only one export, or load of an exported program, at a time in a process.
+TORCH_LOCK = threading.RLock()
+
+_HEAD = struct.Struct("<IQ")  # index of the kind, bytes that follow
+_FORK_PAUSE_S = 0.05  # measured: 45 ms with 1 GB of process
+_PREPARE_S = 0.02
+_EXPORT_S = 0.5
+_POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+# Without any sign of life for so long, a child is taken for hanging.
+CHILD_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One kind's program, or why there is none."""
+
+    kind: Kind
+    program: bytes | None
+    error: OneDiffError | None = None
+
+
+def can_fork() -> bool:
+    """Whether this system's processes survive a fork beside other threads."""
+    return sys.platform == "linux" and hasattr(os, "fork")
+
+
+def export_all(
+    kinds: Sequence[Kind],
+    gate: DrawingGate,
+    stop: threading.Event,
+    *,
+    children: int | None = None,
+    in_background: bool = True,
+) -> Iterator[Exported]:
+    """Export kinds and yield each as it comes; ends early when `stop` is set.
+
+    Args:
+        kinds: The most useful first.
+        gate: Says when this process may be disturbed.
+        stop: Ends the exports at once.
+        children: Forked processes at the same time; 0 exports in this process; None is by cores.
+        in_background: At a low priority.
+    """
+    if children is None:
+        children = max(1, min(4, (os.cpu_count() or 1) // 4)) if can_fork() else 0
+    left = list(kinds)
+    if children:
+        done: set[int] = set()
+        for exported in _export_in_children(left, gate, stop, children, in_background):
+            if exported.program is None:
+                logger.debug("%s: %s; tried again here", exported.kind.label, exported.error)
+                continue
+            done.add(id(exported.kind))
+            yield exported
+        left = [kind for kind in left if id(kind) not in done]
+    for kind in left:
+        with gate.turn(_EXPORT_S, alone=True, stop=stop) as granted:
+            if stop.is_set() or not granted:
+                return
+            exported = _export_here(kind)
+        yield exported
+
+
+def _export_here(kind: Kind) -> Exported:
+    try:
+        with TORCH_LOCK:
+            return Exported(kind, kind.export())
+    except OneDiffError as exc:
+        return Exported(kind, None, exc)
+
+
+def _export_in_children(
+    kinds: list[Kind],
+    gate: DrawingGate,
+    stop: threading.Event,
+    count: int,
+    in_background: bool,
+) -> Iterator[Exported]:
+    ready: list[tuple[Kind, Callable[[], bytes]]] = []
+    for kind in kinds:
+        if kind.device.type == "cpu":
+            ready.append((kind, kind.export))
+            continue
+        try:  # what needs the device is done here: a child cannot reach it
+            with gate.turn(_PREPARE_S, stop=stop) as granted:
+                if stop.is_set() or not granted:
+                    return
+                ready.append((kind, kind.prepare_export()))
+        except OneDiffError as exc:
+            yield Exported(kind, None, exc)
+    shares = [ready[i::count] for i in range(count) if ready[i::count]]
+    children: list[_Child] = []
+    try:
+        for share in shares:
+            with gate.turn(_FORK_PAUSE_S, stop=stop) as granted:
+                if stop.is_set() or not granted:
+                    return
+                children.append(_Child(share, in_background))
+        while children and not stop.is_set():
+            readable, _, _ = select.select([c.pipe for c in children], [], [], _POLL_S)
+            for child in list(children):
+                if child.pipe in readable:
+                    yield from child.read()
+                if child.finished or child.is_silent():
+                    yield from child.give_up()
+                    children.remove(child)
+    finally:
+        for child in children:
+            child.kill()
+
+
+class _Child:
+    """A forked copy of this process that exports its share and ends."""
+
+    def __init__(self, share: list[tuple[Kind, Callable[[], bytes]]], in_background: bool) -> None:
+        self._left = dict(enumerate(kind for kind, _ in share))
+        self.pipe, theirs = os.pipe()
+        self.finished = False
+        self._unread = b""
+        self._heard_at = time.monotonic()
+        with TORCH_LOCK, warnings.catch_warnings():
+            # Python 3.12 warns of a fork beside threads: see the module's docstring.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _serve([export for _, export in share], theirs, in_background)
+        self._pid = pid
+        os.close(theirs)
+
+    def read(self) -> Iterator[Exported]:
+        """Take what the child has written; may block until a message is whole."""
+        chunk = os.read(self.pipe, 1 << 20)
+        self._heard_at = time.monotonic()
+        if not chunk:
+            self.finished = True
+            return
+        self._unread += chunk
+        while len(self._unread) >= _HEAD.size:
+            index, length = _HEAD.unpack_from(self._unread)
+            end = _HEAD.size + length
+            if len(self._unread) < end:
+                return
+            program, message = pickle.loads(self._unread[_HEAD.size : end])
+            self._unread = self._unread[end:]
+            error = ExportError(message) if program is None else None
+            yield Exported(self._left.pop(index), program, error)
+
+    def is_silent(self) -> bool:
+        """Whether it has said nothing for too long."""
+        return time.monotonic() - self._heard_at > CHILD_TIMEOUT_S
+
+    def give_up(self) -> Iterator[Exported]:
+        """End the child, and say what it left undone."""
+        self.kill()
+        for kind in self._left.values():
+            yield Exported(kind, None, WorkerLostError("The process that exports died or hung."))
+
+    def kill(self) -> None:
+        """End the child at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        os.close(self.pipe)
+
+
+def _serve(exports: Sequence[Callable[[], bytes]], pipe: int, in_background: bool) -> NoReturn:
+    """Live and end as the child: no handler, lock or exit function of the parent's runs here."""
+    try:
+        _leave_the_parent(in_background)
+        for index, export in enumerate(exports):
+            try:
+                answer: tuple[bytes | None, str] = export(), ""
+            except ExportError as exc:
+                answer = None, exc.message
+            message = pickle.dumps(answer)
+            _write_all(pipe, _HEAD.pack(index, len(message)) + message)
+    finally:
+        os._exit(0)
+
+
+def _leave_the_parent(in_background: bool) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()  # Ctrl-C is the parent's affair
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    if in_background:
+        os.nice(10)
+    torch.set_num_threads(1)  # the parent's threads do not exist here
+    _pretend_cuda()
+
+
+def _pretend_cuda() -> None:
+    """Let tracing believe in a GPU that a forked process cannot touch, and does not need to."""
+    if not getattr(torch.cuda, "_initialized", False):
+        return
+    import torch._subclasses.fake_tensor as fake_tensor
+
+    vars(fake_tensor)["init_gpu_context"] = lambda device: None  # noqa: ARG005
+    # torch.autocast("cuda") switches itself off where this says no.
+    vars(torch.cuda)["is_available"] = lambda: True
+
+
+def _write_all(pipe: int, message: bytes) -> None:
+    view = memoryview(message)
+    while view:
+        view = view[os.write(pipe, view) :]

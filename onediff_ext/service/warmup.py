@@ -1,0 +1,258 @@
+"""Warm-up: everything that some sizes need is made before anybody waits for it, and measured."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.machine import machine_digest
+from onediff_ext.service.component import Component
+from onediff_ext.service.session import Session
+
+_POLL_S = 0.1
+# The first forward of a size runs as always, the second is recorded, two more are compared.
+_FORWARDS_TO_CAPTURE = 4
+STAGES = ("kinds", "captures", "measuring")
+
+
+@dataclass(frozen=True)
+class WarmUpProgress:
+    """How far a warm-up has come.
+
+    Args:
+        stage: One of `STAGES`.
+        done, needed: Kinds in the first stage, sizes in the others.
+        label: What it is at, or was last.
+        seconds_left: Of this stage; None when unknown.
+    """
+
+    stage: str
+    done: int
+    needed: int
+    label: str
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class SizeFigures:
+    """What was measured at one size.
+
+    Args:
+        shape: Size in pixels and pictures at once; CFG doubles the UNet's batch.
+        first_s: The first step at this size, in seconds.
+        eager_ms, compiled_ms: One step each.
+    """
+
+    shape: BatchShape
+    first_s: float
+    eager_ms: float
+    compiled_ms: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than eager."""
+        return self.eager_ms / self.compiled_ms
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "size": str(self.shape),
+            "first_s": self.first_s,
+            "eager_ms": self.eager_ms,
+            "compiled_ms": self.compiled_ms,
+            "speedup": self.speedup,
+        }
+
+
+@dataclass
+class WarmUpReport:
+    """What a warm-up did.
+
+    Args:
+        sizes: What was measured, in the order of the sizes; fewer when it was cancelled.
+        built, loaded: Kinds that got their graph by it or before it, in this process.
+        eager: Kinds that stay eager.
+        cancelled: Whether somebody ended it early.
+        seconds: In all.
+    """
+
+    sizes: list[SizeFigures] = field(default_factory=list)
+    built: int = 0
+    loaded: int = 0
+    eager: int = 0
+    cancelled: bool = False
+    seconds: float = 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Over all sizes, in the geometric mean; None when nothing was measured."""
+        return statistics.geometric_mean(s.speedup for s in self.sizes) if self.sizes else None
+
+    def line(self) -> str:
+        """One line for people."""
+        gain = "" if self.speedup is None else f", {self.speedup:.1f}x measured"
+        stays = f", {self.eager} stay eager" if self.eager else ""
+        ended = "cancelled: " if self.cancelled else ""
+        return (
+            f"{ended}{len(self.sizes)} sizes, {self.built} graphs built, {self.loaded} loaded"
+            f"{stays} in {self.seconds:.1f} s{gain}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "sizes": [figures.as_json() for figures in self.sizes],
+            "built": self.built,
+            "loaded": self.loaded,
+            "eager": self.eager,
+            "cancelled": self.cancelled,
+            "seconds": self.seconds,
+            "speedup": self.speedup,
+            "line": self.line(),
+        }
+
+
+ProgressListener = Callable[[WarmUpProgress], None]
+
+
+class WarmUp:
+    """Kinds, then captures, then one measured step each of eager and compiled.
+
+    `run` works on the calling thread, which must be one that may draw; `cancel` may be called
+    from any other.
+
+    Args:
+        session: Owns the graphs.
+        components: The models that `step` runs.
+        step: One forward of the denoising model on noise at a size, with CFG, that changes
+            nothing of what is drawn next.
+        shapes: Sizes, with pictures at once.
+        device: Where the models are.
+        listen: Told how far it has come.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        components: Sequence[Component],
+        step: Callable[[BatchShape], object],
+        shapes: Sequence[BatchShape],
+        device: torch.device,
+        listen: ProgressListener | None = None,
+    ) -> None:
+        self._session, self._components, self._step = session, list(components), step
+        self._shapes, self._device = list(dict.fromkeys(shapes)), device
+        self._listen = listen
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End after the step that runs now; what is built and measured stays."""
+        self._cancelled.set()
+        if self._session.stage == STAGES[0]:
+            self._session.cancel_builds()
+
+    def run(self) -> WarmUpReport:
+        """Do it; nothing is raised for kinds that cannot be built, which stay eager."""
+        start, report, session = time.monotonic(), WarmUpReport(), self._session
+        try:
+            if self._shapes:
+                session.stage = STAGES[0]
+                self._make_kinds()
+                self._for_each_shape(STAGES[1], self._capture)
+                self._for_each_shape(
+                    STAGES[2], lambda shape: report.sizes.append(self._measure(shape))
+                )
+        finally:
+            session.stage = ""
+        kinds = session.current_kinds()
+        report.built = sum(kind.source == "built" for kind in kinds)
+        report.loaded = sum(kind.source == "loaded" for kind in kinds)
+        report.eager = sum(kind.state is KindState.FAILED for kind in kinds)
+        report.cancelled = self._cancelled.is_set()
+        report.seconds = time.monotonic() - start
+        session.record_checkpoint()
+        return report
+
+    def _make_kinds(self) -> None:
+        session = self._session
+        smallest = min(self._shapes, key=lambda s: s.width_px * s.height_px * s.batch)
+        with session.holding_builds():
+            self._step(smallest)
+        if session.options.build == "never" or self._cancelled.is_set():
+            return
+        session.build_in_background()
+        while not self._cancelled.is_set():
+            finished = session.wait_for_builds(_POLL_S)
+            status = session.status()
+            done = status.kinds_ready + status.kinds_failed
+            label = ", ".join(status.building_now)
+            self._tell(STAGES[0], done, status.kinds_needed, label, status.seconds_left)
+            if finished:
+                break
+        else:
+            session.cancel_builds()
+        self._step(smallest)  # compares what is new with eager
+
+    def _for_each_shape(self, stage: str, do: Callable[[BatchShape], None]) -> None:
+        start = time.monotonic()
+        for done, shape in enumerate(self._shapes):
+            if self._cancelled.is_set():
+                return
+            self._session.stage = stage
+            spent = time.monotonic() - start
+            left = spent / done * (len(self._shapes) - done) if done else None
+            self._tell(stage, done, len(self._shapes), str(shape), left)
+            do(shape)
+        self._tell(stage, len(self._shapes), len(self._shapes), "", 0.0)
+
+    def _capture(self, shape: BatchShape) -> None:
+        if self._session.captures.unavailable_reason(self._device) is None:
+            for _ in range(_FORWARDS_TO_CAPTURE):
+                if not self._cancelled.is_set():
+                    self._step(shape)
+
+    def _measure(self, shape: BatchShape) -> SizeFigures:
+        first_s = self._timed(shape)
+        compiled_s = self._timed(shape)
+        with ExitStack() as paused:
+            for component in self._components:
+                paused.enter_context(component.paused())
+            if self._device.type == "cuda":
+                self._step(shape)  # cuDNN's own choice of kernels is not what eager costs
+            eager_s = self._timed(shape)
+        figures = SizeFigures(shape, first_s, 1000 * eager_s, 1000 * compiled_s)
+        checkpoint = self._session.checkpoint
+        self._session.builder.history.record_step(
+            checkpoint="" if checkpoint is None else checkpoint.content_hash,
+            machine=machine_digest(self._device),
+            size=str(shape),
+            eager_ms=figures.eager_ms,
+            compiled_ms=figures.compiled_ms,
+        )
+        return figures
+
+    def _timed(self, shape: BatchShape) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self._step(shape)
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _tell(
+        self, stage: str, done: int, needed: int, label: str, seconds_left: float | None
+    ) -> None:
+        if self._listen is not None:
+            self._listen(WarmUpProgress(stage, done, needed, label, seconds_left))

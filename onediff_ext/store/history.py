@@ -1,0 +1,132 @@
+"""How long builds took on this machine and what graphs saved: one small file in the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..core.errors import StoreError
+from .atomic import publish
+from .folder import StoreFolder
+
+_LOG = logging.getLogger(__name__)
+_SCHEMA = 1
+_FILE = "history.json"
+_LOCK_TIMEOUT_S = 5.0
+_KEPT_BUILDS = 5  # for each kind of build
+_KEPT_STEPS = 64
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One measured step, eager beside compiled.
+
+    Args:
+        checkpoint: Content hash of the checkpoint, or ``""``.
+        machine: Where it was measured.
+        size: Such as ``"1024x768@2"``.
+        eager_ms, compiled_ms: Milliseconds of one step.
+        at: Seconds since the epoch.
+    """
+
+    checkpoint: str
+    machine: str
+    size: str
+    eager_ms: float
+    compiled_ms: float
+    at: float
+
+
+class History:
+    """The history of one store. Losing it costs an estimate, so writes that fail are only logged.
+
+    Args:
+        folder: The store, e.g. `GraphLibrary.folder`.
+    """
+
+    def __init__(self, folder: StoreFolder) -> None:
+        self.folder = folder
+
+    def record_build(self, machine: str, label: str, seconds: float) -> None:
+        """Note how long the build of a kind with this label took in its worker."""
+
+        def add(record: dict[str, Any]) -> None:
+            times = record["builds"].setdefault(machine, {}).setdefault(label, [])
+            times.append(round(seconds, 3))
+            del times[:-_KEPT_BUILDS]
+
+        self._change(add)
+
+    def record_step(
+        self, *, checkpoint: str, machine: str, size: str, eager_ms: float, compiled_ms: float
+    ) -> None:
+        """Note a measured step; an earlier one of the same size is replaced."""
+        step = StepRecord(checkpoint, machine, size, eager_ms, compiled_ms, time.time())
+
+        def add(record: dict[str, Any]) -> None:
+            same = (checkpoint, machine, size)
+            others = [
+                s for s in record["steps"] if (s["checkpoint"], s["machine"], s["size"]) != same
+            ]
+            record["steps"] = [*others, asdict(step)][-_KEPT_STEPS:]
+
+        self._change(add)
+
+    def build_seconds(self, machine: str, labels: Sequence[str]) -> list[float | None]:
+        """Return how long each of some kinds probably takes to build.
+
+        From builds with the same label; else of the same class of block; else of any;
+        None when nothing was built on this machine yet.
+        """
+        times: dict[str, list[float]] = self._read()["builds"].get(machine, {})
+        return [_expected(times, label) for label in labels]
+
+    def steps(self, machine: str, checkpoint: str | None = None) -> list[StepRecord]:
+        """Return the steps measured on a machine, of one checkpoint or of all, oldest first."""
+        found = [StepRecord(**step) for step in self._read()["steps"]]
+        return [
+            step
+            for step in found
+            if step.machine == machine and checkpoint in (None, step.checkpoint)
+        ]
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            record = json.loads((self.folder.home / _FILE).read_bytes())
+            if record["schema"] == _SCHEMA:
+                for step in record["steps"]:
+                    StepRecord(**step)
+                for times in record["builds"].values():
+                    for seconds in times.values():
+                        statistics.fmean(seconds)
+                return dict(record)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+            _LOG.debug("The history of builds starts anew: %s", exc)
+        return {"schema": _SCHEMA, "builds": {}, "steps": []}
+
+    def _change(self, change: Any) -> None:
+        try:
+            self.folder.prepare()
+            with self.folder.locks.hold("history", _LOCK_TIMEOUT_S):
+                record = self._read()
+                change(record)
+                text = json.dumps(record, indent=1, sort_keys=True)
+                publish(self.folder, self.folder.home / _FILE, [text.encode("ascii")])
+        except StoreError as exc:
+            _LOG.debug("The history of builds is not kept: %s", exc)
+
+
+def _expected(times: dict[str, list[float]], label: str) -> float | None:
+    if times.get(label):
+        return statistics.fmean(times[label])
+    block_class = label.partition(" ")[0]
+    alike = [s for name, s in times.items() if name.partition(" ")[0] == block_class]
+    chosen = [seconds for group in alike or times.values() for seconds in group]
+    return statistics.fmean(chosen) if chosen else None

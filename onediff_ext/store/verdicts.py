@@ -1,0 +1,194 @@
+"""What was learnt about a kind on this machine: it cannot be built, its graph is harmless or bad.
+
+One small file for each kind that has something to remember. Losing one costs time and
+nothing else, so a damaged file counts as none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import StoreError
+from .atomic import publish
+from .folder import StoreFolder
+from .stored_graph import graph_path, is_digest
+
+_LOG = logging.getLogger(__name__)
+_SCHEMA = 1
+_LOCK_TIMEOUT_S = 10.0
+# A store that several machines share; more than these are forgotten, oldest first.
+_MAX_PROOFS = 16
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a kind cannot be built.
+
+    Args:
+        reason: In plain words.
+        attempts: How often it was tried.
+        at: Seconds since the epoch.
+        version: Of this product; another version tries again.
+    """
+
+    reason: str
+    attempts: int
+    at: float
+    version: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the first load of one graph on one machine showed.
+
+    Args:
+        payload_sha256: Of exactly these bytes.
+        problem: What is wrong with it; ``""`` when it is harmless and gives eager's results.
+        at: Seconds since the epoch.
+    """
+
+    payload_sha256: str
+    problem: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Why a kind's graph was deleted.
+
+    Args:
+        reason: In plain words.
+        at: Seconds since the epoch.
+    """
+
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that is remembered about one kind.
+
+    Args:
+        digest: Of the kind's key.
+        label: For people.
+        failure: Why it cannot be built, if it cannot.
+        proofs: Machine → what its first load there showed.
+        eviction: Why its graph was deleted, if it was.
+    """
+
+    digest: str
+    label: str = ""
+    failure: Failure | None = None
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    eviction: Eviction | None = None
+
+
+class Verdicts:
+    """The verdicts of one store. A write that fails is logged: what it would have saved is time.
+
+    Args:
+        folder: The store, e.g. `GraphLibrary.folder`.
+    """
+
+    def __init__(self, folder: StoreFolder) -> None:
+        self.folder = folder
+
+    def read(self, digest: str) -> Verdict:
+        """Return what is remembered about a kind; an empty verdict when nothing is."""
+        try:
+            record = json.loads(self._path(digest).read_bytes())
+            return _parse(digest, record)
+        except FileNotFoundError:
+            return Verdict(digest)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as exc:
+            _LOG.debug("Verdict %s is left out: %s", digest[:12], exc)
+            return Verdict(digest)
+
+    def failure(self, digest: str, version: str) -> Failure | None:
+        """Return why a kind cannot be built by this version, or None when it may be tried."""
+        failure = self.read(digest).failure
+        return failure if failure is not None and failure.version == version else None
+
+    def proof(self, digest: str, machine: str, payload_sha256: str) -> Proof | None:
+        """Return what the first load of these bytes on a machine showed, if there was one."""
+        proof = self.read(digest).proofs.get(machine)
+        return proof if proof is not None and proof.payload_sha256 == payload_sha256 else None
+
+    def record_failure(
+        self, digest: str, label: str, reason: str, *, attempts: int, version: str
+    ) -> None:
+        """Remember that a kind cannot be built."""
+        failure = Failure(reason, attempts, time.time(), version)
+        self._change(digest, label, failure=failure)
+
+    def record_proof(
+        self, digest: str, label: str, *, machine: str, payload_sha256: str, problem: str = ""
+    ) -> None:
+        """Remember what the first load of some bytes on a machine showed; clears a failure."""
+        proof = Proof(payload_sha256, problem, time.time())
+        proofs = {**self.read(digest).proofs, machine: proof}
+        latest = sorted(proofs, key=lambda name: -proofs[name].at)[:_MAX_PROOFS]
+        self._change(digest, label, failure=None, proofs={name: proofs[name] for name in latest})
+
+    def record_eviction(self, digest: str, reason: str) -> None:
+        """Remember why a kind's graph was deleted."""
+        label = self.read(digest).label
+        self._change(digest, label, eviction=Eviction(reason, time.time()))
+
+    def failures(self) -> Iterator[Verdict]:
+        """Yield the kinds that cannot be built, by digest."""
+        for path in sorted(self.folder.verdicts.glob("*.json")):
+            if is_digest(path.stem):
+                verdict = self.read(path.stem)
+                if verdict.failure is not None:
+                    yield verdict
+
+    def retry(self, digest: str | None = None) -> list[str]:
+        """Forget why a kind (all when None) cannot be built; return their labels.
+
+        Raises:
+            StoreError: The folder cannot be written.
+        """
+        forgotten = []
+        for verdict in list(self.failures()):
+            if digest is None or verdict.digest == digest:
+                self._write(replace(verdict, failure=None))
+                forgotten.append(verdict.label or verdict.digest)
+        return forgotten
+
+    def _change(self, digest: str, label: str, **changes: Any) -> None:
+        try:
+            self.folder.prepare()
+            with self.folder.locks.hold(f"verdict-{digest}", _LOCK_TIMEOUT_S):
+                self._write(replace(self.read(digest), label=label, **changes))
+        except StoreError as exc:
+            _LOG.info("What was learnt about %s is not kept: %s", label, exc)
+
+    def _write(self, verdict: Verdict) -> None:
+        record = {"schema": _SCHEMA, **asdict(verdict)}
+        text = json.dumps(record, indent=1, sort_keys=True)
+        publish(self.folder, self._path(verdict.digest), [text.encode("ascii")])
+
+    def _path(self, digest: str) -> Path:
+        graph_path(self.folder.graphs, digest)  # refuses what is no digest
+        return self.folder.verdicts / f"{digest}.json"
+
+
+def _parse(digest: str, record: Any) -> Verdict:
+    if record["schema"] != _SCHEMA or record["digest"] != digest:
+        raise ValueError("of another version, or of another kind")
+    failure = record["failure"]
+    return Verdict(
+        digest=digest,
+        label=str(record["label"]),
+        failure=None if failure is None else Failure(**failure),
+        proofs={str(name): Proof(**proof) for name, proof in record["proofs"].items()},
+        eviction=None if (gone := record.get("eviction")) is None else Eviction(**gone),
+    )

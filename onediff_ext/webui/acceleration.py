@@ -1,0 +1,336 @@
+"""Graphs under a WebUI's models: what the script calls around each job, whatever the host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.core.status import Status
+from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.hosts.webui import WebUIHost
+from onediff_ext.service.session import Session
+from onediff_ext.webui.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+# Called with (shapes done, shapes wanted) while warming up.
+WarmUpListener = Callable[[int, int], None]
+
+# Models that stay prepared between jobs: the current checkpoint, and others kept in memory.
+_PARKED_LIMIT = 8
+# Choices (backend, store) whose loaded graphs are kept for the next job that asks for them.
+_SESSIONS_LIMIT = 3
+
+
+class Acceleration:
+    """Puts graphs under the host's models for each job and takes them away after it.
+
+    One object serves the whole process. Jobs may come from any thread; the host
+    runs them one at a time, and one may run inside another (a face restorer that
+    draws with a processing object of its own).
+
+    Nothing here raises on account of acceleration: on any failure the picture is
+    drawn eager, and `status` says why. Between jobs nothing of the host is changed.
+
+    Args:
+        host: The adapter of the running WebUI.
+    """
+
+    def __init__(self, host: WebUIHost) -> None:
+        self.host = host
+        self._jobs: list[_Job] = []
+        self._sessions: dict[CompileOptions, Session] = {}
+        self._session: Session | None = None
+        self._attached: list[Attachment] = []
+        self._parked: list[Attachment] = []
+        self._running = "off"
+        self._reasons: list[str] = []
+        self._kinds: list[Kind] = []
+        self._cancelled = threading.Event()
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------ around a job
+
+    def begin(
+        self, job: Any, options: CompileOptions | None, ignores: frozenset[str] = frozenset()
+    ) -> None:
+        """A job starts: call from the script's ``process`` hook, before anything is encoded.
+
+        May be called again for the same job (the img2img Batch tab does so for each
+        picture). `end` follows by itself when the host closes the job, on errors too.
+
+        Args:
+            job: The host's processing object ``p``.
+            options: What the user chose; None runs this job without graphs.
+            ignores: Components to leave alone (`onediff_ext.core.options.parse_ignores`).
+        """
+        with self._lock:
+            self._forget(job)
+            self._prune()
+            entry = _Job(weakref.ref(job), options, ignores)
+            self._jobs.append(entry)
+            self._reasons = []
+            with self._drawing_eager_on_failure():
+                _CloseAndEnd.put_on(job, self)
+                # Others may still put something of their own under the UNet before sampling,
+                # and would then keep ours: only what runs before sampling is served yet.
+                self._serve(entry, sampling=False)
+
+    def before_sampling(self, job: Any) -> None:
+        """Sampling starts: call from ``process_before_every_sampling``, for each pass.
+
+        The model may be another one than at `begin`, or may have been patched since.
+        """
+        with self._lock:
+            entry = self._find(job)
+            if entry is not None:
+                with self._drawing_eager_on_failure():
+                    self._serve(entry, sampling=True)
+
+    def before_step(self) -> None:
+        """One step starts: call from ``on_cfg_denoiser``; a refiner changes models mid-way."""
+        with self._lock:
+            if self._attached and self._jobs:
+                with self._drawing_eager_on_failure():
+                    self._serve(self._jobs[-1], sampling=True)
+
+    def end(self, job: Any) -> None:
+        """A job is over: call from ``postprocess``. Doing it twice does nothing.
+
+        Every attribute of the host is as it was before `begin`, unless an outer job
+        is still running.
+        """
+        with self._lock:
+            self._forget(job)
+            self._prune()
+            if not self._jobs:
+                self._detach()
+
+    def model_loaded(self) -> None:
+        """A checkpoint was loaded: call from ``on_model_loaded``, so that nothing here keeps
+        the memory of one that is gone."""
+        with self._lock:
+            self._drop_parked(Attachment.is_gone)
+
+    def close(self) -> None:
+        """The extension is going away ("Reload UI", disabling): undo everything, end builds."""
+        with self._lock:
+            self.cancel()
+            while self._jobs:
+                _CloseAndEnd.take_off(self._jobs.pop().job())
+            self._detach()
+            self._drop_parked(lambda _: True)
+            self._running = "off"
+
+    # ------------------------------------------------------------------ for people
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the latest job: its kinds, library and fallbacks."""
+        return self._session
+
+    def status(self) -> Status:
+        """What pictures are drawn with, for panel and API; cheap, from any thread."""
+        kinds = _kinds_of(self._attached) or list(self._kinds)
+        ready = sum(kind.graph is not None for kind in kinds)
+        failed = [kind for kind in kinds if kind.state is KindState.FAILED]
+        running = self._running
+        if running != "off":
+            running = "compiled" if ready and not self._reasons else "eager"
+        reasons = list(self._reasons)
+        if self._session is not None and running != "off":
+            reasons += [f"{f.what}: {f.reason}" for f in self._session.fallbacks()]
+            reasons += self._session.builder.warnings
+        return Status(
+            running=running,
+            kinds_ready=ready,
+            kinds_failed=len(failed),
+            kinds_needed=len(kinds),
+            reasons=tuple(dict.fromkeys(reasons)),
+        )
+
+    def warm_up(
+        self,
+        shapes: Sequence[BatchShape],
+        options: CompileOptions,
+        ignores: frozenset[str] = frozenset(),
+        listen: WarmUpListener | None = None,
+    ) -> None:
+        """Make everything ready that pictures of these sizes need, and wait for it.
+
+        Runs as one of the host's own jobs, so it waits for its turn. A failure is
+        recorded in `status`, as during a job.
+        """
+        self._cancelled.clear()
+
+        def task() -> None:
+            warm_up_job = _WarmUpJob()
+            self.begin(warm_up_job, options, ignores)
+            self.before_sampling(warm_up_job)
+            try:
+                with self._drawing_eager_on_failure():
+                    for done, shape in enumerate(shapes):
+                        if self._cancelled.is_set() or not self._attached:
+                            break
+                        self.host.step(shape)
+                        if listen is not None:
+                            listen(done + 1, len(shapes))
+            finally:
+                self.end(warm_up_job)
+
+        self.host.run_exclusively(task)
+
+    def cancel(self) -> None:
+        """Stop `warm_up` after the size that it is at; what is built is kept."""
+        self._cancelled.set()
+
+    # ------------------------------------------------------------------ inside
+
+    def _serve(self, entry: _Job, sampling: bool) -> None:
+        """Bring the host into the state that a job needs."""
+        if entry.options is None:
+            self._detach()
+            self._running = "off"
+            return
+        self._running = "eager"
+        reason = self.host.refusal(entry.job())
+        if reason is not None:
+            self._detach()
+            self._note(reason)
+            return
+        session, state = self._session_for(entry.options), self.host.state()
+        wanted = [
+            (name, model)
+            for name, model in self.host.models(entry.ignores)
+            if sampling or name.startswith("vae")
+        ]
+        for attachment in list(self._attached):
+            if not any(attachment.fits(session, *item, state) for item in wanted):
+                self._park(attachment)
+        for item in wanted:
+            if not any(a.fits(session, *item, state) for a in self._attached):
+                self._attach(session, *item, state)
+
+    def _attach(self, session: Session, name: str, model: nn.Module, state: Hashable) -> None:
+        attachment = next((a for a in self._parked if a.fits(session, name, model, state)), None)
+        if attachment is None:
+            self._drop_parked(lambda a: a.session is not session or a.is_gone())
+            attachment = Attachment(self.host, session, name, model, state)
+        else:
+            self._parked.remove(attachment)
+        attachment.install()
+        self._attached.append(attachment)
+
+    def _park(self, attachment: Attachment) -> None:
+        self._attached.remove(attachment)
+        attachment.suspend()
+        self._parked.insert(0, attachment)
+        for old in self._parked[_PARKED_LIMIT:]:
+            old.undo()
+        del self._parked[_PARKED_LIMIT:]
+
+    def _session_for(self, options: CompileOptions) -> Session:
+        session = self._sessions.get(options)
+        if session is None:
+            session = Session(options, self.host.families(), self.host.rules())
+            self._sessions[options] = session
+            for old in list(self._sessions)[:-_SESSIONS_LIMIT]:
+                del self._sessions[old]
+        self._session = session
+        return session
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._kinds = _kinds_of(self._attached)
+        while self._attached:
+            self._park(self._attached[-1])
+
+    def _drop_parked(self, which: Callable[[Attachment], bool]) -> None:
+        for attachment in [a for a in self._parked if which(a)]:
+            self._parked.remove(attachment)
+            attachment.undo()
+
+    @contextmanager
+    def _drawing_eager_on_failure(self) -> Iterator[None]:
+        """The one place that swallows errors: a picture is worth more than its speed."""
+        try:
+            yield
+        except Exception as exc:
+            self._note(f"failed: {str(exc) or type(exc).__name__}")
+            logger.warning("This picture is drawn eager", exc_info=True)
+            self._detach()
+
+    def _note(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+            logger.info("Eager: %s", reason)
+
+    def _find(self, job: Any) -> _Job | None:
+        return next((entry for entry in self._jobs if entry.job() is job), None)
+
+    def _forget(self, job: Any) -> None:
+        entry = self._find(job)
+        if entry is not None:
+            self._jobs.remove(entry)
+            _CloseAndEnd.take_off(job)
+
+    def _prune(self) -> None:
+        """Drop jobs that ended without a word, as a script's that raised may do."""
+        self._jobs = [entry for entry in self._jobs if entry.job() is not None]
+
+
+def _kinds_of(attachments: Sequence[Attachment]) -> list[Kind]:
+    return [kind for attachment in list(attachments) for kind in attachment.kinds()]
+
+
+@dataclass(eq=False)
+class _Job:
+    """One running job; it must not keep the host's object alive."""
+
+    job: Callable[[], Any]
+    options: CompileOptions | None
+    ignores: frozenset[str]
+
+
+class _WarmUpJob:
+    """Stands for a job that draws nothing."""
+
+
+class _CloseAndEnd:
+    """A job's ``close`` that ends its acceleration first: hosts call it however a job ends.
+
+    Only the job itself holds it, so that a job which nobody closes can still go away.
+    """
+
+    def __init__(self, acceleration: Acceleration, job: Any) -> None:
+        self._acceleration, self._job = acceleration, weakref.ref(job)
+        self._own = vars(job).get("close")  # of the instance, seldom there
+        self._close: Callable[[], Any] = job.close
+
+    @classmethod
+    def put_on(cls, job: Any, acceleration: Acceleration) -> None:
+        if callable(getattr(job, "close", None)):
+            vars(job)["close"] = cls(acceleration, job)
+
+    @classmethod
+    def take_off(cls, job: Any) -> None:
+        ours = getattr(job, "__dict__", {}).get("close")
+        if not isinstance(ours, cls) or ours._job() is not job:
+            return  # a copy of a job brings the original's with it
+        if ours._own is None:
+            del vars(job)["close"]
+        else:
+            vars(job)["close"] = ours._own
+
+    def __call__(self) -> Any:
+        self._acceleration.end(self._job())
+        return self._close()

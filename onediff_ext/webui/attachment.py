@@ -1,0 +1,68 @@
+"""One model of a host with graphs under it, for the length of one job."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import nn
+
+from onediff_ext.engine.kinds import Kind
+from onediff_ext.engine.patch import Patches
+from onediff_ext.hosts.webui import WebUIHost
+from onediff_ext.service.component import Component
+from onediff_ext.service.session import Session
+
+
+class Attachment:
+    """Graphs under one model. Suspended, every attribute is as it was before.
+
+    Args:
+        host: Adds what it needs itself, such as the merging of a pending LoRA.
+        session: Who owns the kinds.
+        name: The component, as `WebUIHost.models` gives it.
+        model: The host's module.
+        state: `WebUIHost.state` for which this is right.
+    """
+
+    def __init__(
+        self, host: WebUIHost, session: Session, name: str, model: nn.Module, state: Hashable
+    ) -> None:
+        self._host, self.session, self._state = host, session, state
+        self._patches = Patches()
+        self._component = Component(name, model, session)
+
+    def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
+        """Whether this is what that model needs now."""
+        return (
+            session is self.session
+            and model is self._component.model
+            and name == self._component.name
+            and state == self._state
+        )
+
+    def is_gone(self) -> bool:
+        """Whether the host has given the model up: its weights are nowhere."""
+        return any(parameter.is_meta for parameter in self._component.model.parameters())
+
+    def install(self) -> None:
+        """Put the graphs under the model."""
+        try:
+            self._component.install()
+            self._host.attach(self._patches, self._component.model, self._component.name)
+        except BaseException:
+            self.undo()
+            raise
+
+    def suspend(self) -> None:
+        """Leave every attribute as it was before `install`, which may come again."""
+        self._patches.undo()
+        self._component.suspend()
+
+    def undo(self) -> None:
+        """The same for good: captures are dropped too."""
+        self._patches.undo()
+        self._component.remove()
+
+    def kinds(self) -> list[Kind]:
+        """The kinds that the model's blocks have used."""
+        return self._component.kinds()

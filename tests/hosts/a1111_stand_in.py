@@ -1,0 +1,187 @@
+"""As much of A1111 as its adapter touches, with its habits: LoRAs merge in layers' forwards."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.hosts import ldm_stand_in
+
+LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
+
+
+class FakeModel(nn.Module):
+    """`shared.sd_model`: a UNet in ``model.diffusion_model`` and a VAE."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = nn.Module()
+        self.model.diffusion_model = ldm_stand_in.UNetModel()
+        self.first_stage_model = nn.Module()
+        self.first_stage_model.encoder = ldm_stand_in.Encoder()
+        self.first_stage_model.decoder = ldm_stand_in.Decoder()
+        self.lowvram, self.is_sd1, self.is_sdxl, self.is_sd2 = False, True, False, False
+        self.cond_stage_model_empty_prompt = torch.randn(1, 77, 24)
+        self.sd_checkpoint_info = SimpleNamespace(name_for_extra=f"fake-{seed}", shorthash="0" * 10)
+        self.eval().requires_grad_(False)
+        for name, module in self.model.named_modules():
+            module.network_layer_name = name.replace(".", "_")
+
+
+class FakeLora:
+    """The built-in extension's module ``networks``: merges lazily, in each layer's forward."""
+
+    def __init__(self) -> None:
+        self.module = ModuleType("networks")
+        self.strength = 0.0
+        self._originals: dict[type, Any] = {}
+        self.module.network_apply_weights = self.apply  # type: ignore[attr-defined]
+
+    def apply(self, layer: nn.Module) -> None:
+        wanted = (self.strength,) if self.strength else ()
+        if getattr(layer, "network_layer_name", None) is None:
+            return
+        if getattr(layer, "network_current_names", ()) == wanted:
+            return
+        backup = getattr(layer, "network_weights_backup", None)
+        if backup is None:
+            backup = layer.network_weights_backup = layer.weight.clone()
+        layer.weight.copy_(backup * (1 + self.strength))
+        layer.network_current_names = wanted
+
+    def patch_layers(self) -> None:
+        for cls in LAYERS:
+            original = self._originals[cls] = cls.forward
+
+            def forward(
+                layer: nn.Module, *args: Any, _original: Any = original, **kwargs: Any
+            ) -> Any:
+                self.apply(layer)
+                return _original(layer, *args, **kwargs)
+
+            forward.__module__ = "networks"
+            setattr(self.module, f"network_{cls.__name__}_forward", forward)
+            cls.forward = forward  # type: ignore[method-assign]
+
+    def undo(self) -> None:
+        for cls, original in self._originals.items():
+            cls.forward = original
+
+
+class FakeProcessing:
+    """`p`: what a job is to a script."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class A1111StandIn:
+    """The fake host, and how a job of it runs."""
+
+    def __init__(self, lora: FakeLora) -> None:
+        self.lora = lora
+        self.model = FakeModel(seed=0)
+
+    def checkpoint(self, model: FakeModel) -> None:
+        """Another model in memory is the one that draws."""
+        self.model = model
+        sys.modules["modules.sd_models"].model_data.sd_model = model  # type: ignore[attr-defined]
+
+    def load_weights(self, seed: int) -> None:
+        """Another checkpoint's values in the same Parameters, as A1111 loads one."""
+        self.model.load_state_dict(FakeModel(seed).state_dict())
+        for module in self.model.modules():
+            vars(module).pop("network_current_names", None)
+            vars(module).pop("network_weights_backup", None)
+
+    def unet(
+        self, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77
+    ) -> torch.Tensor:
+        """One step on noise that depends on the shape only."""
+        noise = torch.Generator().manual_seed(1)
+        x = torch.randn(batch, 4, height, width, generator=noise)
+        context = torch.randn(batch, tokens, 24, generator=noise)
+        with torch.no_grad():
+            result: torch.Tensor = self.model.model.diffusion_model(
+                x, torch.full((batch,), 321.5), context=context
+            )
+        return result
+
+    def decode(self, height: int = 8, width: int = 8) -> torch.Tensor:
+        z = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            result: torch.Tensor = self.model.first_stage_model.decoder(z)
+        return result
+
+    def attributes(self, *others: object) -> dict[str, Any]:
+        """Everything that a patch could change, with identities; a LoRA's own marks left out."""
+        found: dict[str, Any] = {}
+        for name, module in self.model.named_modules():
+            own = {k: id(v) for k, v in vars(module).items() if not k.startswith("network_")}
+            found[name] = (
+                type(module),
+                own,
+                list(module._forward_hooks),
+                list(module._forward_pre_hooks),
+                {k: id(v) for k, v in module._parameters.items()},
+            )
+        for index, other in enumerate(others):
+            found[f"object {index}"] = dict(vars(other))
+        for cls in LAYERS:
+            found[cls.__name__] = cls.forward
+        return found
+
+
+@contextmanager
+def a1111() -> Iterator[A1111StandIn]:
+    """The fake host in `sys.modules`."""
+    lora = FakeLora()
+    with ExitStack() as stack:
+        stack.enter_context(ldm_stand_in.installed())
+        host = A1111StandIn(lora)
+        fakes = {
+            "modules.shared": {
+                "opts": SimpleNamespace(upcast_attn=False, lora_functional=False),
+                "loaded_hypernetworks": [],
+            },
+            "modules.devices": {
+                "fp8": False,
+                "unet_needs_upcast": False,
+                "dtype_unet": torch.float32,
+                "device": torch.device("cpu"),
+                "autocast": nullcontext,
+            },
+            "modules.sd_models": {"model_data": SimpleNamespace(sd_model=host.model)},
+            "modules.sd_unet": {"current_unet": None},
+            "modules.sd_hijack": {"model_hijack": SimpleNamespace(circular_enabled=False)},
+            "modules.call_queue": {"queue_lock": threading.Lock()},
+        }
+        names = ["modules", *fakes, "networks"]
+        before = {name: sys.modules.get(name) for name in names}
+        package = sys.modules["modules"] = ModuleType("modules")
+        for name, values in fakes.items():
+            module = sys.modules[name] = ModuleType(name)
+            vars(module).update(values)
+            setattr(package, name.rpartition(".")[2], module)
+        sys.modules["networks"] = lora.module
+        lora.patch_layers()
+        try:
+            yield host
+        finally:
+            lora.undo()
+            for name, old in before.items():
+                if old is None:
+                    sys.modules.pop(name, None)
+                else:
+                    sys.modules[name] = old

@@ -1,0 +1,461 @@
+"""A1111's adapter and the acceleration around a job, on a stand-in of the host."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.hosts.a1111.host import A1111Host
+from onediff_ext.webui.acceleration import Acceleration
+from tests.hosts.a1111_stand_in import A1111StandIn, FakeModel, FakeProcessing, a1111
+
+
+@pytest.fixture
+def host() -> Iterator[A1111StandIn]:
+    with a1111() as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def acceleration(host: A1111StandIn) -> Acceleration:
+    return Acceleration(A1111Host())
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
+    """One store for all tests: what one has built the next one loads."""
+    return CompileOptions(backend="eager", store=tmp_path_factory.mktemp("store"), workers=1)
+
+
+@pytest.fixture
+def job(acceleration: Acceleration, options: CompileOptions) -> Callable[..., FakeProcessing]:
+    """A job that has come as far as sampling."""
+
+    def start(**changes: Any) -> FakeProcessing:
+        p = FakeProcessing()
+        acceleration.begin(p, options, **changes)
+        acceleration.before_sampling(p)
+        return p
+
+    return start
+
+
+@pytest.fixture
+def built(host: A1111StandIn, acceleration: Acceleration, job: Any) -> None:
+    """Every kind has a graph that was compared with eager."""
+    p = job()
+    for _ in range(2):
+        host.unet()
+        host.decode()
+    acceleration.end(p)
+    assert acceleration.status().running == "compiled"
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(torch.allclose(one, other, atol=1e-5, rtol=1e-4))
+
+
+SIZES = ({}, {"height": 17, "width": 25}, {"batch": 1}, {"tokens": 154}, {"batch": 3, "height": 6})
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_forwards_equal_the_models_own(
+    host: A1111StandIn, acceleration: Acceleration, job: Any, size: dict[str, int]
+) -> None:
+    expected = host.unet(**size)
+    p = job()
+    before = sum(kind.calls for kind in acceleration.session.kinds)
+    found = host.unet(**size)
+    assert sum(kind.calls for kind in acceleration.session.kinds) == before + 4
+    acceleration.end(p)
+    assert close(found, expected)
+    assert acceleration.session.fallbacks() == []
+
+
+@pytest.mark.usefixtures("built")
+def test_the_vae_equals_its_own(host: A1111StandIn, acceleration: Acceleration, job: Any) -> None:
+    expected = host.decode(9, 13)
+    p = job()
+    assert close(host.decode(9, 13), expected)
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_one_graph_serves_blocks_that_differ_in_the_hosts_own_names(
+    acceleration: Acceleration,
+) -> None:
+    labels = [kind.label for kind in acceleration.session.kinds]
+    assert labels.count("ResBlock 16→16") == 1
+    kind = next(kind for kind in acceleration.session.kinds if kind.label == "ResBlock 16→16")
+    assert len(kind.blocks) == 2
+
+
+def test_ignored_components_stay_eager(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    p = job(ignores=frozenset({"vae", "vae_encoder", "vae_decoder"}))
+    host.unet()
+    host.decode()
+    assert {kind.label for kind in acceleration.session.kinds}.isdisjoint({"AttnBlock 16"})
+    assert "forward" not in vars(host.model.first_stage_model.decoder)
+    acceleration.end(p)
+
+
+# ------------------------------------------------------------------ weights
+
+
+@pytest.mark.usefixtures("built")
+def test_a_pending_lora_is_merged_before_graphs_run(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    expected = {}
+    for strength in (0.0, 0.2, 0.4):
+        host.lora.strength = strength
+        expected[strength] = host.unet()
+    assert not close(expected[0.2], expected[0.4])
+    kinds = len(acceleration.session.kinds)
+    p = job()
+    for strength in (0.4, 0.2, 0.0, 0.4):
+        host.lora.strength = strength
+        assert close(host.unet(), expected[strength])
+    acceleration.end(p)
+    host.lora.strength = 0.0
+    assert close(host.unet(), expected[0.0])
+    assert len(acceleration.session.kinds) == kinds
+
+
+def test_a_lora_that_is_pending_while_kinds_are_built(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    host.lora.strength = 0.3
+    reference = A1111StandIn(host.lora)  # the same weights in another model
+    expected = reference.unet()
+    p = job()
+    for _ in range(3):
+        assert close(host.unet(), expected)
+    acceleration.end(p)
+    assert close(host.unet(), expected)
+
+
+@pytest.mark.usefixtures("built")
+def test_checkpoints_in_one_model_and_in_two(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    first, other = host.model, FakeModel(seed=5)
+    kinds = len(acceleration.session.kinds)
+    host.load_weights(3)
+    expected_first = host.unet()
+    host.checkpoint(other)
+    expected_other = host.unet()
+    for model, expected in ((first, expected_first), (other, expected_other)) * 2:
+        host.checkpoint(model)
+        p = job()
+        assert close(host.unet(), expected)
+        acceleration.end(p)
+    assert len(acceleration.session.kinds) == kinds
+
+
+@pytest.mark.usefixtures("built")
+def test_a_refiner_that_changes_the_model_mid_way(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    first, refiner = host.model, FakeModel(seed=6)
+    expected = FakeModel(seed=6)
+    host.checkpoint(expected)
+    wanted = host.unet()
+    host.checkpoint(first)
+    p = job()
+    host.unet()
+    host.checkpoint(refiner)
+    acceleration.before_step()
+    assert "forward" not in vars(first.model.diffusion_model)
+    assert "forward" in vars(refiner.model.diffusion_model)
+    assert close(host.unet(), wanted)
+    acceleration.end(p)
+    assert "forward" not in vars(refiner.model.diffusion_model)
+
+
+def test_a_model_that_the_host_gives_up_is_let_go(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    gone = host.model
+    p = job()
+    host.unet()
+    acceleration.end(p)
+    assert acceleration._parked
+    host.checkpoint(FakeModel(seed=2))
+    gone.to("meta")
+    acceleration.model_loaded()
+    assert not acceleration._parked
+
+
+# ------------------------------------------------------------------ undoing
+
+
+def test_every_attribute_is_as_it_was(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    p = FakeProcessing()
+    before = host.attributes(p)
+    for _ in range(2):
+        acceleration.begin(p, options)
+        acceleration.before_sampling(p)
+        acceleration.before_sampling(p)  # a hires pass
+        assert host.attributes(p) != before
+        host.unet()
+        host.decode()
+        acceleration.end(p)
+        acceleration.end(p)
+        assert host.attributes(p) == before
+
+
+def test_a_job_that_raises_is_ended_by_its_close(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    p = FakeProcessing()
+    before = host.attributes(p)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("in the middle")
+
+    acceleration.begin(p, options)
+    acceleration.before_sampling(p)
+    handle = host.model.model.diffusion_model.out.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        host.unet()
+    handle.remove()
+    p.close()
+    assert p.closed
+    p.closed = False
+    assert host.attributes(p) == before
+
+
+def test_a_job_that_vanishes_without_close(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    before = host.attributes()
+    p = job()
+    del p
+    gc.collect()
+    later = job()
+    acceleration.end(later)
+    assert host.attributes() == before
+
+
+def test_a_job_within_a_job(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions, job: Any
+) -> None:
+    before = host.attributes()
+    outer = job()
+    inner = FakeProcessing()
+    acceleration.begin(inner, None)  # a face restorer that draws without graphs
+    acceleration.before_sampling(inner)
+    assert host.attributes() == before
+    assert acceleration.status().running == "off"
+    acceleration.end(inner)
+    acceleration.before_sampling(outer)
+    assert "forward" in vars(host.model.model.diffusion_model)
+    acceleration.end(outer)
+    assert host.attributes() == before
+
+
+def test_close_undoes_running_jobs(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    before = host.attributes()
+    p = job()
+    acceleration.close()
+    assert host.attributes() == before
+    assert "close" not in vars(p)
+
+
+def test_runners_outlive_a_job(host: A1111StandIn, acceleration: Acceleration, job: Any) -> None:
+    block = host.model.model.diffusion_model.first
+    p = job()
+    runner = vars(block)["forward"]
+    acceleration.end(p)
+    p = job()
+    assert vars(block)["forward"] is runner
+    acceleration.end(p)
+
+
+def test_a_controlnet_that_takes_the_unet_over_before_sampling(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    unet = host.model.model.diffusion_model
+    own = unet.forward
+    p = FakeProcessing()
+    acceleration.begin(p, options)
+    unet._original_forward = unet.forward  # as ControlNet's hook does in `process`
+    unet.forward = lambda *args, **kwargs: own(*args, **kwargs) * 2
+    acceleration.before_sampling(p)
+    assert "ControlNet" in acceleration.status().reasons[0]
+    host.unet()
+    acceleration.end(p)
+    assert unet._original_forward == own
+    del unet.forward, unet._original_forward
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def _set(module: str, name: str, value: object) -> None:
+    setattr(sys.modules[module], name, value)
+
+
+REFUSED: dict[str, Callable[[A1111StandIn], None]] = {
+    "medvram": lambda host: setattr(host.model, "lowvram", True),
+    "fp8": lambda host: _set("modules.devices", "fp8", True),
+    "upcast": lambda host: _set("modules.devices", "unet_needs_upcast", True),
+    "old method": lambda host: setattr(sys.modules["modules.shared"].opts, "lora_functional", True),
+    "hypernetwork": lambda host: _set("modules.shared", "loaded_hypernetworks", [object()]),
+    "TensorRT": lambda host: _set(
+        "modules.sd_unet",
+        "current_unet",
+        SimpleNamespace(option=SimpleNamespace(label="TensorRT")),
+    ),
+}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refused_jobs_are_eager_and_say_so(
+    host: A1111StandIn, acceleration: Acceleration, job: Any, reason: str
+) -> None:
+    REFUSED[reason](host)
+    before = host.attributes()
+    p = job()
+    assert host.attributes() == before
+    status = acceleration.status()
+    assert status.running == "eager"
+    assert reason in status.line()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_layers_patched_by_somebody_unknown(
+    host: A1111StandIn,
+    acceleration: Acceleration,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lycoris_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight.T * 2
+
+    monkeypatch.setattr(nn.Linear, "forward", lycoris_forward)
+    p = job()
+    assert "Linear is patched by" in acceleration.status().line()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_layers_that_cast_by_hand(
+    acceleration: Acceleration, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Linear, "org_forward", nn.Linear.forward, raising=False)
+    p = job()
+    assert "cast by hand" in acceleration.status().line()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_blocks_own_inner_forward_is_foreign_until_it_is_put_back(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    """ControlNet's reference mode replaces `_forward` of blocks, and puts it back by hand."""
+    block = host.model.model.diffusion_model.transformer
+    original = block._forward
+    plain = host.unet()
+    p = job()
+    assert close(host.unet(), plain)
+    block._forward = lambda x, context=None: original(x, context) + 1
+    doubled = host.unet()
+    assert not close(doubled, plain)
+    block._forward = original
+    fallbacks = len(acceleration.session.fallbacks())
+    assert close(host.unet(), plain)
+    assert len(acceleration.session.fallbacks()) == fallbacks == 1
+    acceleration.end(p)
+    del block._forward
+
+
+@pytest.mark.usefixtures("built")
+def test_a_setting_that_reaches_into_layers(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    """ "Tiling" changes the padding of convolutions, which is part of what a kind is."""
+    layers = [m for m in host.model.modules() if isinstance(m, nn.Conv2d)]
+    plain = host.unet()
+    for layer in layers:
+        layer.padding_mode = "circular"
+        layer._reversed_padding_repeated_twice = [1, 1, 1, 1] if layer.padding[0] else [0] * 4
+    _set("modules.sd_hijack", "model_hijack", SimpleNamespace(circular_enabled=True))
+    tiled = host.unet()
+    assert not close(plain, tiled)
+    p = job()
+    for _ in range(3):
+        assert close(host.unet(), tiled)
+    acceleration.end(p)
+    for layer in layers:
+        layer.padding_mode = "zeros"
+    _set("modules.sd_hijack", "model_hijack", SimpleNamespace(circular_enabled=False))
+    p = job()
+    assert close(host.unet(), plain)
+    acceleration.end(p)
+
+
+def test_a_failure_of_our_own_draws_eager(
+    host: A1111StandIn,
+    acceleration: Acceleration,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: A1111Host, ignores: frozenset[str]) -> list[Any]:
+        raise ValueError("no idea what this model is")
+
+    before = host.attributes()
+    monkeypatch.setattr(A1111Host, "models", fail)
+    p = job()
+    assert host.attributes() == before
+    assert acceleration.status().reasons == ("failed: no idea what this model is",)
+    assert acceleration.status().running == "eager"
+    p.close()
+
+
+# ------------------------------------------------------------------ warming up
+
+
+def test_warm_up_builds_without_drawing(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    before, random = host.attributes(), torch.get_rng_state()
+    seen: list[tuple[int, int]] = []
+    shapes = [BatchShape(64, 64), BatchShape(72, 128, 2)]
+    acceleration.warm_up(shapes, options, listen=lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 2), (2, 2)]
+    assert acceleration.status().kinds_ready == acceleration.status().kinds_needed > 0
+    assert host.attributes() == before
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_warm_up_is_cancelled_between_sizes(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    seen: list[int] = []
+
+    def stop(done: int, of: int) -> None:
+        seen.append(done)
+        acceleration.cancel()
+
+    acceleration.warm_up([BatchShape(64, 64)] * 3, options, listen=stop)
+    assert seen == [1]

@@ -1,0 +1,98 @@
+"""The WebUI under test: ONEDIFF_WEBUI_URL is its address, ONEDIFF_WEBUI_ROOT its folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.live.client import Drawn, WebUI, assert_same
+
+
+@pytest.fixture(scope="session")
+def webui() -> WebUI:
+    url, root = os.environ.get("ONEDIFF_WEBUI_URL"), os.environ.get("ONEDIFF_WEBUI_ROOT")
+    if not url or not root:
+        pytest.skip("ONEDIFF_WEBUI_URL and ONEDIFF_WEBUI_ROOT name no running WebUI")
+    return WebUI(url, Path(root))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(webui: WebUI) -> list[str]:
+    """Two checkpoints of one architecture; ONEDIFF_WEBUI_CHECKPOINTS names them, or the first."""
+    titles = [model["title"] for model in webui.get("/sdapi/v1/sd-models")]
+    wanted = os.environ.get("ONEDIFF_WEBUI_CHECKPOINTS", "")
+    if wanted:
+        names = [name.strip() for name in wanted.split(",")]
+        titles = [next(title for title in titles if title.startswith(n)) for n in names]
+    if len(titles) < 2:
+        pytest.skip("the WebUI has fewer than two checkpoints")
+    return titles
+
+
+# A1111 does not restore an overridden setting that was never set: so all that we override is.
+SETTINGS = {
+    "sd_checkpoints_limit": 1,
+    "samples_save": False,
+    "grid_save": False,
+    "s_min_uncond": 0.0,
+    "token_merging_ratio": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_start(webui: WebUI, checkpoints: list[str]) -> None:
+    """Each test starts with the first checkpoint, its own VAE, and plain settings."""
+    known = webui.get("/sdapi/v1/options")
+    wanted = {name: value for name, value in SETTINGS.items() if known.get(name) != value}
+    first = checkpoints[0].split(" [")[0]
+    if not str(known["sd_model_checkpoint"]).startswith(first):
+        wanted["sd_model_checkpoint"] = checkpoints[0]
+    # Set even if it is the default already: see above.
+    webui.set_options(**{**wanted, "s_min_uncond": 0.0, "token_merging_ratio": 0.0})
+
+
+@pytest.fixture(scope="session")
+def loras(webui: WebUI) -> list[str]:
+    names = sorted(lora["name"] for lora in webui.get("/sdapi/v1/loras"))
+    if len(names) < 2:
+        pytest.skip("the WebUI has fewer than two LoRAs")
+    return names
+
+
+@pytest.fixture(scope="session")
+def photo() -> np.ndarray:
+    """A picture to start from, [128, 128, 3]: soft shapes, no noise."""
+    rows, columns = np.mgrid[0:128, 0:128] / 127
+    red = np.hypot(rows - 0.5, columns - 0.5) < 0.3
+    return (np.stack([0.3 + 0.6 * red, 0.7 * rows, 0.9 - 0.5 * columns], -1) * 255).astype("uint8")
+
+
+@pytest.fixture(scope="session")
+def mask() -> np.ndarray:
+    """The right half is drawn anew."""
+    mask = np.zeros((128, 128, 3), "uint8")
+    mask[:, 64:] = 255
+    return mask
+
+
+@pytest.fixture
+def same(webui: WebUI) -> Callable[..., tuple[Drawn, Drawn]]:
+    """Draws a job as the host does and through graphs, and compares.
+
+    Twice through graphs: the first run of a kind in a process is checked against eager,
+    and what counts then is eager's result.
+    """
+
+    def compare(path: str = "txt2img", **job: object) -> tuple[Drawn, Drawn]:
+        theirs = webui.draw(False, path, **job)
+        assert_same(webui.draw(True, path, **job), theirs)
+        ours = webui.draw(True, path, **job)
+        assert webui.status()["running"] == "compiled", webui.status()["line"]
+        assert_same(ours, theirs)
+        return ours, theirs
+
+    return compare

@@ -1,0 +1,85 @@
+"""An extension for the WebUI under test: looks at the model's attributes, and breaks jobs.
+
+It belongs to `tests/live` and knows nothing of the extension that is tested. See
+`tests/live/README.md` for how it gets into the WebUI.
+"""
+
+from modules import script_callbacks, scripts, shared
+
+
+class ProbeError(RuntimeError):
+    """Raised on purpose in the middle of a forward."""
+
+
+class Probe(scripts.Script):
+    """Always on; its argument is the forward of the UNet (from 1) that raises, or 0."""
+
+    def title(self):
+        return "OneDiff probe"
+
+    def show(self, is_img2img):
+        return scripts.AlwaysVisible
+
+    def ui(self, is_img2img):
+        import gradio as gr
+
+        return [gr.Number(value=0, label="Forward that raises", visible=False)]
+
+    def process(self, p, forward=0, *_):
+        if not forward:
+            return
+        left = [int(forward)]
+
+        def count(*_):
+            left[0] -= 1
+            if left[0] == 0:
+                handle.remove()
+                raise ProbeError("raised by the probe")
+
+        handle = unet().time_embed.register_forward_hook(count)
+
+
+def unet():
+    """The UNet of any of the hosts."""
+    objects = getattr(shared.sd_model, "forge_objects", None)
+    if objects is not None:
+        return objects.unet.model.diffusion_model
+    return shared.sd_model.model.diffusion_model
+
+
+def vae():
+    objects = getattr(shared.sd_model, "forge_objects", None)
+    return objects.vae.first_stage_model if objects else shared.sd_model.first_stage_model
+
+
+def attributes():
+    """What patches of any kind would change: instance attributes, hooks and classes' methods."""
+    found, classes = {}, {}
+    for part, model in (("unet", unet()), ("vae", vae())):
+        for name, module in model.named_modules():
+            cls = type(module)
+            classes[f"{cls.__module__}.{cls.__qualname__}"] = [
+                str(id(vars(cls).get(method))) for method in ("forward", "_forward", "__call__")
+            ]
+            own = vars(module)
+            found[f"{part}.{name}"] = [
+                f"{cls.__module__}.{cls.__qualname__}",
+                sorted(own),
+                [str(id(own[key])) for key in ("forward", "_forward") if key in own],
+                [len(module._forward_hooks), len(module._forward_pre_hooks)],
+            ]
+    return {"modules": found, "classes": classes}
+
+
+def add_routes(_, app):
+    app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
+    app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
+
+
+def reload_ui():
+    """What the button "Reload UI" does."""
+    shared.state.request_restart()
+    return {}
+
+
+script_callbacks.on_app_started(add_routes)

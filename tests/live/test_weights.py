@@ -1,0 +1,121 @@
+"""LoRAs, checkpoints and VAEs: each picture is drawn with the weights that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.live.client import PROMPT, WebUI, assert_different, assert_same
+
+
+@pytest.fixture
+def no_rebuild(webui: WebUI) -> Iterator[None]:
+    """Whatever the test does needs no kind that a plain picture does not need."""
+    webui.draw(True)
+    before = webui.status()
+    yield
+    webui.draw(True)
+    after = webui.status()
+    assert after["kinds_needed"] == before["kinds_needed"]
+    assert after["kinds_failed"] == before["kinds_failed"] == 0
+
+
+@pytest.mark.usefixtures("no_rebuild")
+def test_lora_on_off_other_strength_two_at_once(webui: WebUI, loras: list[str], same: Any) -> None:
+    one, two = loras[:2]
+    plain, _ = same()
+    full, _ = same(prompt=f"{PROMPT} <lora:{one}:1>")
+    half, _ = same(prompt=f"{PROMPT} <lora:{one}:0.5>")
+    both, _ = same(prompt=f"{PROMPT} <lora:{one}:0.7> <lora:{two}:0.6>")
+    off, _ = same()
+    for changed in (full, half, both):
+        assert_different(changed, plain)
+    assert_different(full, half)
+    assert_different(full, both)
+    assert_same(off, plain)
+
+
+@pytest.mark.usefixtures("no_rebuild")
+def test_lora_that_eager_has_merged_already(webui: WebUI, loras: list[str]) -> None:
+    job = {"prompt": f"{PROMPT} <lora:{loras[0]}:1>"}
+    theirs = webui.draw(False, **job)
+    assert_same(webui.draw(True, **job), theirs)
+    plain = webui.draw(False)
+    assert_same(webui.draw(True), plain)
+
+
+@pytest.mark.usefixtures("no_rebuild")
+def test_lora_that_only_a_graph_has_merged_is_undone_for_eager(
+    webui: WebUI, loras: list[str]
+) -> None:
+    plain = webui.draw(False)
+    webui.draw(True, prompt=f"{PROMPT} <lora:{loras[0]}:1>")
+    assert_same(webui.draw(False), plain)
+
+
+@pytest.mark.parametrize("in_memory", [1, 2])
+@pytest.mark.usefixtures("no_rebuild")
+def test_checkpoints_a_b_a(webui: WebUI, checkpoints: list[str], in_memory: int) -> None:
+    webui.set_options(sd_checkpoints_limit=in_memory)
+    first, second = checkpoints[:2]
+    references = {}
+    for title in (first, second):
+        webui.set_options(sd_model_checkpoint=title)
+        references[title] = webui.draw(False)
+    assert_different(references[first], references[second])
+    for title in (first, second, first, second, first):
+        webui.set_options(sd_model_checkpoint=title)
+        assert_same(webui.draw(True), references[title])
+
+
+@pytest.mark.usefixtures("no_rebuild")
+def test_lora_across_checkpoints(webui: WebUI, checkpoints: list[str], loras: list[str]) -> None:
+    job = {"prompt": f"{PROMPT} <lora:{loras[0]}:1>"}
+    references = {}
+    for title in checkpoints[:2]:
+        webui.set_options(sd_model_checkpoint=title)
+        references[title] = webui.draw(False, **job)
+    for title in checkpoints[1::-1]:
+        webui.set_options(sd_model_checkpoint=title)
+        assert_same(webui.draw(True, **job), references[title])
+
+
+@pytest.mark.usefixtures("no_rebuild")
+def test_checkpoint_by_override_settings(webui: WebUI, checkpoints: list[str]) -> None:
+    first, second = checkpoints[:2]
+    job = {
+        "override_settings": {"sd_model_checkpoint": second},
+        "override_settings_restore_afterwards": True,
+    }
+    plain = webui.draw(False)
+    theirs = webui.draw(False, **job)
+    assert_different(plain, theirs)
+    assert_same(webui.draw(True, **job), theirs)
+    assert_same(webui.draw(True), plain)
+    assert str(webui.option("sd_model_checkpoint")).startswith(first.split(" [")[0])
+
+
+def test_vae_change(webui: WebUI) -> None:
+    if webui.has("/sdapi/v1/sd-modules"):
+        others = webui.get("/sdapi/v1/sd-modules")  # Forge's name for it
+        key = "forge_additional_modules"
+        values: list[Any] = [[module["filename"]] for module in others]
+        neutral: Any = []
+    else:
+        others = webui.get("/sdapi/v1/sd-vae")
+        key, values = "sd_vae", [vae["model_name"] for vae in others]
+        neutral = "Automatic"
+    if not values:
+        pytest.skip("the WebUI has no separate VAE")
+    plain = webui.draw(False)
+    try:
+        webui.set_options(**{key: values[0]})
+        theirs = webui.draw(False)
+        ours = webui.draw(True)
+    finally:
+        webui.set_options(**{key: neutral})
+    assert (theirs.pictures[0] != plain.pictures[0]).any()
+    assert_same(ours, theirs)
+    assert_same(webui.draw(True), plain)
