@@ -1,6 +1,7 @@
 """Set up onediff-ext in an environment of its own (.venv beside this file) and run it.
 
   python install.py demo [ARGS...]   set up, then run the demo
+  python install.py ui [ARGS...]     set up, then open the panel in the browser
   python install.py run ARGS...      set up, then run the onediff-ext command line
   python install.py test [ARGS...]   set up, then run the tests; ARGS go on to pytest
   python install.py                  what a Stable Diffusion WebUI runs at each start:
@@ -40,6 +41,7 @@ HOST_REQUIREMENTS = {"safetensors": "safetensors>=0.4.2,<1", "filelock": "filelo
 # Command: (extras to install, module that runs, arguments before the user's).
 COMMANDS = {
     "demo": ({"diffusers"}, "onediff_ext", ("demo",)),
+    "ui": ({"diffusers", "ui"}, "onediff_ext", ("ui",)),
     "run": ({"diffusers"}, "onediff_ext", ()),
     "test": ({"diffusers", "test"}, "pytest", ()),
 }

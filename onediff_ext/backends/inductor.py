@@ -33,7 +33,7 @@ CUDA_CONFIG: Mapping[str, Any] = {
     "autotune_local_cache": False,
 }
 # Raised whenever the kernels in `backends/kernels` change.
-KERNELS = "1"
+KERNELS = "2"
 
 
 class InductorBackend(Backend):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from onediff_ext.core.deepcache import COST, PRESETS, DeepCacheOptions
+from onediff_ext.core.errors import OptionError
+
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing import DrawSettings
 
@@ -23,6 +26,15 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
         "--scheduler", default="Euler a", help='sampler, such as "DPM++ 2M Karras" or LCM'
     )
     group.add_argument("--seed", type=_seed, default=0)
+    presets = ", ".join(f"{name} ({interval})" for name, interval in PRESETS.items())
+    group.add_argument(
+        "--deepcache",
+        type=_deepcache,
+        default="off",
+        metavar="N",
+        help=f"run the whole UNet at every N-th step only: faster, but {COST}. A number or"
+        f' {presets}; "3 depth=1" keeps more (default: off)',
+    )
     if with_strength:
         group.add_argument("--strength", type=float, default=0.6, help="denoising strength")
 
@@ -32,6 +44,14 @@ def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) > _MAX_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {_MAX_SEED}")
     return int(text)
+
+
+def _deepcache(text: str) -> DeepCacheOptions:
+    """A DeepCache setting, for argparse."""
+    try:
+        return DeepCacheOptions.parse(text)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
@@ -48,6 +68,7 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
         "steps": arguments.steps,
         "guidance": arguments.guidance,
         "scheduler": arguments.scheduler,
+        "deepcache": arguments.deepcache,
     }
     if hasattr(arguments, "strength"):
         given["strength"] = arguments.strength

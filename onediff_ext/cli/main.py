@@ -14,10 +14,10 @@ from types import FrameType
 from typing import NoReturn
 
 from onediff_ext import __version__
-from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, warmup
+from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, ui, warmup
 from onediff_ext.core.errors import OneDiffError
 
-_COMMANDS = (img2img, txt2img, warmup, graphs, bench, doctor, demo)
+_COMMANDS = (img2img, txt2img, ui, warmup, graphs, bench, doctor, demo)
 _STOPPED = 128  # the shell's convention: 128 + the signal's number
 
 

@@ -257,7 +257,7 @@ def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> 
         str(identity["checkpoint"]),
         name=arguments.model.stem,
         path=str(arguments.model.resolve()),
-        device=_device(arguments.device),
+        device=find_device(arguments.device),
     )
     return session
 
@@ -272,8 +272,8 @@ def load_painter(arguments: argparse.Namespace) -> Painter:
     from onediff_ext.hosts.diffusers.drawing import Painter
     from onediff_ext.hosts.diffusers.lora_files import load_lora
 
-    device = _device(arguments.device)
-    dtype = _dtype(arguments.dtype, device)
+    device = find_device(arguments.device)
+    dtype = find_dtype(arguments.dtype, device)
     checkpoint = load_checkpoint(
         arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
     )
@@ -325,7 +325,7 @@ def import_libraries() -> None:
         library.utils.logging.disable_progress_bar()
 
 
-def _device(name: str) -> Any:
+def find_device(name: str) -> Any:
     import torch
 
     if name == "auto":
@@ -343,7 +343,7 @@ def _device(name: str) -> Any:
     return device
 
 
-def _dtype(name: str, device: Any) -> Any:
+def find_dtype(name: str, device: Any) -> Any:
     import torch
 
     if name == "auto":

@@ -7,6 +7,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from onediff_ext.engine.trace import (
     is_channels_last,
     make_examples,
     save_program,
+    stand_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,8 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
             return self.family.output_of(self.block, output)
+        if self.family.mutates_inputs:
+            call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
         self._check(kind, output, self.family.tensor_of(eager), call, weights)
         return eager
@@ -153,11 +157,11 @@ class BlockRunner:
             return call
         if torch.is_grad_enabled():
             return Refusal("gradients are enabled")
-        if self.block.training:
-            return Refusal("the model is in training mode")
         tree = self.tree
         if tree is None or not tree.holds():
             tree = self._look()
+        if tree.drops and self.block.training:
+            return Refusal("the model is in training mode")
         if tree.refusal is not None:
             return Refusal(tree.refusal)
         weights = tree.weights()
@@ -182,8 +186,7 @@ class BlockRunner:
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        family, rules = self.family, self._kinds.rules
-        self.tree = BlockTree(self.block, family.sources, rules, family.parts, family.transient)
+        self.tree = look_at(self.block, self.family, self._kinds.rules)
         self._found.clear()
         return self.tree
 
@@ -223,6 +226,13 @@ class BlockRunner:
         return kind
 
 
+def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
+    """What a block consists of now, as its family sees it."""
+    return BlockTree(
+        block, family.sources, rules, family.parts, family.transient, family.interfering
+    )
+
+
 def _prepare_export(
     block: nn.Module | None,
     identified: BlockTree,
@@ -234,13 +244,14 @@ def _prepare_export(
 ) -> Callable[[], bytes]:
     if block is None:
         raise BlockGoneError("The model is gone.")
-    tree = BlockTree(block, family.sources, rules, family.parts, family.transient)
+    tree = look_at(block, family, rules)
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise BlockGoneError("The block has changed since its kind was named.")
     traced = tree.copy()
     family.prepare(traced)
     examples = make_examples(outline, device)
+    weights = [stand_in(weight) for weight in weights]
 
     def export() -> bytes:
         program = export_block(
@@ -283,7 +294,7 @@ def _boundary_problem(
                 return f"an empty {name}"
             if sizes.setdefault(name, size) != size:
                 return f"{name} differs between inputs"
-    if weights and weights[0].device != device:
+    if any(weight.device != device for weight in weights):
         return "weights are on another device (offloading)"
     if sizes["batch"] > 63:
         return "more than 63 images at once"

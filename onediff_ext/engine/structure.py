@@ -73,6 +73,8 @@ class BlockTree:
         refusal: Why no graph may stand for this block, or None.
         entries: The parts of the kind's key that the block itself gives.
         names: Full names of the weights, in the order of `weights()`.
+        drops: Whether something inside computes otherwise in training mode. Forge leaves
+            its UNet in that mode, with a dropout of nothing.
     """
 
     def __init__(
@@ -82,14 +84,16 @@ class BlockTree:
         rules: Sequence[WrapperRule] = (),
         parts: Sequence[str] | None = None,
         transient: frozenset[str] = frozenset(),
+        interfering: tuple[str, ...] = (),
     ) -> None:
         self.refusal: str | None = None
-        self._parts, self._transient = parts, transient
+        self._parts, self._transient, self._interfering = parts, transient, interfering
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
+        self.drops = any(_drops(module) for module in block.modules())
         self._rules = tuple(rules)
         self._children: list[tuple[dict[str, Any], str, Any]] = []
-        self._modules: list[tuple[nn.Module, type, int, bool]] = []
+        self._modules: list[tuple[nn.Module, type, int, str | None]] = []
         self._processors: list[tuple[dict[str, Any], Any]] = []
         self._slots: list[_Slot] = []
         lines: list[str] = []
@@ -107,12 +111,11 @@ class BlockTree:
         inner: bool,
         wrapped: tuple[WrapperRule | None, Any] = (None, None),
     ) -> None:
-        foreign = _is_hooked(module) if inner else _replaces(module, "_forward")
+        foreign = self._foreign(module, inner)
         self._modules.append((module, type(module), len(module._modules), foreign))
         if foreign:
-            what = path or "the block"
-            self._refuse(f"{what} has a hook or a replaced forward of another extension")
-        if not type(module).__module__.startswith(self._packages):
+            self._refuse(f"{path or 'the block'} {foreign}")
+        if not _qualname(type(module)).startswith(self._packages):
             self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
         self._sources.add(type(module).__module__)
         lines.append(f"{path}: {_qualname(type(module))} {self._describe_attributes(module)}")
@@ -139,10 +142,10 @@ class BlockTree:
             if reason is not None:
                 self._refuse(f"{prefix}{name}: {reason}")
             base = found.base(child)
-            hooked = _is_hooked(child)
-            self._modules.append((child, type(child), len(child._modules), hooked))
-            if hooked:
-                self._refuse(f"{prefix}{name} has a hook of another extension")
+            foreign = self._foreign(child, True)
+            self._modules.append((child, type(child), len(child._modules), foreign))
+            if foreign:
+                self._refuse(f"{prefix}{name} {foreign}")
             self._visit(prefix + name, base, lines, inner=True, wrapped=(found, child))
 
     def _describe_weights(self, lines: list[str]) -> None:
@@ -174,6 +177,16 @@ class BlockTree:
         }
         return _describe(kept, depth=0)
 
+    def _foreign(self, module: nn.Module, inner: bool) -> str | None:
+        """What makes a module compute something else than its class says, or None."""
+        if _is_hooked(module) if inner else _replaces(module, "_forward"):
+            return "has a hook or a replaced forward of another extension"
+        attributes = module.__dict__
+        for name in self._interfering:
+            if attributes.get(name):
+                return f"has weights that change at each call ({name})"
+        return None
+
     def _refuse(self, reason: str) -> None:
         if self.refusal is None:
             self.refusal = reason
@@ -186,8 +199,7 @@ class BlockTree:
         for module, cls, count, foreign in self._modules:
             if module.__class__ is not cls or len(module._modules) != count:
                 return False
-            inner = module is not self._block
-            if (_is_hooked(module) if inner else _replaces(module, "_forward")) is not foreign:
+            if self._foreign(module, module is not self._block) != foreign:
                 return False
         return all(holder.get("processor") is processor for holder, processor in self._processors)
 
@@ -210,7 +222,7 @@ class BlockTree:
         kept = [*self._block.parameters(), *self._block.buffers()]
         for module in self._block.modules():
             kept += [vars(module)[name] for name in self._transient & vars(module).keys()]
-        block = copy.deepcopy(self._block, {id(value): value for value in kept})
+        block = copy.deepcopy(self._block, {id(value): value for value in kept}).eval()
         self._unwrap(block)
         for module in block.modules():
             for name in ("forward", "_forward", *self._transient):
@@ -237,6 +249,12 @@ def _is_hooked(module: nn.Module) -> bool:
         or _replaces(module, "forward")
         or _replaces(module, "_forward")
     )
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _replaces(module: nn.Module, name: str) -> bool:

@@ -85,15 +85,17 @@ def export_block(
     # be equal (duck shapes), and a batch of 1 would be taken for a constant.
     import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
 
-    if examples is None:
-        examples = make_examples(call, device)
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
     pure = BlockFunction(block, family, names, dict(call.statics), autocast)
     try:
-        with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with (
+            torch.inference_mode(False),  # hosts build in the middle of their sampling
+            torch.no_grad(),
+            symbolic_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
             program = torch.export.export(
                 pure,
-                ([w.detach() for w in weights], *examples),
+                ([stand_in(w) for w in weights], *(examples or make_examples(call, device))),
                 dynamic_shapes=([None] * len(weights), dynamic),
                 strict=False,
             )
@@ -108,7 +110,8 @@ def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
     """Tensors of the sizes that a kind's graph is tuned for. They hold no memory."""
     found = []
     for tensor, dims in zip(call.tensors, call.dims, strict=True):
-        example = _example(tensor, dims, device)
+        with torch.inference_mode(False):
+            example = _example(tensor, dims, device)
         example.untyped_storage().resize_(0)  # tracing looks at sizes and strides only
         found.append(example)
     return found
@@ -130,6 +133,19 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     """The program's inputs as its own fake tensors: weights first, then the block's tensors."""
     nodes = program.graph_module.graph.nodes
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
+
+
+def stand_in(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form that can be traced, which those made under inference mode
+    cannot: they have no version counter."""
+    if not weight.is_inference():
+        return weight.detach()
+    with torch.inference_mode(False):
+        tensor = torch.empty_strided(
+            weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+        )
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:

@@ -74,6 +74,11 @@ class WebUIHost(ABC):
         looked at anew and captures are dropped. Cheap, since it is asked before each step."""
         return None
 
+    def owner(self) -> object | None:
+        """What dies when the host gives up the models that it draws with now; None if it
+        keeps them for the next checkpoint. Only weak references to it are kept."""
+        return None
+
     @abstractmethod
     def step(self, shape: BatchShape) -> None:
         """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.

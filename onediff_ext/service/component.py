@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,11 +133,31 @@ class _ModelForward:
     def __init__(
         self, forward: Callable[..., Any], captured: CapturedForward | None, session: Session
     ) -> None:
-        self.eager, self._session = forward, session
+        self.eager, self._captured, self._session = forward, captured, session
         self._forward: Callable[..., Any] = captured or forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
+
+    @property
+    def variant(self) -> Hashable:
+        """As `CapturedForward` has it."""
+        return None if self._captured is None else self._captured.variant
+
+    @variant.setter
+    def variant(self, value: Hashable) -> None:
+        if self._captured is not None:
+            self._captured.variant = value
+
+    @property
+    def keeps(self) -> object:
+        """As `CapturedForward` has it."""
+        return None if self._captured is None else self._captured.keeps
+
+    @keeps.setter
+    def keeps(self, value: object) -> None:
+        if self._captured is not None:
+            self._captured.keeps = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._session.forward():
@@ -160,12 +180,14 @@ def _known_blocks(
             by_class.setdefault(cls, []).append(family)
     found: list[tuple[nn.Module, BlockFamily]] = []
 
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
+    def visit(module: nn.Module, taken: frozenset[str]) -> None:
+        for name, child in module.named_children():
+            if name in taken:
+                continue
             known = by_class.get(type(child), [])
             found.extend((child, family) for family in known)
             if all(family.parts is not None for family in known):
-                visit(child)
+                visit(child, frozenset(part for family in known for part in family.parts or ()))
 
-    visit(model)
+    visit(model, frozenset())
     return found

@@ -225,6 +225,9 @@ class Acceleration:
         if attachment is None:
             self._drop_parked(lambda a: a.session is not session or a.is_gone())
             attachment = Attachment(self.host, session, name, model, state)
+            owner = self.host.owner()
+            if owner is not None:
+                weakref.finalize(owner, self._let_go, weakref.ref(attachment)).atexit = False
         else:
             self._parked.remove(attachment)
         attachment.install()
@@ -253,6 +256,15 @@ class Acceleration:
             self._kinds = _kinds_of(self._attached)
         while self._attached:
             self._park(self._attached[-1])
+
+    def _let_go(self, which: Callable[[], Attachment | None]) -> None:
+        """The host has given up a model: keep nothing of it, so that its memory is free
+        before the next one is loaded."""
+        with self._lock:
+            attachment = which()
+            if attachment in self._attached:
+                self._park(attachment)
+            self._drop_parked(lambda a: a is attachment)
 
     def _drop_parked(self, which: Callable[[Attachment], bool]) -> None:
         for attachment in [a for a in self._parked if which(a)]:

@@ -45,7 +45,9 @@ def test_reading_a_light_name_loads_nothing_heavy() -> None:
     assert heavy_after("from onediff_ext import CompileOptions, OneDiffError") == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["img2img", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["img2img", "--help"], ["ui", "--help"]]
+)
 def test_help_of_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
     script = f"""
 from onediff_ext.cli.main import main

@@ -25,6 +25,7 @@ class Capture:
         inputs: The tensors that the recording reads; a call's tensors are copied into them.
         snapshot: What the model was when it was recorded.
         graphs: What each block ran through; kept alive, since the recording points into them.
+        keeps: What else it points into.
         checks: Comparisons with the model's own forward that it has passed.
     """
 
@@ -32,6 +33,7 @@ class Capture:
     inputs: list[torch.Tensor]
     snapshot: Snapshot
     graphs: list[object]
+    keeps: object = None
     checks: int = 0
     replays: int = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ _CHECKS = 2
 # call, and recording would cost more than it brings.
 _WASTED_LIMIT = 4
 _WORTH_REPLAYS = 3
+# Variants whose watches are kept; each has a list of all that a model consists of.
+_WATCHES = 8
 # Calls after which a refused model is looked at again: a hook may be gone.
 _LOOK_AGAIN = 16
 
@@ -46,12 +49,14 @@ class CapturedForward:
         forward: Its forward until now.
         runners: The runners of its blocks.
         captures: Where captures are kept.
-        sources: Prefixes of Python modules whose classes are known.
+        sources: Prefixes of the full names of classes that are known.
         rules: Wrappers around layers.
 
     Attributes:
         active: False lets every call through.
-        variant: What else decides the computation, set by whoever changes it between calls.
+        variant: What else decides the computation, set by whoever changes it between calls. The
+            model may consist of other modules in each variant.
+        keeps: What a capture of this variant has to keep alive, set together with it.
         reason: Why the last call was not replayed, or "".
     """
 
@@ -66,12 +71,13 @@ class CapturedForward:
     ) -> None:
         self._model, self._forward, self._runners = model, forward, runners
         self._captures, self._sources, self._rules = captures, sources, rules
-        self._watch: ModelWatch | None = None
+        self._watches: OrderedDict[Hashable, ModelWatch] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
         self._wasted = self._refusals = 0
         self.active = True
         self.variant: Hashable = None
+        self.keeps: object = None
         self.reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +166,7 @@ class CapturedForward:
         args, kwargs = call.arguments(inputs)
         snapshot, graphs = self._look(), self._graphs()
         recording = recorder.record(lambda: self._forward(*args, **kwargs), call.device)
-        return Capture(recording, inputs, snapshot, graphs)
+        return Capture(recording, inputs, snapshot, graphs, self.keeps)
 
     def _check(self, key: Hashable, capture: Capture, found: Any, expected: Any) -> None:
         for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
@@ -178,22 +184,28 @@ class CapturedForward:
             return "something changes the model at every call"
         if any(r.used and r.used.state is KindState.UNCHECKED for r in self._runners):
             return "new graphs are being compared with eager"
-        watch = self._watch
+        watch = self._watches.get(self.variant)
         if watch is None or (watch.refusal and self._refusals % _LOOK_AGAIN == 0):
-            watch = self._watch = ModelWatch(self._model, self._sources, self._rules)
+            watch = self._new_watch()
         self._refusals += bool(watch.refusal)
         return watch.refusal
 
     def _unchanged(self, capture: Capture) -> bool:
         if self._graphs() != capture.graphs or self._look() != capture.snapshot:
-            self._watch = None
+            self._watches.clear()
             return False
         return True
 
     def _look(self) -> Snapshot:
-        if self._watch is None:
-            self._watch = ModelWatch(self._model, self._sources, self._rules)
-        return self._watch.look()
+        watch = self._watches.get(self.variant)
+        return (watch or self._new_watch()).look()
+
+    def _new_watch(self) -> ModelWatch:
+        watch = ModelWatch(self._model, self._sources, self._rules)
+        self._watches[self.variant] = watch
+        if len(self._watches) > _WATCHES:
+            self._watches.popitem(last=False)
+        return watch
 
     def _graphs(self) -> list[object]:
         """What each block runs through now: an eager block that has got a graph is a change."""

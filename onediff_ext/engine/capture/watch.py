@@ -20,7 +20,7 @@ class ModelWatch:
 
     Args:
         model: The host's module.
-        sources: Prefixes of Python modules whose classes are known, besides torch's own.
+        sources: Prefixes of the full names of classes that are known, besides torch's own.
         rules: Wrappers around layers, whose `state` counts.
 
     Attributes:
@@ -33,7 +33,7 @@ class ModelWatch:
         self._modules = list(model.modules())
         self._wrappers = [(r, m) for m in self._modules for r in rules if r.matches(m)]
         wrapped = {id(inner) for _, m in self._wrappers for inner in m.modules()}
-        known = ("torch.nn.modules", *sources)
+        known = ("torch.nn.modules", "onediff_ext.", *sources)
         self.refusal = next(
             (
                 reason
@@ -84,7 +84,7 @@ def _refusal(
     module: nn.Module, model: nn.Module, known: tuple[str, ...], wrapped: bool
 ) -> str | None:
     cls = type(module)
-    if not wrapped and not cls.__module__.startswith(known):
+    if not wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(known):
         return f"{cls.__qualname__} is not known as free of side effects"
     if module is model:
         # Its own hooks and its forward run around the capture, not within it.

@@ -54,11 +54,17 @@ class BlockFamily(ABC):
     method: str = "forward"
     # The children that this method uses; None for all.
     parts: tuple[str, ...] | None = None
-    # Prefixes of the Python modules whose classes such a block may consist of, besides torch's.
+    # Prefixes of the full names ("module.Class") of the classes that such a block may consist
+    # of, besides torch's.
     sources: tuple[str, ...]
     # Attributes of the block's modules that a host keeps there for itself (names, backups,
     # what was merged last): they change nothing that the block computes.
     transient: frozenset[str] = frozenset()
+    # Attributes of the block's modules that change what they compute while they are there and
+    # not empty (a LoRA applied at each call): the block runs eager then.
+    interfering: tuple[str, ...] = ()
+    # Whether the block's own forward writes into its inputs; `run` must not.
+    mutates_inputs = False
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:

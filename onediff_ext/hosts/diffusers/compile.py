@@ -14,6 +14,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.engine.families.diffusers import DIFFUSERS_FAMILIES
 from onediff_ext.engine.patch import Patches
+from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted
 from onediff_ext.hosts.diffusers.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora_rule import PeftLoraRule
 from onediff_ext.service.component import Component
@@ -92,6 +93,7 @@ def compile_pipe(
     options: CompileOptions | Mapping[str, Any] | None = None,
     backend: str | None = None,
     fuse_qkv_projections: bool = False,
+    deepcache: object = None,
     session: Session | None = None,
 ) -> Pipe:
     """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
@@ -108,6 +110,8 @@ def compile_pipe(
         backend: Shorthand for the option of this name.
         fuse_qkv_projections: Let diffusers join the projections of its attention first, where
             the pipeline can; taken back by `undo_compile`.
+        deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
+            `DeepCacheOptions`. Faster, but pictures differ; None leaves it as it is (off).
         session: Share the graphs of this session.
 
     Returns:
@@ -130,18 +134,20 @@ def compile_pipe(
             "A unet, vae or controlnet is needed that `ignores` does not name.",
         )
     compiled = CompiledPipe(session, components)
-    if fuse_qkv_projections:
-        compiled.fuse_projections(pipe)
-    compiled.install(pipe)
+    with lifted(pipe):
+        if fuse_qkv_projections:
+            compiled.fuse_projections(pipe)
+        compiled.install(pipe)
     vars(pipe)[_ATTRIBUTE] = compiled
-    return pipe
+    return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
 
 
 def undo_compile(pipe: Pipe) -> Pipe:
     """Leave the pipeline as it was before `compile_pipe`; does nothing if it is not compiled."""
     compiled = vars(pipe).pop(_ATTRIBUTE, None)
     if compiled is not None:
-        compiled.remove()
+        with lifted(pipe):
+            compiled.remove()
     return pipe
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
+from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.hosts.diffusers.compile import one_picture
+from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class DrawSettings:
         guidance: CFG scale; 1 or less draws without CFG.
         strength: Denoising strength of image to image, above 0 and up to 1.
         scheduler: A sampler's name, such as "Euler a" or "DPM++ 2M Karras".
+        deepcache: How much of the UNet's work is reused between steps.
 
     Raises:
         OptionError: A value cannot be used.
@@ -42,6 +45,7 @@ class DrawSettings:
     guidance: float = 7.0
     strength: float = 0.6
     scheduler: str = "Euler a"
+    deepcache: DeepCacheOptions = OFF
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 1000:
@@ -74,15 +78,19 @@ class Drawn:
         seconds: Of the whole batch, from prompt to pixels.
         step_seconds: Of each sampling step but the first, whose start is not seen; all of a
             batch of one step is its only entry.
+        uneven: Some steps do more than others (DeepCache).
     """
 
     images: list[Image.Image | None]
     seconds: float
     step_seconds: list[float] = field(default_factory=list)
+    uneven: bool = False
 
     @property
     def seconds_per_step(self) -> float:
-        """Median over the steps."""
+        """Median over the steps; their mean where they are uneven."""
+        if self.uneven:
+            return sum(self.step_seconds) / len(self.step_seconds)
         return sorted(self.step_seconds)[len(self.step_seconds) // 2]
 
 
@@ -104,8 +112,8 @@ def is_out_of_memory(exc: BaseException) -> bool:
 class _StepClock:
     """Notes when each sampling step ends; waits for the device, so that work is counted."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
+        self._device, self._on_step = device, on_step
         self.ends: list[float] = []
 
     def __call__(self, *call: Any) -> dict[str, Any]:
@@ -113,6 +121,7 @@ class _StepClock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends.append(time.perf_counter())
+        self._on_step(len(self.ends))
         kwargs: dict[str, Any] = call[-1]
         return kwargs
 
@@ -122,6 +131,10 @@ class Painter:
 
     Args:
         checkpoint: From `load_checkpoint`.
+
+    Attributes:
+        on_step: Called with the number of each finished sampling step; what it raises ends the
+            drawing and reaches the caller.
     """
 
     def __init__(self, checkpoint: LoadedCheckpoint) -> None:
@@ -129,6 +142,7 @@ class Painter:
         self.pipe = checkpoint.pipeline
         self._noise_config = dict(self.pipe.scheduler.config)
         self._pipes: dict[str, Any] = {}
+        self.on_step: Callable[[int], None] = lambda _: None
 
     @property
     def device(self) -> torch.device:
@@ -136,8 +150,18 @@ class Painter:
         return next(self.pipe.unet.parameters()).device
 
     def check(self, settings: DrawSettings) -> None:
-        """Raise OptionError when the sampler cannot be used: before anything is built for it."""
+        """Raise OptionError when sampler or DeepCache cannot be used: before anything is built."""
         make_scheduler(settings.scheduler, self._noise_config)
+        with deepcache_for(self.pipe, settings.deepcache):
+            pass
+
+    def deepcache_refusal(self, settings: DrawSettings) -> str | None:
+        """Why pictures are drawn without the DeepCache that was asked for, or None."""
+        if not settings.deepcache.is_on:
+            return None
+        return distilled_refusal(self.pipe.unet) or few_steps_refusal(
+            settings.scheduler, settings.steps
+        )
 
     def check_txt2img(self) -> None:
         """Raise OptionError when the checkpoint cannot draw without a picture."""
@@ -148,9 +172,10 @@ class Painter:
             )
 
     def ignored_text(self, settings: DrawSettings) -> list[str]:
-        """A warning for each prompt that is longer than the text encoder reads."""
+        """A warning for each setting that is left out, wholly or, as a long prompt, in part."""
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
-        warnings = []
+        refusal = self.deepcache_refusal(settings)
+        warnings = [] if refusal is None else [f"{refusal}; drawn without."]
         for what, prompt in (
             ("prompt", settings.prompt),
             ("negative prompt", settings.negative_prompt),
@@ -217,9 +242,9 @@ class Painter:
         pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
         # From the CPU: one seed is one picture on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        clock = _StepClock(self.device)
+        clock = _StepClock(self.device, self.on_step)
         start = time.perf_counter()
-        with one_picture(self.pipe):
+        with one_picture(self.pipe), deepcache_for(pipe, settings.deepcache):
             result = pipe(
                 prompt=list(prompts or [settings.prompt] * len(seeds)),
                 negative_prompt=[settings.negative_prompt] * len(seeds),
@@ -233,7 +258,7 @@ class Painter:
         images = [_to_image(pipe, pixels) for pixels in result.images]
         seconds = time.perf_counter() - start
         steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
-        return Drawn(images, seconds, steps or [seconds])
+        return Drawn(images, seconds, steps or [seconds], settings.deepcache.is_on)
 
     def _pipe(self, task: str) -> Any:
         if task not in self._pipes:

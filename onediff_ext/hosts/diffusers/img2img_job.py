@@ -258,8 +258,11 @@ def _write(
 
 def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, object]:
     """What a result depends on besides its input; grouping and batch size are no part of it."""
+    settings = dict(vars(job.settings_of(planned)))
+    deepcache = settings.pop("deepcache")
     return {
-        **vars(job.settings_of(planned)),
+        **settings,
+        **({"deepcache": str(deepcache)} if deepcache.is_on else {}),
         **job.identity,
         "seed": job.seed_of(planned),
         "size_rule": str(job.size_rule),
@@ -290,6 +293,7 @@ def infotext(
     from onediff_ext import __version__
 
     sampler, schedule = infotext_names(settings.scheduler)
+    with_deepcache = settings.deepcache.is_on and painter.deepcache_refusal(settings) is None
     fields: dict[str, object] = {
         "Steps": settings.steps,
         "Sampler": sampler,
@@ -298,6 +302,7 @@ def infotext(
         "Seed": seed,
         "Size": f"{result.width}x{result.height}",
         "Model": painter.checkpoint.name,
+        "DeepCache": str(settings.deepcache) if with_deepcache else None,
         **extra,
         "Version": f"onediff-ext {__version__}",
     }

@@ -1,0 +1,197 @@
+"""What a user can choose about DeepCache. Panel, API, X/Y/Z and command line parse into this.
+
+DeepCache runs the deep part of the UNet on some steps only and reuses its features on the
+others: Ma, Fang, Wang, "DeepCache: Accelerating Diffusion Models for Free", CVPR 2024,
+arXiv:2312.00858.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from onediff_ext.core.errors import OptionError
+
+PRESETS: Mapping[str, int] = {"off": 1, "light": 2, "medium": 3, "strong": 5}
+"""Names that users see → interval."""
+
+SCHEDULES = ("uniform", "nonuniform")
+
+COST = (
+    "pictures differ from those without it: small details change with light, composition may"
+    " change with strong"
+)
+"""What it costs in fidelity, for help texts and tooltips."""
+
+MIN_STEPS = 10
+"""With fewer steps neighbouring ones have too little in common."""
+
+_FEW_STEP_SAMPLERS = ("lcm", "tcd", "turbo", "lightning")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class DeepCacheOptions:
+    """How much of the UNet's work is reused.
+
+    Args:
+        interval: At most every so many-th UNet call is a full one; 1 is off.
+        depth: Layers of the encoder that run at a shallow call as well. 0 runs only the last
+            layer of the decoder; more costs time and keeps more. Same number as
+            ``cache_branch_id`` of the reference implementation.
+        start, end: Share of a picture's steps between which features are reused, 0 to 1.
+        schedule: ``"uniform"``, or ``"nonuniform"``: full calls stand closer together
+            around `centre`.
+        centre: Where, as a share of the steps, features change most; for "nonuniform".
+        power: How much closer, above 1; for "nonuniform".
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+
+    interval: int = PRESETS["medium"]
+    depth: int = 0
+    start: float = 0.0
+    end: float = 1.0
+    schedule: str = "uniform"
+    centre: float = 0.3
+    power: float = 1.4
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.interval) or not 1 <= self.interval <= 50:
+            raise OptionError(
+                f"A DeepCache interval of {self.interval!r} cannot be used.",
+                f"Choose 1 (off) to 50, or {', '.join(PRESETS)}.",
+            )
+        if not _is_whole(self.depth) or self.depth < 0:
+            raise OptionError(
+                f"A DeepCache depth of {self.depth!r} cannot be used.", "Choose 0 or more."
+            )
+        if not 0 <= self.start <= self.end <= 1:
+            raise OptionError(
+                f"DeepCache cannot work from {self.start} to {self.end} of the steps.",
+                "Choose two numbers from 0 to 1, the smaller first.",
+            )
+        if self.schedule not in SCHEDULES:
+            raise OptionError(
+                f"Unknown DeepCache schedule {self.schedule!r}.", f"Known: {', '.join(SCHEDULES)}."
+            )
+        if not 0 <= self.centre <= 1:
+            raise OptionError(f"A centre of {self.centre} cannot be used.", "Choose 0 to 1.")
+        if not 1 <= self.power <= 4:
+            raise OptionError(f"A power of {self.power} cannot be used.", "Choose 1 to 4.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is reused at all."""
+        return self.interval > 1 and self.start < self.end
+
+    def __str__(self) -> str:
+        """Text that `parse` reads back, such as ``"3"`` or ``"3 depth=1 end=0.8"``."""
+        default = DeepCacheOptions()
+        return " ".join(
+            [
+                str(self.interval),
+                *(
+                    f"{f.name}={_number_text(getattr(self, f.name))}"
+                    for f in fields(self)[1:]
+                    if getattr(self, f.name) != getattr(default, f.name)
+                ),
+            ]
+        )
+
+    @classmethod
+    def parse(cls, value: object) -> DeepCacheOptions:
+        """Take whatever a front end has.
+
+        Args:
+            value: This class; None, False or "" for off; True for the default; an interval; a
+                preset; a text such as ``"3 depth=1"``; a mapping of the fields.
+
+        Raises:
+            OptionError: It cannot be read or used.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is None or value is False:
+            return OFF
+        if value is True:
+            return cls()
+        if isinstance(value, Mapping):
+            return _from_mapping(value)
+        if isinstance(value, (int, float)):
+            if value == 0:
+                return OFF
+            return cls(interval=int(value) if value == int(value) else value)  # type: ignore[arg-type]
+        if isinstance(value, str):
+            return _from_text(value)
+        raise OptionError(f"{value!r} is no DeepCache setting.", _HINT)
+
+
+_HINT = f'Use {", ".join(PRESETS)}, an interval such as 3, or a text such as "3 depth=1".'
+OFF = DeepCacheOptions(interval=1)
+
+
+def depth_of_reference(cache_block_id: int, cache_layer_id: int) -> int:
+    """The depth for the reference implementation's numbers, whose blocks have three layers each
+    (two residual blocks and a downsampler), as those of every Stable Diffusion UNet have."""
+    return 3 * cache_block_id + cache_layer_id
+
+
+def few_steps_refusal(sampler: str, steps: int | None) -> str | None:
+    """Why there is nothing to win, or None.
+
+    Args:
+        sampler: Name of sampler, scheduler class or checkpoint.
+        steps: Of the whole schedule, before image to image leaves some out; None if unknown.
+    """
+    if any(name in sampler.lower() for name in _FEW_STEP_SAMPLERS):
+        return f"DeepCache has nothing to win with {sampler}: its few steps differ too much"
+    if steps is not None and steps < MIN_STEPS:
+        return f"DeepCache needs {MIN_STEPS} steps or more; {steps} differ too much"
+    return None
+
+
+def _from_mapping(given: Mapping[str, Any]) -> DeepCacheOptions:
+    known = {f.name for f in fields(DeepCacheOptions)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise OptionError(
+            f"Unknown DeepCache option: {', '.join(map(str, unknown))}.",
+            f"Known options: {', '.join(sorted(known))}.",
+        )
+    return replace(DeepCacheOptions(), **dict(given))
+
+
+def _from_text(text: str) -> DeepCacheOptions:
+    first, *rest = text.replace(",", " ").lower().split() or ["off"]
+    given: dict[str, Any] = {}
+    if "=" in first:
+        rest = [first, *rest]
+    else:
+        given["interval"] = PRESETS.get(first) or _number("interval", first)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise OptionError(f"{text!r} is no DeepCache setting.", _HINT)
+        given[name] = value if name == "schedule" else _number(name, value)
+    return DeepCacheOptions.parse(given) if given.get("interval") != 0 else OFF
+
+
+def _number(name: str, text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"{text!r} is no DeepCache {name}.", _HINT) from None
+
+
+def _number_text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

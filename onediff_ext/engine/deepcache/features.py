@@ -1,0 +1,101 @@
+"""The tensors that a picture reuses: one for each kind of UNet call, at a stable address."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+_serials = itertools.count(1)
+
+# Pictures have one kind of call; split or alternating batches have two, regional prompts a few.
+MAX_KINDS = 8
+
+
+class Feature:
+    """The cached feature of one kind of call.
+
+    Args:
+        batch: Pictures at once; a feature of fewer is not kept (short of memory, a forward may
+            be run in halves).
+
+    Attributes:
+        serial: Distinct for each feature of this process.
+        tensor: [B, C, h, w], written in place by each full call; None before the first.
+        is_torn: The last full call was run in parts, of which none is kept.
+        filled_at: The evaluation that wrote it, or None when it must not be used.
+        state: What else it depends on, such as whether a ControlNet took part.
+        parts: What an adapter has made for it; must not hold it, or memory stays.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.serial, self._batch = next(_serials), batch
+        self.tensor: torch.Tensor | None = None
+        self.is_torn = False
+        self.filled_at: int | None = None
+        self.state: Hashable = None
+        self.parts: dict[Any, Any] = {}
+
+    def store(self, value: torch.Tensor) -> None:
+        """Copy a feature in; the first one decides the address.
+
+        Raises:
+            RuntimeError: Memory would be taken inside a capture, which would free it again.
+        """
+        if value.shape[0] != self._batch:
+            self.is_torn = True
+            return
+        tensor = self.tensor
+        if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
+            if value.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("DeepCache: a forward was captured before it ran once")
+            # Never an inference tensor: those cannot be written to outside inference mode.
+            with torch.inference_mode(False):
+                self.tensor = tensor = torch.empty_like(value, requires_grad=False)
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes."""
+        return 0 if self.tensor is None else self.tensor.numel() * self.tensor.element_size()
+
+
+class Features:
+    """The features of one picture.
+
+    After the picture nothing here keeps them alive. A captured forward that has their addresses
+    frozen in does: the same feature is then found again for the next picture.
+    """
+
+    def __init__(self) -> None:
+        self._used: OrderedDict[Hashable, Feature] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[Hashable, Feature] = weakref.WeakValueDictionary()
+
+    def of(self, key: Hashable, batch: int) -> Feature:
+        """The feature of a kind of call, new and empty for a new kind."""
+        feature = self._used.get(key) or self._alive.get(key) or Feature(batch)
+        self._used[key] = self._alive[key] = feature
+        self._used.move_to_end(key)
+        if len(self._used) > MAX_KINDS:
+            self._used.popitem(last=False)[1].filled_at = None
+        return feature
+
+    def invalidate(self) -> None:
+        """Let no feature be used again before a full call has written it."""
+        for feature in self._alive.values():
+            feature.filled_at = None
+
+    def release(self) -> None:
+        """Give the memory back, but for what captures hold."""
+        self.invalidate()
+        self._used.clear()
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that features take now, captures' included."""
+        return sum(feature.size_bytes for feature in self._alive.values())

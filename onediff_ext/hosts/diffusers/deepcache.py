@@ -1,0 +1,279 @@
+"""DeepCache for diffusers pipelines: where a picture begins, and what voids its features."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
+from onediff_ext.core.errors import OptionError
+from onediff_ext.engine.deepcache.diffusers_unet import DiffusersUNet
+from onediff_ext.engine.deepcache.reuse import DeepCache, deepcache_of
+from onediff_ext.engine.patch import Patches
+
+Pipe = TypeVar("Pipe")
+
+# Methods of a UNet after which features are no longer those of its weights.
+_CHANGES = (
+    *("load_lora_adapter", "add_adapter", "delete_adapters", "unload_lora"),
+    *("set_adapter", "set_adapters", "enable_adapters", "disable_adapters"),
+    *("enable_lora", "disable_lora", "fuse_lora", "unfuse_lora"),
+    *("load_attn_procs", "set_attn_processor", "load_state_dict"),
+    *("enable_freeu", "disable_freeu"),
+)
+
+
+def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
+    """Reuse deep features of a pipeline's UNet, until `disable_deepcache`.
+
+    Works on any pipeline with a `UNet2DConditionModel` of SD 1.x, SD 2.x or SDXL: compiled or
+    not, with ControlNet, LoRA, image to image or inpainting. Pipelines that share the UNet
+    share this too. Pictures differ from those without it.
+
+    Args:
+        pipe: The pipeline.
+        options: `DeepCacheOptions`, or what its `parse` takes: 3, "medium", "3 depth=1".
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        OptionError: An option cannot be used, or the UNet is of another kind.
+    """
+    chosen = DeepCacheOptions.parse(options)
+    unet = getattr(pipe, "unet", None)
+    if type(unet).__name__ != "UNet2DConditionModel":
+        raise OptionError(
+            f"{type(pipe).__name__} has no UNet that DeepCache knows.",
+            "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
+        )
+    switch = _switch_of(unet)
+    if switch is None:
+        switch = _Switch(unet)
+        switch.cache.begin_picture(chosen)  # refuses before anything is patched
+        switch.install()
+    else:
+        switch.cache.begin_picture(chosen)
+    switch.use(pipe)
+    return pipe
+
+
+def disable_deepcache(pipe: Pipe) -> Pipe:
+    """Leave a pipeline as it was before `enable_deepcache`; does nothing if it is not enabled."""
+    switch = _switch_of(getattr(pipe, "unet", None))
+    if switch is not None:
+        switch.remove()
+    return pipe
+
+
+def deepcache_state(pipe: object) -> DeepCache | None:
+    """What stands around a pipeline's UNet, or None: counts, and why a picture did without."""
+    unet = getattr(pipe, "unet", None)
+    return deepcache_of(unet) if isinstance(unet, nn.Module) else None
+
+
+def distilled_refusal(unet: Any) -> str | None:
+    """Why there is nothing to win with this UNet, or None: an LCM takes the guidance as input."""
+    distilled = unet.config.get("time_cond_proj_dim")
+    return few_steps_refusal("an LCM checkpoint", None) if distilled else None
+
+
+@contextmanager
+def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
+    """Draw one batch with these options and give the memory back after it, however it ends.
+
+    DeepCache stays around the UNet, passing through: captures go on being valid.
+
+    Raises:
+        OptionError: As `enable_deepcache`.
+    """
+    cache = deepcache_state(pipe)
+    before = OFF if cache is None else cache.options
+    if options.is_on:
+        enable_deepcache(pipe, options)
+        cache = deepcache_state(pipe)
+    elif cache is not None:
+        cache.begin_picture(OFF)
+    try:
+        yield
+    finally:
+        if cache is not None:
+            cache.end_picture()
+            cache.begin_picture(before)
+
+
+@contextmanager
+def lifted(pipe: object) -> Iterator[None]:
+    """Take DeepCache off for a ``with`` block and put it around what is there afterwards.
+
+    It has to be the outermost: a capture must not contain its decisions.
+    """
+    cache = deepcache_state(pipe)
+    if cache is None:
+        yield
+        return
+    cache.remove()
+    try:
+        yield
+    finally:
+        cache.install()
+
+
+class _Switch:
+    """DeepCache around one UNet, and the hooks that keep it right.
+
+    As its clock it tells pictures and evaluations apart by the timestep that pipelines hand to
+    the UNet: an element of the scheduler's tensor. A new tensor is a new picture, another
+    element another evaluation, so nothing is read from a GPU. Timesteps made by other means
+    are compared by value, which falls within a picture.
+    """
+
+    def __init__(self, unet: Any) -> None:
+        self._unet = unet
+        self.cache = DeepCache(unet, DiffusersUNet(unet), self)
+        self._scheduler: Callable[[], Any] = lambda: None
+        self._last: Any = None  # kept, so that its memory cannot become another tensor's
+        self._patches, self._pipes = Patches(), Patches()
+        self._hooks: list[Any] = []
+
+    def __call__(self, cache: DeepCache, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
+        last, self._last = self._last, timestep
+        if last is None or not _same_picture(last, timestep):
+            cache.begin_picture(evaluations=_evaluations(timestep), refusal=self._why_not())
+        elif _same_evaluation(last, timestep):
+            return
+        cache.begin_evaluation()
+
+    def install(self) -> None:
+        self.cache.install()
+        for name in _CHANGES:
+            method = getattr(self._unet, name, None)
+            if method is not None:
+                self._patches.set(self._unet, name, _Voiding(method, self.cache))
+
+    def use(self, pipe: Any) -> None:
+        """Follow a pipeline's scheduler, its ControlNets and the end of its pictures."""
+        self._leave_pipe()
+        self._scheduler = lambda: getattr(pipe, "scheduler", None)
+        self._last = None
+        if hasattr(pipe, "maybe_free_model_hooks"):
+            ended = _EndingPicture(pipe.maybe_free_model_hooks, self)
+            self._pipes.set(pipe, "maybe_free_model_hooks", ended)
+        controlnet = getattr(pipe, "controlnet", None)
+        for number, net in enumerate(getattr(controlnet, "nets", None) or [controlnet]):
+            if isinstance(net, nn.Module):
+                hook = _NoteControl(f"controlnet {number}", self.cache)
+                self._hooks.append(net.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def end_picture(self) -> None:
+        self._last = None
+        self.cache.end_picture()
+
+    def remove(self) -> None:
+        self._leave_pipe()
+        self._patches.undo()
+        self.cache.remove()
+
+    def _leave_pipe(self) -> None:
+        self._pipes.undo()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _why_not(self) -> str | None:
+        scheduler = self._scheduler()
+        name = type(scheduler).__name__.removesuffix("Scheduler")
+        return distilled_refusal(self._unet) or few_steps_refusal(
+            name, getattr(scheduler, "num_inference_steps", None)
+        )
+
+
+class _Voiding:
+    """A method of the UNet that changes its weights."""
+
+    def __init__(self, method: Callable[..., Any], cache: DeepCache) -> None:
+        self._method, self._cache = method, cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._method, memo)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._cache.invalidate()
+        try:
+            return self._method(*args, **kwargs)
+        finally:
+            self._cache.invalidate()
+
+
+class _EndingPicture:
+    """The pipeline's method that each of its pictures ends with."""
+
+    def __init__(self, method: Callable[..., Any], switch: _Switch) -> None:
+        self._method, self._switch = method, switch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._method, memo)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._switch.end_picture()
+        return self._method(*args, **kwargs)
+
+
+class _NoteControl:
+    """A hook on a ControlNet: outside its range of steps diffusers calls it with a scale of 0."""
+
+    def __init__(self, name: str, cache: DeepCache) -> None:
+        self._name, self._cache = name, cache
+
+    def __call__(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        self._cache.note(self._name, bool(kwargs.get("conditioning_scale", 1.0)))
+
+
+def _switch_of(unet: Any) -> _Switch | None:
+    cache = deepcache_of(unet) if isinstance(unet, nn.Module) else None
+    return cache.clock if cache is not None and isinstance(cache.clock, _Switch) else None
+
+
+def _same_picture(last: Any, now: Any) -> bool:
+    if isinstance(last, torch.Tensor) and isinstance(now, torch.Tensor):
+        if now is last:
+            return True
+        same_memory = last.untyped_storage().data_ptr() == now.untyped_storage().data_ptr()
+        if same_memory or _is_element(last) or _is_element(now):
+            return same_memory
+    return _value(now) <= _value(last)
+
+
+def _same_evaluation(last: Any, now: Any) -> bool:
+    if isinstance(now, torch.Tensor) and isinstance(last, torch.Tensor):
+        if now is last:
+            return True
+        if _is_element(now):
+            return now.storage_offset() == last.storage_offset()
+    return _value(now) == _value(last)
+
+
+def _evaluations(timestep: Any) -> int | None:
+    """How many timesteps are left in the scheduler's tensor, this one included."""
+    if not isinstance(timestep, torch.Tensor) or not _is_element(timestep):
+        return None
+    storage = timestep.untyped_storage().nbytes() // timestep.element_size()
+    return int(storage - timestep.storage_offset())
+
+
+def _is_element(timestep: torch.Tensor) -> bool:
+    """Whether it is one number out of a longer tensor, maybe expanded."""
+    own = 1 if not any(timestep.stride()) else timestep.numel()
+    return timestep.untyped_storage().nbytes() > own * timestep.element_size()
+
+
+def _value(timestep: Any) -> float:
+    if isinstance(timestep, torch.Tensor):
+        return float(timestep.flatten()[0])
+    return float(timestep)

@@ -1,0 +1,1 @@
+"""Stable Diffusion WebUI Forge, and reForge, which shares its structure."""

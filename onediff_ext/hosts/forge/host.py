@@ -1,0 +1,189 @@
+"""The adapter of Forge: models that come and go, LoRAs that replace weights.
+
+Forge merges LoRAs into the weights before the UNet's first call, so nothing is
+pending while it draws; each block reads its weights anew at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.core.shapes import CELL_PX, BatchShape
+from onediff_ext.engine.families.base import BlockFamily
+from onediff_ext.engine.families.forge import FORGE, forge_families
+from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.hosts.forge.attention import forge_attention
+from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
+
+# How far the VAE is tried while warming up: its kinds do not depend on the size.
+_VAE_CELLS = (16, 24)
+# UNets that consist of blocks known here; Flux, SD3 and others have transformers only.
+_UNETS = frozenset({"IntegratedUNet2DConditionModel", "UNetModel"})
+_QUANTISED = ("nf4", "fp4", "gguf")
+
+
+class ForgeHost(WebUIHost):
+    """Forge: a new model object at every checkpoint, loaded when it is first needed."""
+
+    name = "forge"
+
+    def families(self) -> Sequence[BlockFamily]:
+        return forge_families(FORGE, forge_attention())
+
+    def rules(self) -> Sequence[WrapperRule]:
+        return ()  # LoRAs are merged into the weights
+
+    def checkpoint(self) -> HostCheckpoint | None:
+        model = self.loaded_model()
+        info = getattr(model, "sd_checkpoint_info", None)
+        if info is None:
+            return None
+        architecture = _architecture(self.model_config(model))
+        return HostCheckpoint(info.name_for_extra, info.shorthash or "", architecture)
+
+    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+        objects = _objects(self.loaded_model())
+        if objects is None:
+            return []
+        candidates: list[tuple[str, Any]] = [("unet", objects.unet.model.diffusion_model)]
+        vae = objects.vae.first_stage_model
+        for part in ("encoder", "decoder"):
+            candidates.append((f"vae_{part}", getattr(vae, part, None)))
+        if "controlnet" not in ignores:
+            candidates += _controlnets(objects.unet)
+        return [
+            (name, module)
+            for name, module in candidates
+            if name not in ignores and isinstance(module, nn.Module)
+        ]
+
+    def refusal(self, job: Any) -> str | None:  # noqa: ARG002
+        objects = _objects(self.loaded_model())
+        if objects is None:
+            return None  # the host loads one before it samples
+        unet = objects.unet
+        name = type(unet.model.diffusion_model).__name__
+        if name not in _UNETS:
+            return f"models of class {name} are not supported"
+        storage = getattr(unet.model, "storage_dtype", None)
+        if storage in _QUANTISED:
+            return f"weights are stored as {storage}"
+        if self.applies_loras_online(unet):
+            return "the LoRA is applied at each call (fp16 LoRA)"
+        return None
+
+    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
+        """Nothing: LoRAs are merged before the first call, and weights are read at each."""
+
+    def owner(self) -> object | None:
+        model = self.loaded_model()
+        return model if _objects(model) is not None else None
+
+    def step(self, shape: BatchShape) -> None:
+        objects = _objects(self.loaded_model())
+        if objects is None:
+            return
+        height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
+        noise = torch.Generator().manual_seed(0)  # the host's own generators stay as they are
+        with torch.inference_mode():
+            self._unet_step(objects.unet, (2 * shape.batch, height, width), noise)
+            self._vae_step(objects.vae, noise)
+
+    def run_exclusively(self, task: Callable[[], None]) -> None:
+        from modules.call_queue import queue_lock
+
+        with queue_lock:
+            self.load_model()
+            task()
+
+    # ------------------------------------------------------------ what differs in reForge
+
+    def loaded_model(self) -> Any:
+        """The host's model, without loading one that is not there yet."""
+        from modules import sd_models
+
+        return sd_models.model_data.sd_model
+
+    def load_model(self) -> None:
+        """Load what the user has chosen, as the next job would."""
+        from modules import sd_models
+
+        sd_models.forge_model_reload()
+
+    def model_config(self, model: Any) -> object:
+        """What the host has found out about a checkpoint."""
+        return model.model_config
+
+    def applies_loras_online(self, unet: Any) -> bool:
+        """Whether a LoRA of the UNet's patcher is added at each call, not merged."""
+        return bool(unet.has_online_lora())
+
+    def move_to_device(self, patchers: list[Any]) -> None:
+        """Bring models where they compute, as the host does before sampling."""
+        from backend import memory_management
+
+        memory_management.load_models_gpu(patchers)
+
+    def computation_dtype(self, unet: Any) -> torch.dtype:
+        """What the UNet's inputs are cast to."""
+        dtype: torch.dtype = unet.model.computation_dtype
+        return dtype
+
+    # -------------------------------------------------------------------------- warming up
+
+    def _unet_step(self, unet: Any, size: tuple[int, int, int], noise: torch.Generator) -> None:
+        self.move_to_device([unet])
+        model = unet.model.diffusion_model
+        count, height, width = size
+        form = {"device": unet.load_device, "dtype": self.computation_dtype(unet)}
+        # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
+        x = torch.randn(count, model.in_channels, height, width, generator=noise).to(**form)
+        context = torch.randn(count, 77, _context_width(model), generator=noise).to(**form)
+        extra = {}
+        if getattr(model, "num_classes", None) is not None:
+            features = model.label_emb[0][0].in_features
+            extra["y"] = torch.randn(count, features, generator=noise).to(**form)
+        timesteps = torch.full((count,), 500.0, device=unet.load_device)
+        model(x, timesteps, context=context, control=None, transformer_options={}, **extra)
+
+    def _vae_step(self, vae: Any, noise: torch.Generator) -> None:
+        self.move_to_device([vae.patcher])
+        model = vae.first_stage_model
+        form = {"device": vae.device, "dtype": vae.vae_dtype}
+        latent = torch.randn(1, vae.latent_channels, *_VAE_CELLS, generator=noise).to(**form)
+        image = torch.randn(1, 3, *(CELL_PX * n for n in _VAE_CELLS), generator=noise).to(**form)
+        model.decoder(latent)
+        model.encoder(image)
+
+
+def _objects(model: Any) -> Any:
+    """The patchers that the host draws with, or None before the first load."""
+    return getattr(model, "forge_objects", None)
+
+
+def _controlnets(unet: Any) -> Iterator[tuple[str, Any]]:
+    """The ControlNets that this job has put on the UNet, latest first."""
+    for number, control in enumerate(unet.list_controlnets(), 1):
+        model = getattr(control, "control_model", None)
+        yield ("controlnet" if number == 1 else f"controlnet {number}"), model
+
+
+def _context_width(unet: nn.Module) -> int:
+    """Width of a token of the prompt, from the first cross-attention."""
+    for name, module in unet.named_modules():
+        if name.endswith("attn2.to_k"):
+            width: int = module.weight.shape[1]
+            return width
+    return 0
+
+
+def _architecture(config: object) -> str:
+    """From the class that the host chose by the shapes of the weights."""
+    name = type(config).__name__
+    known = (("SDXLRefiner", "sdxl-refiner"), ("SDXL", "sdxl"), ("SD15", "sd1"), ("SD2", "sd2"))
+    return next((value for prefix, value in known if name.startswith(prefix)), "unknown")

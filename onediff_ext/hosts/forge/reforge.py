@@ -1,0 +1,46 @@
+"""The adapter of reForge, which keeps Forge's structure over ComfyUI's models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from onediff_ext.engine.families.base import BlockFamily
+from onediff_ext.engine.families.forge import REFORGE, forge_families
+from onediff_ext.hosts.forge.attention import reforge_attention
+from onediff_ext.hosts.forge.host import ForgeHost
+
+
+class ReForgeHost(ForgeHost):
+    """reForge: several checkpoints may stay in memory, each a model object of its own.
+
+    Where it offloads, it merges a LoRA at each call, into the layers that it moves; their
+    blocks run eager (`BlockFamily.interfering`), the others do not.
+    """
+
+    name = "reforge"
+
+    def families(self) -> Sequence[BlockFamily]:
+        return forge_families(REFORGE, reforge_attention())
+
+    def load_model(self) -> None:
+        from modules import sd_models
+
+        sd_models.model_data.get_sd_model()
+
+    def model_config(self, model: Any) -> object:
+        return model.forge_objects.unet.model.model_config
+
+    def applies_loras_online(self, unet: Any) -> bool:  # noqa: ARG002
+        return False  # layer by layer, if at all
+
+    def move_to_device(self, patchers: list[Any]) -> None:
+        from ldm_patched.modules import model_management
+
+        model_management.load_models_gpu(patchers)
+
+    def computation_dtype(self, unet: Any) -> torch.dtype:
+        dtype: torch.dtype = unet.model.manual_cast_dtype or unet.model.get_dtype()
+        return dtype

@@ -1,0 +1,64 @@
+"""What the panel needs from whoever draws: one implementation for WebUIs, one for our own page."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onediff_ext.core.status import Status
+from onediff_ext.store import GraphLibrary
+from onediff_ext.ui.choices import Choices
+
+
+@dataclass(frozen=True)
+class WarmUpStep:
+    """A moment of a warm-up.
+
+    Args:
+        done, needed: Units of work, graphs and sizes together; 0 of 0 when not known yet.
+        note: What is being done, such as ``"512x768"``.
+        seconds_left: Estimate; None when there is none.
+    """
+
+    done: int
+    needed: int
+    note: str
+    seconds_left: float | None = None
+
+
+class PanelPort(ABC):
+    """The panel's one way to the outside."""
+
+    @abstractmethod
+    def status(self) -> Status:
+        """What is true now."""
+
+    @abstractmethod
+    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
+        """Make everything ready for the sizes of `choices`, step by step.
+
+        Raises:
+            OneDiffError: It cannot be done; message and hint are shown.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End a warm-up or build at once; what is finished stays."""
+
+    @abstractmethod
+    def library(self) -> GraphLibrary:
+        """The graph library that is used now."""
+
+    @abstractmethod
+    def picture_folders(self) -> Sequence[Path]:
+        """Where finished pictures lie, for proposals of sizes."""
+
+    @abstractmethod
+    def why_off(self) -> str | None:
+        """Why OneDiff is off unless somebody turns it on, such as no GPU; None when it is on."""
+
+    @abstractmethod
+    def schema(self) -> dict[str, object]:
+        """The fields with their defaults and choices, as plain values."""

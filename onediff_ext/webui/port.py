@@ -1,0 +1,107 @@
+"""The panel's port to a WebUI."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.status import Status
+from onediff_ext.store import GraphLibrary
+from onediff_ext.ui.choices import Choices
+from onediff_ext.ui.port import PanelPort, WarmUpStep
+from onediff_ext.ui.recent import recent_sizes
+from onediff_ext.ui.schema import schema
+from onediff_ext.webui.extension import Extension
+
+_LOOK_SECONDS = 0.5
+
+
+class WebUIPort(PanelPort):
+    """The extension as the panel and the API see it.
+
+    Args:
+        extension: Gives the state; asked for each time, since "Reload UI" makes a new one.
+    """
+
+    def __init__(self, extension: Callable[[], Extension]) -> None:
+        self._extension = extension
+        self._warming = threading.Lock()
+
+    def status(self) -> Status:
+        return self._extension().status()
+
+    def cancel(self) -> None:
+        self._extension().acceleration.cancel()
+
+    def library(self) -> GraphLibrary:
+        return self._extension().library()
+
+    def picture_folders(self) -> Sequence[Path]:
+        from modules import shared
+
+        opts = shared.opts
+        names = ("outdir_samples", "outdir_txt2img_samples", "outdir_img2img_samples")
+        folders = [getattr(opts, name, "") for name in names]
+        return [Path(folder) for folder in dict.fromkeys(folders) if folder]
+
+    def why_off(self) -> str | None:
+        import torch
+
+        if torch.cuda.is_available():
+            return None
+        return "There is no GPU here, where graphs win little: off unless you turn it on."
+
+    def schema(self) -> dict[str, object]:
+        return schema()
+
+    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
+        if not choices.enabled:
+            raise OptionError("OneDiff is off.", "Turn it on to warm up.")
+        shapes = choices.warm_up_shapes() or recent_sizes(self.picture_folders())
+        if not shapes:
+            raise OptionError("There is no size to warm up.", 'Write for example "512x768".')
+        extension = self._extension()
+        options = extension.compile_options(choices, build="wait")
+        if not self._warming.acquire(blocking=False):
+            raise OptionError("A warm-up is running already.", "Cancel it first.")
+        done = [0]
+
+        def listen(finished: int, _: int) -> None:
+            done[0] = finished
+
+        def work() -> None:
+            try:
+                extension.acceleration.warm_up(shapes, options, choices.ignores, listen)
+            finally:
+                self._warming.release()
+
+        thread = threading.Thread(target=work, name="onediff-warm-up", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            yield self._step(done[0], len(shapes))
+            thread.join(_LOOK_SECONDS)
+        yield WarmUpStep(done[0], len(shapes), self.status().line())
+
+    def start_warm_up(self, choices: Choices) -> None:
+        """Warm up without anybody watching: for the API, and when a checkpoint loads.
+
+        Raises:
+            OneDiffError: It cannot begin.
+        """
+        steps = self.warm_up(choices)
+        next(steps)  # what is wrong with the choices is said to the caller
+        threading.Thread(
+            target=lambda: all(steps), name="onediff-warm-up-watch", daemon=True
+        ).start()
+
+    def _step(self, done: int, needed: int) -> WarmUpStep:
+        status = self.status()
+        note = "building graphs" if status.building else "sizes"
+        return WarmUpStep(
+            done + status.kinds_ready,
+            needed + status.kinds_needed,
+            note,
+            status.seconds_left,
+        )

@@ -1,0 +1,130 @@
+"""The settings page "OneDiff", and what its values mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onediff_ext.core.options import BACKENDS, CompileOptions
+from onediff_ext.ui.fields import DRAW_WITHOUT, STOP
+
+SECTION = ("onediff", "OneDiff")
+BUILDS = {
+    "in the background": "background",
+    "after the first step": "wait",
+    "only by Warm up now": "never",
+}
+"""What the setting says → `CompileOptions.build`."""
+
+WARM_UPS = ("nothing", "the sizes below", "the sizes of recent images")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Args:
+        key: In the host's config file.
+        label, help: For people.
+        default: Its value when nobody says otherwise.
+        choices: The values that it may have, if they are few.
+        span: (lowest, highest, step) of a number.
+    """
+
+    key: str
+    label: str
+    default: Any
+    help: str = ""
+    choices: tuple[str, ...] = ()
+    span: tuple[float, float, float] | None = None
+
+
+SETTINGS = (
+    Setting("onediff_store", "Store folder", "", "empty: the user's cache folder"),
+    Setting(
+        "onediff_store_limit_gb",
+        "Store limit in GB",
+        CompileOptions.store_limit_bytes / 2**30,
+        "above it, the graphs that were not used for longest go",
+        span=(1, 200, 1),
+    ),
+    Setting(
+        "onediff_backend",
+        "Backend of the presets",
+        BACKENDS[0],
+        "who makes the graphs unless the preset is Custom",
+        BACKENDS,
+    ),
+    Setting("onediff_build", "Build missing graphs", next(iter(BUILDS)), choices=tuple(BUILDS)),
+    Setting("onediff_warm_up", "When a checkpoint loads, warm up", WARM_UPS[0], choices=WARM_UPS),
+    Setting("onediff_warm_up_sizes", "Sizes for that", "", "such as 512x768, 1024x1024@2"),
+    Setting(
+        "onediff_on_failure",
+        "If graphs cannot be used",
+        DRAW_WITHOUT,
+        choices=(DRAW_WITHOUT, STOP),
+    ),
+    Setting("onediff_infotext", "Write OneDiff's choices into infotext", True),
+)
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+class Settings:
+    """The values, read anew each time.
+
+    Args:
+        options: The host's ``shared.opts``, or a mapping in its place.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def get(self, key: str) -> Any:
+        """A setting's value; its default where the host has none, or one of another type."""
+        default = BY_KEY[key].default
+        if isinstance(self._options, Mapping):
+            value = self._options.get(key, default)
+        else:
+            value = getattr(self._options, key, default)
+        choices = BY_KEY[key].choices
+        return default if value is None or (choices and value not in choices) else value
+
+    @property
+    def store(self) -> Path | None:
+        """The store's folder; None for the user's cache folder."""
+        folder = str(self.get("onediff_store")).strip()
+        return Path(folder).expanduser() if folder else None
+
+    @property
+    def store_limit_bytes(self) -> int:
+        """The store's size limit."""
+        return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
+
+    @property
+    def build(self) -> str:
+        """When missing graphs are built, as `CompileOptions.build`."""
+        return BUILDS[self.get("onediff_build")]
+
+
+def add_settings(options: Any, option_info: Any, gradio: Any) -> None:
+    """Add the page to the host.
+
+    Args:
+        options: The host's ``shared.opts``.
+        option_info: The host's ``OptionInfo``.
+        gradio: The gradio module that the host uses.
+    """
+    for setting in SETTINGS:
+        component, arguments = None, None
+        if setting.choices:
+            component, arguments = gradio.Radio, {"choices": list(setting.choices)}
+        elif setting.span is not None:
+            lowest, highest, step = setting.span
+            component = gradio.Slider
+            arguments = {"minimum": lowest, "maximum": highest, "step": step}
+        info = option_info(setting.default, setting.label, component, arguments, section=SECTION)
+        if setting.help:
+            info = info.info(setting.help)
+        options.add_option(setting.key, info)

@@ -1,0 +1,49 @@
+"""A port with nobody behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.status import Status
+from onediff_ext.store import GraphLibrary
+from onediff_ext.ui.choices import Choices
+from onediff_ext.ui.port import PanelPort, WarmUpStep
+from onediff_ext.ui.schema import schema
+
+
+class StillPort(PanelPort):
+    """Warms up by counting; its status is what a test sets."""
+
+    def __init__(self, root: Path) -> None:
+        self.now = Status()
+        self.root = root
+        self.warmed: list[str] = []
+        self.cancelled = 0
+
+    def status(self) -> Status:
+        return self.now
+
+    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
+        if not choices.enabled:
+            raise OptionError("OneDiff is off.", "Turn it on to warm up.")
+        shapes = choices.warm_up_shapes()
+        for number, shape in enumerate(shapes, 1):
+            self.warmed.append(str(shape))
+            yield WarmUpStep(number, len(shapes), str(shape))
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def library(self) -> GraphLibrary:
+        return GraphLibrary(self.root / "store", 10**9)
+
+    def picture_folders(self) -> Sequence[Path]:
+        return [self.root / "pictures"]
+
+    def why_off(self) -> str | None:
+        return "There is no GPU here."
+
+    def schema(self) -> dict[str, object]:
+        return schema()

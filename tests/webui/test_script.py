@@ -1,0 +1,166 @@
+"""The always-visible script around a job, on a stand-in host."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from onediff_ext.ui.fields import FIELDS
+from tests.webui.stand_in import StandInJob
+
+
+@pytest.fixture
+def script(host: SimpleNamespace) -> Any:
+    from onediff_ext.webui.always_visible import OneDiffScript
+
+    return OneDiffScript()
+
+
+def test_off_leaves_the_job_as_it_is(script: Any) -> None:
+    p = StandInJob()
+    before = {name: id(value) for name, value in vars(p).items()}
+    for arguments in ((), (False,), ({"enabled": False},)):
+        script.process(p, *arguments)
+        script.process_before_every_sampling(p, *arguments)
+        script.postprocess(p, None, *arguments)
+    assert {name: id(value) for name, value in vars(p).items()} == before
+
+
+def test_on_writes_infotext_and_the_job_is_as_it_was_afterwards(script: Any) -> None:
+    p = StandInJob()
+    before = set(vars(p))
+    script.process(p, {"vae": "ignore all"})
+    assert p.extra_generation_params == {
+        "OneDiff": "on", "OneDiff preset": "Custom", "OneDiff VAE": "ignore all",
+    }  # fmt: skip
+    script.postprocess(p, None)
+    assert set(vars(p)) == before
+
+
+def test_infotext_can_be_left_out(script: Any, host: SimpleNamespace) -> None:
+    host.shared.opts.onediff_infotext = False
+    p = StandInJob()
+    script.process(p, True)
+    assert p.extra_generation_params == {}
+
+
+def test_what_cannot_be_used_draws_without_and_says_why(script: Any, host: Any) -> None:
+    p = StandInJob()
+    script.process(p, {"preset": "Turbo"})
+    assert "Turbo" in host.extension.status().line()
+    assert p.extra_generation_params == {}
+    assert not host.shared.state.interrupted
+
+
+def test_outside_the_size_box_is_eager_and_said_so(script: Any, host: Any) -> None:
+    script.process(StandInJob(), {"size_box": "64x64 - 256x256"})
+    assert host.extension.status().line() == (
+        "eager: 512x512 is outside the size box 64x64 - 256x256"
+    )
+
+
+def test_the_second_pass_of_hires_fix_counts_too(script: Any, host: Any) -> None:
+    p = StandInJob()
+    p.enable_hr, p.hr_scale = True, 2.0
+    script.process(p, {"size_box": "64x64 - 512x512"})
+    assert "1024x1024" in host.extension.status().line()
+
+
+@pytest.mark.parametrize(
+    ("setting", "argument", "stops"),
+    [
+        ("draw without OneDiff", "as in the settings", False),
+        ("stop", "as in the settings", True),
+        ("stop", "draw without OneDiff", False),
+        ("draw without OneDiff", "stop", True),
+    ],
+)
+def test_a_refusal_stops_only_where_the_user_says_so(
+    script: Any, host: Any, setting: str, argument: str, stops: bool
+) -> None:
+    host.shared.opts.onediff_on_failure = setting
+    host.adapter.reason = "fp8 weights"
+    p = StandInJob()
+    script.process(p, {"on_failure": argument})
+    assert host.shared.state.interrupted is stops
+    assert bool(p.comments) is stops
+    assert "fp8 weights" in host.extension.status().line()
+
+
+def test_axes_go_before_the_panel(script: Any, host: Any) -> None:
+    from onediff_ext.webui.xyz import AXIS_ATTRIBUTE
+
+    p = StandInJob()
+    setattr(p, AXIS_ATTRIBUTE, {"enabled": "True"})
+    script.process(p, False)
+    assert p.extra_generation_params["OneDiff"] == "on"
+
+
+def test_the_panel_has_an_argument_for_each_field_and_pastes_back(script: Any) -> None:
+    import gradio
+
+    script.show(False)
+    with gradio.Blocks():
+        controls = script.ui(False)
+        found = {name: gradio.Slider() for name in ("width", "height", "batch_size")}
+        for name, component in found.items():
+            script.found[f"txt2img_{name}"](SimpleNamespace(component=component))
+    assert len(controls) == len(FIELDS)
+    labels = [control.label for control in controls]
+    assert labels[1:] == [field.label for field in FIELDS[1:]]
+    readers = dict(script.infotext_fields)
+    with_infotext = [f for f in FIELDS if f.infotext]
+    assert len(readers) == len(with_infotext)
+    assert script.paste_field_names == [f.infotext for f in with_infotext]
+    vae = controls[[f.name for f in FIELDS].index("vae")]
+    assert readers[vae]({"OneDiff": "on", "OneDiff VAE": "ignore all"}) == "ignore all"
+    assert readers[vae]({}) is None
+
+
+def test_old_name_turns_it_on_for_that_job_only(host: Any) -> None:
+    from onediff_ext.webui.always_visible import OneDiffScript
+    from onediff_ext.webui.old_name import OLD_NAME, OldNameScript
+
+    drawn = []
+
+    def process_images(p: Any) -> str:
+        OneDiffScript().process(p, False)
+        drawn.append(dict(p.extra_generation_params))
+        return "drawn"
+
+    host.processing.process_images = process_images
+    old, p = OldNameScript(), StandInJob()
+    before = set(vars(p))
+    assert old.title() == OLD_NAME == "onediff_diffusion_model"
+    assert old.run(p, "arguments", "of", "earlier", "versions") == "drawn"
+    assert drawn[0]["OneDiff"] == "on"
+    host.extension.acceleration.end(p)
+    assert set(vars(p)) == before
+
+
+def test_callbacks_register_and_unload_undoes_everything(host: Any) -> None:
+    from onediff_ext.webui import callbacks, extension
+
+    callbacks.register()
+    for name in ("on_ui_settings", "on_before_ui"):
+        host.callbacks[name][0]()
+    assert "onediff_store" in host.shared.opts.labels
+    host.callbacks["on_script_unloaded"][0]()
+    assert extension._current is None
+
+
+def test_routes_only_where_the_host_has_an_api(host: Any) -> None:
+    from fastapi import FastAPI
+
+    from onediff_ext.webui import callbacks
+
+    callbacks.register()
+    app = FastAPI()
+    host.shared.cmd_opts.api = False
+    host.callbacks["on_app_started"][0](None, app)
+    assert not [r for r in app.routes if "onediff" in str(getattr(r, "path", ""))]
+    host.shared.cmd_opts.api = True
+    host.callbacks["on_app_started"][0](None, app)
+    assert [r for r in app.routes if "onediff" in str(getattr(r, "path", ""))]

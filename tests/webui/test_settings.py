@@ -1,0 +1,55 @@
+"""The settings page "OneDiff"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.webui.settings import BUILDS, SECTION, SETTINGS, Settings, add_settings
+from tests.webui.stand_in import StandInOption, StandInOptions
+
+
+class StandInGradio:
+    """Only the names are looked at."""
+
+    Radio, Slider = "radio", "slider"
+
+
+def test_every_setting_is_on_the_page_with_its_default() -> None:
+    options = StandInOptions()
+    add_settings(options, StandInOption, StandInGradio)
+    assert {key: info.default for key, info in options.labels.items()} == {
+        setting.key: setting.default for setting in SETTINGS
+    }
+    assert {info.section for info in options.labels.values()} == {SECTION}
+
+
+def test_adding_twice_keeps_what_the_user_chose() -> None:
+    options = StandInOptions()
+    add_settings(options, StandInOption, StandInGradio)
+    options.onediff_build = "only by Warm up now"
+    add_settings(options, StandInOption, StandInGradio)
+    assert Settings(options).build == "never"
+
+
+def test_defaults_hold_where_the_host_has_nothing_or_nonsense() -> None:
+    assert Settings({}).store is None
+    assert Settings({}).store_limit_bytes == CompileOptions.store_limit_bytes
+    assert Settings({"onediff_build": "tomorrow"}).build == BUILDS["in the background"]
+    assert Settings({"onediff_backend": None}).get("onediff_backend") == "inductor"
+
+
+def test_a_home_folder_is_resolved() -> None:
+    assert Settings({"onediff_store": " ~/graphs "}).store == Path.home() / "graphs"
+
+
+def test_a_limit_of_nothing_is_at_least_a_byte() -> None:
+    assert Settings({"onediff_store_limit_gb": 0}).store_limit_bytes == 1
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_keys_are_ours_and_defaults_are_choices(setting) -> None:
+    assert setting.key.startswith("onediff_")
+    assert not setting.choices or setting.default in setting.choices

@@ -1,0 +1,60 @@
+"""X/Y/Z axes, on a stand-in for the host's script."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+from onediff_ext.ui.choices import Choices
+from onediff_ext.webui.xyz import AXES, add_axes, axis_values, remove_axes
+from tests.webui.stand_in import StandInJob
+
+
+class StandInAxis:
+    """`AxisOption`."""
+
+    def __init__(self, label: str, type: Any, apply: Any, choices: Any = None) -> None:
+        self.label, self.type, self.apply, self.choices = label, type, apply, choices
+
+
+def grid() -> SimpleNamespace:
+    return SimpleNamespace(AxisOption=StandInAxis, axis_options=[StandInAxis("Seed", int, None)])
+
+
+def test_axes_are_added_once_and_taken_out_again() -> None:
+    found = grid()
+    before = list(found.axis_options)
+    add_axes(found)
+    add_axes(found)
+    assert len(found.axis_options) == 1 + len(AXES)
+    remove_axes(found)
+    assert found.axis_options == before
+
+
+def test_every_value_of_every_axis_can_be_used() -> None:
+    found = grid()
+    add_axes(found)
+    for option in found.axis_options[1:]:
+        values = option.choices()
+        assert values
+        for value in values:
+            p = StandInJob()
+            option.apply(p, option.type(value), values)
+            name = next(n for n in axis_values(p) if n != "preset" or "Preset" in option.label)
+            chosen = Choices.parse({**axis_values(p)})
+            assert str(getattr(chosen, name)) == value
+
+
+def test_two_axes_add_up_and_copies_of_the_job_are_independent() -> None:
+    found = grid()
+    add_axes(found)
+    by_label = {option.label: option for option in found.axis_options}
+    p = StandInJob()
+    copies = [copy.copy(p), copy.copy(p)]
+    by_label["[OneDiff] Enabled"].apply(copies[0], "True", [])
+    by_label["[OneDiff] VAE"].apply(copies[0], "ignore all", [])
+    by_label["[OneDiff] Enabled"].apply(copies[1], "False", [])
+    first, second = (Choices.parse(axis_values(one)) for one in copies)
+    assert (first.enabled, first.vae) == (True, "ignore all")
+    assert (second.enabled, axis_values(p)) == (False, {})
