@@ -107,7 +107,8 @@ class BlockRunner:
         except Exception as exc:
             kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
-            self._kinds.rejected(kind)
+            if not isinstance(exc, MachineError):
+                self._kinds.rejected(kind)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
             return self.family.output_of(self.block, output)

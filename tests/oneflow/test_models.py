@@ -15,7 +15,7 @@ SIZES = ((1, 16, 16), (2, 16, 16), (1, 17, 15), (2, 17, 15), (1, 24, 40), (2, 24
 
 @pytest.fixture(scope="module")
 def session(flow, shared_store):
-    return new_session({"backend": "oneflow", "store": shared_store})
+    return new_session({"backend": "oneflow", "build": "wait", "store": shared_store})
 
 
 def _all_ready(session) -> bool:
@@ -68,8 +68,10 @@ def test_half_precision_on_a_cpu_runs_eager_and_says_why(flow, tmp_path):
     holder = type("Holder", (), {"unet": unet})()
     with torch.no_grad():
         expected = unet(**inputs).sample
-        session = new_session({"backend": "oneflow", "store": tmp_path, "workers": 1})
-        compile_pipe(holder, session=session, options={"channels_last": False})
+        session = new_session(
+            {"backend": "oneflow", "build": "wait", "store": tmp_path, "workers": 1}
+        )
+        compile_pipe(holder, session=session)
         unet(**inputs)
         assert torch.equal(unet(**inputs).sample, expected)
     reasons = {kind.reason for kind in session.kinds}

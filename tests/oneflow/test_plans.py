@@ -176,7 +176,7 @@ from tests import models
 unet = models.unet((32, 64), attention=(True, False))
 holder = type("Holder", (), {})()
 holder.unet = unet
-session = new_session({"backend": "oneflow", "store": sys.argv[1]})
+session = new_session({"backend": "oneflow", "build": "wait", "store": sys.argv[1]})
 assert session.backend.name == "oneflow", session.fallbacks()
 compile_pipe(holder, session=session)
 plans = process_plans()
@@ -203,6 +203,6 @@ def test_thirty_sizes_stay_within_the_bound(flow, run_apart, shared_store):
     found = run_apart(_THIRTY_SIZES, shared_store, timeout_s=900)
     memory, resets, fallbacks = json.loads(found.splitlines()[-1])
     assert fallbacks == []
-    assert resets >= 2
+    assert resets >= 2, memory
     # The stated bound of the graphs, one more graph, and what the process itself takes.
     assert max(memory) < 100 + 250, memory

@@ -25,7 +25,7 @@ import torch
 from onediff_ext.backends.oneflow import exchange
 from onediff_ext.backends.oneflow.flow_errors import one_line
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.core.errors import BackendError
+from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.check import compare
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class Plans:
 
         Raises:
             BackendError: No graph can be made for these shapes.
+            MachineError: For no fault of the program's: no room, or an earlier failure.
         """
         with self._lock:
             exchange.wait_for_torch(tensors[-1].device)
@@ -122,7 +123,7 @@ class Plans:
         permuted: Sequence[bool],
     ) -> torch.Tensor:
         if self.broken is not None:
-            raise BackendError(self.broken)
+            raise MachineError(self.broken)
         self._make_room(key, tensors[-1].device)
         flow, arguments = self._flow, self._as_flow(tensors)
 
@@ -149,7 +150,7 @@ class Plans:
                 f"OneFlow could not plan a graph ({one_line(exc)}) "
                 "and makes no more until the next start"
             )
-            raise BackendError(self.broken) from None
+            raise MachineError(self.broken) from None
         comparison = compare(found, expected)
         if comparison.problem is not None:
             raise BackendError(f"OneFlow's graph {comparison.problem}, operator by operator")
@@ -171,13 +172,13 @@ class Plans:
         if key in self._wasted and 2 * len(unpaid & self._wasted) > count:
             # What one picture needs does not fit: it would be planned anew at each step.
             # The kind that asks runs eager, which leaves the room to the others.
-            raise BackendError(
+            raise MachineError(
                 f"OneFlow's graphs for this size do not fit: {self._limit_count} graphs "
                 f"and {limit_bytes / 2**30:.1f} GB are the limit"
             )
         self._wasted |= unpaid
         if not self.drop_all():
-            raise BackendError("OneFlow's memory is full of another program part's graphs")
+            raise MachineError("OneFlow's memory is full of another program part's graphs")
         logger.info("OneFlow: dropped %d graphs to make room", count)
 
 
