@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import BlockGoneError
+from onediff_ext.core.errors import BlockGoneError, MachineError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
