@@ -355,7 +355,9 @@ def test_oneflow_s_tests_go_to_the_python_that_oneflow_has_wheels_for(
     handed: list[list[str]] = []
     made: list[tuple[object, ...]] = []
     monkeypatch.setattr(install, "set_up", lambda *a: made.append(a) or Path("venv-python"))
-    monkeypatch.setattr(install, "find_python", lambda version: Path("python%d.%d" % version))
+    monkeypatch.setattr(
+        install, "find_python", lambda version: Path(f"python{version[0]}.{version[1]}")
+    )
     monkeypatch.setattr(install, "hand_over", lambda command: handed.append(command) or 7)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(install.sys, "version_info", (3, 12, 1, "final", 0))
