@@ -50,10 +50,10 @@ print(json.dumps([seen, plans.resets]))
 
 def test_memory_counts(flow, run_apart):
     code = """
-plans = Plans(oneflow, limit_bytes=4 * 2**20)
+plans = Plans(oneflow, limit_bytes=30 * 2**20)
 for n in range(20000, 20010):
     run(plans, n)
-    assert plans.size_bytes < 4 * 2**20 + 20010 * 5 * 4 * 8, plans.size_bytes
+    assert plans.size_bytes < 30 * 2**20 + 2**23, plans.size_bytes
 print(json.dumps([len(plans), plans.resets, plans.size_bytes]))
 """
     count, resets, size_bytes = json.loads(run_apart(_START + code).splitlines()[-1])
@@ -173,14 +173,14 @@ torch.set_num_threads(1)
 from onediff_ext.backends.oneflow.plans import process_plans
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from tests import models
-unet = models.unet((32, 64), attention=(True, False))
+unet = models.unet((32,), attention=(True,))
 holder = type("Holder", (), {})()
 holder.unet = unet
 session = new_session({"backend": "oneflow", "build": "wait", "store": sys.argv[1]})
 assert session.backend.name == "oneflow", session.fallbacks()
 compile_pipe(holder, session=session)
 plans = process_plans()
-plans._limit_bytes = 100 * 2**20
+plans._limit_bytes = 60 * 2**20
 
 def resident():
     for line in open("/proc/self/status"):
@@ -195,7 +195,7 @@ with torch.no_grad():
     for _ in range(30):
         unet(**models.unet_inputs(unet, 2, chooser.randint(3, 32), chooser.randint(3, 32)))
         memory.append(round((resident() - before) / 2**20))
-print(json.dumps([memory, plans.resets, session.fallbacks()]))
+print(json.dumps([memory, plans.resets, [f.reason for f in session.fallbacks()]]))
 """
 
 
@@ -205,4 +205,4 @@ def test_thirty_sizes_stay_within_the_bound(flow, run_apart, shared_store):
     assert fallbacks == []
     assert resets >= 2, memory
     # The stated bound of the graphs, one more graph, and what the process itself takes.
-    assert max(memory) < 100 + 250, memory
+    assert max(memory) < 60 + 250, memory

@@ -31,11 +31,13 @@ from onediff_ext.engine.check import compare
 logger = logging.getLogger(__name__)
 
 # One size of one picture needs about 15 graphs for a UNet and 15 for a VAE.
-LIMIT_COUNT = 512
+# Each has three threads of its own.
+LIMIT_COUNT = 256
 LIMIT_BYTES_CPU = 4 * 2**30
 _GPU_SHARE = 3  # a third of the GPU's memory
 # A graph takes 1.1 to 1.5 times what its tensors take (seen on a CPU).
 _OVERHEAD = 1.5
+_EMPTY_BYTES = 4 * 2**20
 # Graphs called less often than this before they had to go did not pay.
 _WORTH_CALLS = 3
 
@@ -206,7 +208,7 @@ def _size_bytes(graph: Any) -> int:
         for size in blob.shape.dim:
             elements *= size
         total += elements * sizes.get(blob.data_type, 4)
-    return int(_OVERHEAD * total)
+    return _EMPTY_BYTES + int(_OVERHEAD * total)
 
 
 def _give_back_freed_memory() -> None:
