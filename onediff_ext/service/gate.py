@@ -43,7 +43,8 @@ class DrawingGate:
         self._spent_s = 0.0
         self._last_end = 0.0
         self._gap_left_s = 0.0
-        self._wanted: list[float] = []
+        self._gap_turn = False
+        self._wanted: list[tuple[float, bool]] = []
         self._in_gap = 0
         self._told_pictures = False
         self._waiting: deque[Callable[[], None]] = deque()
@@ -81,6 +82,7 @@ class DrawingGate:
             if not self._pictures and not self._forwards:
                 saved = SHARE_BETWEEN_PICTURES * self._stop_clock()
                 self._gap_left_s = min(GAP_TURN_S, self._gap_left_s + saved)
+                self._gap_turn = True
                 self._catch_up()
             self._changed.notify_all()
 
@@ -126,18 +128,18 @@ class DrawingGate:
             Whether the turn was had; False after `stop`.
         """
         with self._changed:
-            self._wanted.append(cost_s)
+            self._wanted.append((cost_s, alone))
             while not self._may_take(cost_s, alone):
                 if stop is not None and stop.is_set():
                     break
                 self._changed.wait(_POLL_S)
-            self._wanted.remove(cost_s)
+            self._wanted.remove((cost_s, alone))
             granted = self._may_take(cost_s, alone)
             beside = bool(self._pictures or self._forwards)
             in_gap = granted and not beside and self._is_drawing()
             self._in_gap += in_gap
             if granted and alone:
-                self._exclusive = True
+                self._exclusive, self._gap_turn = True, False
         start = time.monotonic()
         try:
             yield granted
@@ -160,7 +162,11 @@ class DrawingGate:
             return True
         if self._pictures or self._forwards:
             return not alone and self._spent_s + cost_s <= SHARE_WHILE_DRAWING * self._clock()
-        return cost_s <= self._gap_left_s
+        return self._fits_in_gap(cost_s, alone)
+
+    def _fits_in_gap(self, cost_s: float, alone: bool) -> bool:
+        # What must run alone has no other chance while pictures follow each other: one a gap.
+        return cost_s <= (GAP_TURN_S if alone and self._gap_turn else self._gap_left_s)
 
     def _is_drawing(self) -> bool:
         if self._pictures or self._forwards:
@@ -170,7 +176,7 @@ class DrawingGate:
     def _let_others_go_first(self) -> None:
         """Wait for work that fits into what was saved up, before a picture begins."""
         until = time.monotonic() + GAP_TURN_S
-        while self._in_gap or any(cost_s <= self._gap_left_s for cost_s in self._wanted):
+        while self._in_gap or any(self._fits_in_gap(*wanted) for wanted in self._wanted):
             if not self._is_drawing() and not self._in_gap:
                 break  # it had its chance
             left_s = until - time.monotonic()

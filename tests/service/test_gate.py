@@ -52,3 +52,24 @@ def test_a_picture_waits_for_no_more_than_is_allowed() -> None:
 def test_nobody_waits_when_there_is_no_other_work() -> None:
     gate = DrawingGate()
     assert max(draw(gate, 0.02) for _ in range(5)) < 0.02
+
+
+def test_what_must_run_alone_has_one_turn_between_two_pictures() -> None:
+    gate, done = DrawingGate(), list[float]()
+
+    def run() -> None:
+        for _ in range(3):
+            with gate.turn(0.4, alone=True):
+                time.sleep(0.05)
+                done.append(time.monotonic())
+
+    with gate.picture():
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(0.1)
+    counts = []
+    for _ in range(4):
+        draw(gate, 0.1)
+        counts.append(len(done))
+    thread.join(5)
+    assert counts[:3] == [1, 2, 3]
