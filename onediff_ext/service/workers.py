@@ -110,8 +110,8 @@ class WorkerProcess:
             answer = self._ask(request, timeout_s)
             if "error" in answer:
                 error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
-                if isinstance(error, WorkerLostError):
-                    self._end()  # a process that ran out of memory is not asked again
+                if answer.get("spent") or isinstance(error, WorkerLostError):
+                    self._end()  # the next build starts another process
                 raise error
             made = target.read_bytes() if payload is None else None
             target.unlink()
