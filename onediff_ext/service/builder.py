@@ -270,6 +270,7 @@ class Builder:
             start = time.monotonic()
             graph = self.load(payload, kind)
             self._load_s = time.monotonic() - start
+        kind.is_coming = True
         self._use_later(kind, graph, source)
 
     def _use_later(self, kind: Kind, graph: Graph, source: str) -> None:

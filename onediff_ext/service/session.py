@@ -168,7 +168,7 @@ class Session(Kinds):
 
     def missing(self) -> list[Kind]:
         """Kinds without a graph that could have one, those that cost most first."""
-        missing = [kind for kind in self.kinds if kind.state is KindState.MISSING]
+        missing = [k for k in self.kinds if k.state is KindState.MISSING and not k.is_coming]
         return sorted(missing, key=lambda kind: -kind.weight)
 
     # What a host calls around its pictures.
