@@ -104,6 +104,12 @@ class DeepCacheOptions:
             ]
         )
 
+    @property
+    def label(self) -> str:
+        """As menus and infotext have it: a preset's name, where it is one."""
+        names = {str(DeepCacheOptions(interval)): name for name, interval in PRESETS.items()}
+        return names.get(str(self), str(self))
+
     @classmethod
     def parse(cls, value: object) -> DeepCacheOptions:
         """Take whatever a front end has.
