@@ -26,7 +26,7 @@ TOKENS = ((2, 256, 1280), (2, 1024, 1280), (2, 1024, 640), (2, 4096, 640), (2, 4
 def main() -> int:
     from triton.testing import do_bench_cudagraph
 
-    from onediff_ext.backends.kernels import group_norm, layer_norm  # noqa: F401  (registers)
+    from onediff_ext.backends.kernels import geglu, group_norm, layer_norm  # noqa: F401
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
@@ -85,6 +85,10 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Any:
     ) -> torch.Tensor:
         return functional.layer_norm(x + y, x.shape[-1:], w, b, 1e-5)
 
+    def plain_geglu(x: torch.Tensor) -> torch.Tensor:
+        value, gate = x.chunk(2, dim=-1)
+        return value * functional.gelu(gate)
+
     for shape in IMAGES:
         x = (random(*shape) + 1).contiguous(memory_format=torch.channels_last)
         inputs = (x, random(shape[1]), random(shape[1]))
@@ -95,6 +99,8 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Any:
         yield "layer_norm", shape, our_layer_norm, layer_norm, (x, w, b)
         inputs = (x, random(*shape), w, b)
         yield "add_layer_norm", shape, our_add_layer_norm, add_layer_norm, inputs
+        wide = random(*shape[:2], 8 * shape[2])
+        yield "geglu", tuple(wide.shape), ops.geglu, plain_geglu, (wide,)
 
 
 if __name__ == "__main__":

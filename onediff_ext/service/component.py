@@ -180,12 +180,14 @@ def _known_blocks(
             by_class.setdefault(cls, []).append(family)
     found: list[tuple[nn.Module, BlockFamily]] = []
 
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
+    def visit(module: nn.Module, taken: frozenset[str]) -> None:
+        for name, child in module.named_children():
+            if name in taken:
+                continue
             known = by_class.get(type(child), [])
             found.extend((child, family) for family in known)
             if all(family.parts is not None for family in known):
-                visit(child)
+                visit(child, frozenset(part for family in known for part in family.parts or ()))
 
-    visit(model)
+    visit(model, frozenset())
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Choices:
     size_box: str = ""
     batch_range: str = ""
     on_failure: str = "as in the settings"
+    deepcache: str = "off"
 
     @classmethod
     def parse(cls, values: Mapping[str, Any] | None = None) -> Choices:
@@ -94,15 +95,22 @@ class Choices:
             return f"{batch} at once is outside the batch range {self.batch_range.strip()}"
         return None
 
+    def check_features(self, features: frozenset[str]) -> None:
+        """Raise OptionError when something is chosen that a host with these features lacks."""
+        for field in FIELDS:
+            lacks = field.feature and field.feature not in features
+            if lacks and getattr(self, field.name) != field.default:
+                raise OptionError(
+                    f"{field.label} is not to be had in this WebUI.", "Use the preset Balanced."
+                )
+
     def compile_options(
         self, *, store: Path | None = None, store_limit_bytes: int | None = None, **more: Any
     ) -> CompileOptions:
         """The options of a session; `more` are further fields of `CompileOptions`."""
         if store_limit_bytes is not None:
             more["store_limit_bytes"] = store_limit_bytes
-        if "captures" in {field.name for field in fields(CompileOptions)}:
-            more["captures"] = self.captures
-        return CompileOptions(backend=self.backend, store=store, **more)
+        return CompileOptions(backend=self.backend, captures=self.captures, store=store, **more)
 
     def infotext(self) -> dict[str, str]:
         """Entries for a picture that was drawn with this; what is at its default is left out."""

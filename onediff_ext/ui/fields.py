@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from onediff_ext.core.deepcache import PRESETS as DEEPCACHE_LEVELS
 from onediff_ext.core.options import BACKENDS
 
 CUSTOM = "Custom"
 PRESETS: dict[str, dict[str, object]] = {
     "Balanced": {},
+    "Fast": {"deepcache": "light"},
+    "Maximum": {"deepcache": "medium"},
     CUSTOM: {},
 }
 """Preset → the values that differ from the fields' own defaults; Custom takes them as they are."""
+
+DEEPCACHE = "deepcache"
+FEATURES = frozenset({DEEPCACHE})
+"""What not every host can do."""
 
 VAE_CHOICES = ("compile", "ignore encoder", "ignore all")
 COMPONENT_CHOICES = ("UNet", "VAE", "ControlNet")
@@ -37,6 +44,7 @@ class Field:
         preset: Whether presets decide it.
         advanced: Whether it is in the closed part.
         placeholder: Example of a text.
+        feature: Entry of `FEATURES` that a host must have for it; ``""`` for none.
     """
 
     name: str
@@ -49,6 +57,7 @@ class Field:
     preset: bool = False
     advanced: bool = False
     placeholder: str = ""
+    feature: str = ""
 
 
 ENABLED = Field(
@@ -66,7 +75,7 @@ FIELDS = (
         "preset",
         RADIO,
         "Preset",
-        "What is given up for speed: nothing in Balanced.",
+        "Balanced draws what the model draws; Fast and Maximum change pictures a little.",
         "Balanced",
         tuple(PRESETS),
         infotext="OneDiff preset",
@@ -150,10 +159,32 @@ FIELDS = (
         infotext="OneDiff on failure",
         advanced=True,
     ),
+    Field(
+        "deepcache",
+        RADIO,
+        "DeepCache",
+        "Reuses deep features between steps: small details change, more with each level.",
+        "off",
+        tuple(DEEPCACHE_LEVELS),
+        infotext="OneDiff DeepCache",
+        preset=True,
+        feature=DEEPCACHE,
+    ),
 )
 """In the order of the panel, and of positional arguments in the API: new ones go to the end."""
 
 BY_NAME = {field.name: field for field in FIELDS}
+
+
+def fields_for(features: frozenset[str]) -> tuple[Field, ...]:
+    """The fields that a host with these features has."""
+    return tuple(field for field in FIELDS if not field.feature or field.feature in features)
+
+
+def presets_for(features: frozenset[str]) -> tuple[str, ...]:
+    """The presets that a host with these features can keep to."""
+    has = {field.name for field in fields_for(features)}
+    return tuple(name for name, values in PRESETS.items() if has.issuperset(values))
 
 
 def preset_values(preset: str) -> dict[str, Any]:

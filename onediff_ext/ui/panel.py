@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gradio as gr
@@ -19,7 +19,9 @@ from onediff_ext.ui.fields import (
     RADIO,
     TEXT,
     Field,
+    fields_for,
     preset_values,
+    presets_for,
 )
 from onediff_ext.ui.gradio_versions import on_user_input
 from onediff_ext.ui.library_panel import build_library
@@ -49,8 +51,9 @@ class Panel:
 
     @property
     def inputs(self) -> list[Any]:
-        """The controls in the order of `FIELDS`: the arguments of a job."""
-        return [self.controls[field.name] for field in FIELDS]
+        """The controls in the order of `FIELDS`: the arguments of a job. What the host cannot do is
+        left out, which are the last ones."""
+        return [self.controls[field.name] for field in FIELDS if field.name in self.controls]
 
     @property
     def status_outputs(self) -> list[Any]:
@@ -81,13 +84,17 @@ def build_panel(port: PanelPort, enabled: Any, header: Any, elem_id: ElementId) 
     details = gr.HTML(
         html.status_details(port.status(), port.why_off()), elem_id=elem_id("details")
     )
-    for name in ("preset", "components", "vae"):
-        controls[name] = make_control(BY_NAME[name], elem_id)
+    fields = {field.name: field for field in fields_for(port.features())}
+    presets = presets_for(port.features())
+    fields["preset"] = replace(BY_NAME["preset"], choices=presets)
+    for name in ("preset", "deepcache", "components", "vae"):
+        if name in fields:
+            controls[name] = make_control(fields[name], elem_id)
     with gr.Group():
         controls["sizes"] = make_control(BY_NAME["sizes"], elem_id)
         warm_up = WarmUpButtons(elem_id)
     with gr.Accordion("Advanced", open=False, elem_id=elem_id("advanced")):
-        for field in FIELDS:
+        for field in fields.values():
             if field.advanced:
                 controls[field.name] = make_control(field, elem_id)
     build_library(port, elem_id)
@@ -122,7 +129,7 @@ def make_control(field: Field, elem_id: ElementId) -> Any:
 
 def _connect_preset(controls: dict[str, Any]) -> None:
     """A preset shows what it sets; touching one of these makes the preset Custom."""
-    decided = [field for field in FIELDS if field.preset]
+    decided = [field for field in FIELDS if field.preset and field.name in controls]
     preset = controls["preset"]
 
     def show(name: str) -> list[Any]:

@@ -20,12 +20,14 @@ class WarmUpStep:
         done, needed: Units of work, graphs and sizes together; 0 of 0 when not known yet.
         note: What is being done, such as ``"512x768"``.
         seconds_left: Estimate; None when there is none.
+        summary: What was done in all, in the last step; ``""`` in the others.
     """
 
     done: int
     needed: int
     note: str
     seconds_left: float | None = None
+    summary: str = ""
 
 
 class PanelPort(ABC):
@@ -58,6 +60,10 @@ class PanelPort(ABC):
     @abstractmethod
     def why_off(self) -> str | None:
         """Why OneDiff is off unless somebody turns it on, such as no GPU; None when it is on."""
+
+    def features(self) -> frozenset[str]:
+        """Entries of `fields.FEATURES` that can be had."""
+        return frozenset()
 
     @abstractmethod
     def schema(self) -> dict[str, object]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from onediff_ext.ui.fields import FIELDS, PRESETS, preset_values
+from onediff_ext.ui.fields import fields_for, preset_values, presets_for
 
 SCHEMA_NUMBER = 1
 
 
-def schema() -> dict[str, object]:
-    """Every field with its form, default and choices, and what each preset sets."""
+def schema(features: frozenset[str] = frozenset()) -> dict[str, object]:
+    """Every field with its form, default and choices, and what each preset sets.
+
+    Args:
+        features: Of the host.
+    """
+    fields, presets = fields_for(features), presets_for(features)
     return {
         "schema": SCHEMA_NUMBER,
         "fields": [
@@ -18,15 +23,19 @@ def schema() -> dict[str, object]:
                 "label": field.label,
                 "help": field.help,
                 "default": _plain(field.default),
-                "choices": list(field.choices),
+                "choices": list(presets if field.name == "preset" else field.choices),
                 "infotext": field.infotext,
                 "decided_by_preset": field.preset,
             }
-            for field in FIELDS
+            for field in fields
         ],
         "presets": {
-            name: {key: _plain(value) for key, value in preset_values(name).items()}
-            for name in PRESETS
+            name: {
+                field.name: _plain(preset_values(name)[field.name])
+                for field in fields
+                if field.name in preset_values(name)
+            }
+            for name in presets
         },
     }
 

@@ -99,11 +99,11 @@ def _warm_up(port: PanelPort, values: Sequence[Any]) -> Iterator[str]:
     """What the progress shows, moment by moment."""
     try:
         choices = Choices.parse(from_arguments(values))
-        done = 0
+        summary = ""
         for step in port.warm_up(choices):
-            done = step.done
+            summary = step.summary
             yield html.progress_bar(step)
     except OneDiffError as exc:
         yield html.error(exc)
         return
-    yield html.message("Ready." if done else "Nothing was left to do.")
+    yield html.message(summary or "Ready.")

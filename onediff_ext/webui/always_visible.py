@@ -12,11 +12,12 @@ from modules import scripts, shared, ui_components
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.ui import html
 from onediff_ext.ui.choices import Choices, from_arguments
-from onediff_ext.ui.fields import FIELDS
+from onediff_ext.ui.fields import fields_for
 from onediff_ext.ui.panel import Panel, build_panel
 from onediff_ext.webui import extension
 from onediff_ext.webui.paste import infotext_fields
 from onediff_ext.webui.port import WebUIPort
+from onediff_ext.webui.settings import HOST_FEATURES
 from onediff_ext.webui.xyz import axis_values
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,9 @@ class OneDiffScript(scripts.Script):
         self._panel = panel
         self._connect_size()
         self.infotext_fields = infotext_fields(panel.controls)
-        self.paste_field_names = [field.infotext for field in FIELDS if field.infotext]
+        self.paste_field_names = [
+            field.infotext for field in fields_for(HOST_FEATURES) if field.infotext
+        ]
         return panel.inputs
 
     def process(self, p: Any, *args: Any) -> None:
@@ -75,6 +78,7 @@ class OneDiffScript(scripts.Script):
         try:
             values = {**from_arguments(args), **axis_values(p)}
             choices = Choices.parse(values)
+            choices.check_features(HOST_FEATURES)
             reason = state.begin(p, choices)
         except OneDiffError as exc:
             state.refuse(p, str(exc))

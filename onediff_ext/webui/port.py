@@ -14,6 +14,7 @@ from onediff_ext.ui.port import PanelPort, WarmUpStep
 from onediff_ext.ui.recent import recent_sizes
 from onediff_ext.ui.schema import schema
 from onediff_ext.webui.extension import Extension
+from onediff_ext.webui.settings import HOST_FEATURES
 
 _LOOK_SECONDS = 0.5
 
@@ -53,12 +54,16 @@ class WebUIPort(PanelPort):
             return None
         return "There is no GPU here, where graphs win little: off unless you turn it on."
 
+    def features(self) -> frozenset[str]:
+        return HOST_FEATURES
+
     def schema(self) -> dict[str, object]:
-        return schema()
+        return schema(HOST_FEATURES)
 
     def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
         if not choices.enabled:
             raise OptionError("OneDiff is off.", "Turn it on to warm up.")
+        choices.check_features(HOST_FEATURES)
         shapes = choices.warm_up_shapes() or recent_sizes(self.picture_folders())
         if not shapes:
             raise OptionError("There is no size to warm up.", 'Write for example "512x768".')

@@ -11,6 +11,8 @@ from onediff_ext.core.options import BACKENDS, CompileOptions
 from onediff_ext.ui.fields import DRAW_WITHOUT, STOP
 
 SECTION = ("onediff", "OneDiff")
+HOST_FEATURES: frozenset[str] = frozenset()
+"""Entries of `ui.fields.FEATURES` that work inside a WebUI."""
 BUILDS = {
     "in the background": "background",
     "after the first step": "wait",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onediff_ext.ui.fields import BY_NAME, CUSTOM
+from onediff_ext.ui.fields import BY_NAME, CUSTOM, presets_for
+from onediff_ext.webui.settings import HOST_FEATURES
 
 AXIS_ATTRIBUTE = "onediff_axis_values"
 """On the host's ``p``: field → value, in place of the panel's. Copies of ``p`` carry it along."""
@@ -51,7 +52,11 @@ def find_xyz_grid() -> Any:
 
 
 def _axis(xyz_grid: Any, name: str) -> Any:
-    choices = ("False", "True") if name == "enabled" else BY_NAME[name].choices
+    choices = BY_NAME[name].choices
+    if name == "enabled":
+        choices = ("False", "True")
+    elif name == "preset":
+        choices = presets_for(HOST_FEATURES)
     return xyz_grid.AxisOption(_LABELS[name], str, _apply(name), choices=lambda: list(choices))
 
 

@@ -9,6 +9,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.status import Status
 from onediff_ext.store import GraphLibrary
 from onediff_ext.ui.choices import Choices
+from onediff_ext.ui.fields import FEATURES
 from onediff_ext.ui.port import PanelPort, WarmUpStep
 from onediff_ext.ui.schema import schema
 
@@ -45,5 +46,8 @@ class StillPort(PanelPort):
     def why_off(self) -> str | None:
         return "There is no GPU here."
 
+    def features(self) -> frozenset[str]:
+        return FEATURES
+
     def schema(self) -> dict[str, object]:
-        return schema()
+        return schema(FEATURES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.ui.choices import Choices, from_arguments, from_infotext
-from onediff_ext.ui.fields import BY_NAME, CHECKBOX, CHECKBOXES, CUSTOM, FIELDS, PRESETS
+from onediff_ext.ui.fields import BY_NAME, CHECKBOX, CHECKBOXES, CUSTOM, FEATURES, FIELDS, PRESETS
 from onediff_ext.ui.schema import schema
 
 
@@ -43,10 +43,27 @@ def test_presets_name_only_what_presets_decide_and_only_known_values() -> None:
 
 
 def test_the_schema_has_every_field_in_plain_values() -> None:
-    described = schema()
+    described = schema(FEATURES)
     assert [one["name"] for one in described["fields"]] == [f.name for f in FIELDS]
     assert set(described["presets"]) == set(PRESETS)
     assert described["fields"][2]["default"] == ["UNet", "VAE", "ControlNet"]
+
+
+def test_a_host_without_deepcache_offers_no_preset_that_needs_it() -> None:
+    described = schema()
+    assert "deepcache" not in [one["name"] for one in described["fields"]]
+    assert set(described["presets"]) == {"Balanced", CUSTOM}
+    Choices.parse({"preset": "Balanced"}).check_features(frozenset())
+    fast = Choices.parse({"preset": "Fast"})
+    assert fast.deepcache == "light"
+    fast.check_features(FEATURES)
+    with pytest.raises(OptionError, match="DeepCache"):
+        fast.check_features(frozenset())
+
+
+def test_what_a_host_may_lack_comes_last_so_that_positions_hold() -> None:
+    lacking = [bool(field.feature) for field in FIELDS]
+    assert lacking == sorted(lacking)
 
 
 def _values(field):
@@ -85,6 +102,7 @@ def test_each_entry_belongs_to_a_field_of_the_table() -> None:
         size_box="64x64 - 512x512",
         batch_range="1",
         on_failure="stop",
+        deepcache="light",
     )
     assert set(everything.infotext()) == {f.infotext for f in FIELDS if f.infotext}
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from onediff_ext.ui.fields import FIELDS
+from onediff_ext.ui.fields import fields_for
+from onediff_ext.webui.settings import HOST_FEATURES
 from tests.webui.stand_in import StandInJob
+
+FIELDS = fields_for(HOST_FEATURES)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ _ATEN = torch.ops.aten
 
 def with_kernels(graph_module: GraphModule) -> GraphModule:
     """A copy of an exported graph that calls our kernels where they are of use."""
-    from onediff_ext.backends.kernels import group_norm, layer_norm  # noqa: F401  (registers)
+    from onediff_ext.backends.kernels import geglu, group_norm, layer_norm  # noqa: F401
 
     rewritten = copy.deepcopy(graph_module)
     for node in list(rewritten.graph.nodes):
@@ -124,6 +124,38 @@ def _layer_norm(node: Any) -> None:
     node.replace_all_uses_with(normed)
 
 
+def _geglu(node: Any) -> None:
+    value, gelu = node.args[:2]
+    if not (isinstance(value, Node) and isinstance(gelu, Node)) or node.kwargs:
+        return
+    if value.target is _ATEN.gelu.default:
+        value, gelu = gelu, value
+    if gelu.target is not _ATEN.gelu.default or len(gelu.args) != 1 or gelu.kwargs:
+        return
+    first, second = _half(value), _half(gelu.args[0])
+    if first is None or second is None or first[0] is not second[0]:
+        return
+    if (first[1], second[1]) == (0, 1):
+        _replace(node, torch.ops.onediff.geglu.default, (first[0],))
+
+
+def _half(node: Any) -> tuple[Node, int] | None:
+    """The tensor that a node is one half of, by its last dim, and which half."""
+    if node.target is not operator.getitem:
+        return None
+    halves, index = node.args
+    if halves.target not in (_ATEN.chunk.default, _ATEN.split.Tensor):
+        return None
+    whole, size, dim = (*halves.args, 0)[:3]
+    shape = whole.meta["val"].shape
+    if whole.meta["val"].dtype not in _DTYPES or len(shape) != 3 or dim not in (-1, 2):
+        return None
+    wanted = 2 if halves.target is _ATEN.chunk.default else shape[-1] // 2
+    if not isinstance(shape[-1], int) or shape[-1] % 2 or size != wanted:
+        return None
+    return whole, index
+
+
 def _plain_sum(node: Any) -> tuple[Any, Any] | None:
     """The two summands, when a node adds two tensors of its own form."""
     if not _is_sum(node):
@@ -165,6 +197,7 @@ def _replace(node: Node, target: Callable[..., object], arguments: tuple[Any, ..
 
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _ATEN.div.Tensor: _division,
+    _ATEN.mul.Tensor: _geglu,
     _ATEN.group_norm.default: _group_norm,
     _ATEN.layer_norm.default: _layer_norm,
 }

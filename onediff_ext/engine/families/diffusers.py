@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Dims, Refusal
+from onediff_ext.engine.families.torch import GroupNormFamily
 
 IMAGE: Dims = ("batch", None, "height", "width")
 VECTOR: Dims = ("batch", None)
@@ -280,6 +281,7 @@ DIFFUSERS_FAMILIES: tuple[BlockFamily, ...] = (
     AttentionFamily(),
     ProjectionInFamily(),
     ProjectionOutFamily(),
+    GroupNormFamily(),
 )
 
 

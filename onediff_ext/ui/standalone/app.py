@@ -49,7 +49,10 @@ def serve(
     studio = Studio(device, dtype, options)
     studio.load(model, loras)
     page = make_page(studio, output_dir.resolve())
-    launch(page, host=host, port=port, open_browser=open_browser)
+    try:
+        launch(page, host=host, port=port, open_browser=open_browser)
+    finally:
+        studio.close()
 
 
 def make_page(studio: Studio, output_dir: Path) -> Page:

@@ -31,12 +31,10 @@ class Result:
 
     Args:
         paths: Written pictures with their infotext.
-        seed: Of the first one.
-        said: What was done and how long it took.
+        said: What was done, how long it took, and what of the settings was left out.
     """
 
     paths: list[Path]
-    seed: int
     said: str
 
 
@@ -147,8 +145,11 @@ def _keep(
         write_png(path, image, infotext=text, digest="")
         paths.append(path)
     count = "1 picture" if len(paths) == 1 else f"{len(paths)} pictures"
-    said = f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step"
-    return Result(paths, seeds[0], said)
+    said = (
+        f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step. Seed {seeds[0]}."
+    )
+    said = " ".join([said, *painter.ignored_text(settings)])
+    return Result(paths, said)
 
 
 def _free(path: Path) -> Path:

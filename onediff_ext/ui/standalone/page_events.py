@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio as gr
 
+from onediff_ext.core.deepcache import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.hosts.diffusers.drawing import DrawSettings
 from onediff_ext.hosts.diffusers.img2img_job import Img2ImgJob
@@ -96,7 +97,7 @@ class PageEvents:
             text = _infotext_of(done.paths[0])
             return [
                 shown,
-                html.message(f"{done.said}. Seed {done.seed}."),
+                html.message(done.said),
                 text,
                 *self._status(values[0]),
             ]
@@ -131,7 +132,7 @@ class PageEvents:
         return from_text(
             self.studio,
             choices,
-            _settings(picture),
+            _settings(choices, picture),
             int(width),
             int(height),
             int(picture["batch"]),
@@ -152,7 +153,7 @@ class PageEvents:
         return from_picture(
             self.studio,
             choices,
-            _settings(picture, strength),
+            _settings(choices, picture, strength),
             source,
             size,
             int(picture["batch"]),
@@ -170,7 +171,9 @@ class PageEvents:
                 choices = Choices.parse(from_arguments(values[:count]))
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
-                for progress in run_folder(self.studio, choices, self._folder_job(picture, own)):
+                for progress in run_folder(
+                    self.studio, choices, self._folder_job(choices, picture, own)
+                ):
                     shown = [str(path) for path in progress.paths[-_SHOWN_RESULTS:]]
                     yield [_folder_html(progress), shown, *self._status(values[0])]
             except OneDiffError as exc:
@@ -187,7 +190,7 @@ class PageEvents:
         )
         self._on_cancel(tab)
 
-    def _folder_job(self, picture: Values, own: Values) -> Img2ImgJob:
+    def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
         if not own["source"].strip():
             raise OptionError("No input folder is given.", "Write the path of a folder.")
         if not own["target"].strip():
@@ -195,7 +198,7 @@ class PageEvents:
         return Img2ImgJob(
             inputs=[Path(own["source"]).expanduser()],
             output_dir=Path(own["target"]).expanduser(),
-            settings=_settings(picture, own["strength"]),
+            settings=_settings(choices, picture, own["strength"]),
             identity=self.studio.identity,
             seed=chosen_seed(picture["seed"]),
             size_rule=parse_size_rule(own["size"]),
@@ -232,7 +235,7 @@ def launch(page: Page, *, host: str, port: int | None, open_browser: bool) -> No
     )
 
 
-def _settings(picture: Values, strength: float = 0.6) -> DrawSettings:
+def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawSettings:
     return DrawSettings(
         prompt=picture["prompt"],
         negative_prompt=picture["negative"],
@@ -240,6 +243,7 @@ def _settings(picture: Values, strength: float = 0.6) -> DrawSettings:
         guidance=float(picture["guidance"]),
         strength=float(strength),
         scheduler=picture["sampler"],
+        deepcache=DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF,
     )
 
 

@@ -8,15 +8,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
-from onediff_ext.hosts.diffusers.probe import probe
-from onediff_ext.hosts.diffusers.step_bench import time_steps
-from onediff_ext.service.builder import BuildProgress
+from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
+from onediff_ext.service.warmup import WarmUp, WarmUpProgress
 from onediff_ext.store import GraphLibrary
 from onediff_ext.ui.choices import Choices
+from onediff_ext.ui.fields import FEATURES
 from onediff_ext.ui.port import PanelPort, WarmUpStep
+from onediff_ext.ui.recent import recent_sizes
 from onediff_ext.ui.schema import schema
 from onediff_ext.ui.standalone.studio import Studio
+
+_STAGES = {"kinds": "building", "captures": "capturing", "measuring": "measuring"}
 
 
 class StudioPort(PanelPort):
@@ -29,12 +33,20 @@ class StudioPort(PanelPort):
 
     def __init__(self, studio: Studio, output_dir: Path) -> None:
         self.studio, self._output_dir = studio, output_dir
+        self._running: WarmUp | None = None
 
     def status(self) -> Status:
         return self.studio.status()
 
     def cancel(self) -> None:
-        self.studio.cancel()
+        warm_up, session = self._running, self.studio.session
+        if warm_up is not None:
+            warm_up.cancel()
+        elif session is not None:
+            session.cancel_builds()
+
+    def features(self) -> frozenset[str]:
+        return FEATURES
 
     def library(self) -> GraphLibrary:
         return self.studio.library
@@ -48,7 +60,7 @@ class StudioPort(PanelPort):
         return "There is no GPU here, where graphs win little: off unless you turn it on."
 
     def schema(self) -> dict[str, object]:
-        return schema()
+        return schema(FEATURES)
 
     def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
         if not choices.enabled:
@@ -77,25 +89,23 @@ class StudioPort(PanelPort):
     def _warm_up(
         self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
     ) -> None:
-        shapes = choices.warm_up_shapes()
         painter = self.studio.loaded()
         self.studio.apply(choices)
-        session = self.studio.session
-        assert session is not None
 
-        def listen(progress: BuildProgress) -> None:
-            needed = progress.needed + len(shapes)
-            steps.put(WarmUpStep(progress.done, needed, progress.label, progress.seconds_left))
-            self.studio.check_cancelled()
+        def listen(progress: WarmUpProgress) -> None:
+            note = f"{_STAGES[progress.stage]} {progress.label}".strip()
+            steps.put(WarmUpStep(progress.done, progress.needed, note, progress.seconds_left))
 
-        session.listener = listen
+        warm_up = pipe_warm_up(painter.pipe, self._shapes(choices), listen)
+        self._running = warm_up
         try:
-            probe(painter.pipe)
-            probe(painter.pipe)  # compares the new graphs with eager
+            report = warm_up.run()
         finally:
-            session.listener = None
-        for number, shape in enumerate(shapes, 1):
-            self.studio.check_cancelled()
-            timing = time_steps(painter.pipe, shape, rounds=1)
-            self.studio.speedup = timing.speedup
-            steps.put(WarmUpStep(number, len(shapes), str(shape)))
+            self._running = None
+        steps.put(WarmUpStep(1, 1, "done", summary=report.line()))
+
+    def _shapes(self, choices: Choices) -> list[BatchShape]:
+        shapes = choices.warm_up_shapes() or recent_sizes(self.picture_folders())
+        if not shapes:
+            raise OptionError("There is no size to warm up.", 'Write for example "512x768".')
+        return shapes

@@ -52,7 +52,7 @@ class Studio:
         self.painter: Painter | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[tuple[str, bool], Session] = {}
         self._applied: tuple[object, ...] | None = None
         self._why_eager = ""
         self._turn = threading.RLock()
@@ -173,14 +173,22 @@ class Studio:
         painter = self.loaded()
         wanted: tuple[object, ...] = (False,)
         if choices.enabled and why_eager is None:
-            wanted = (True, choices.backend, choices.ignores)
+            wanted = (True, choices.backend, choices.captures, choices.ignores)
         self._why_eager = why_eager or ""
         if wanted == self._applied:
             return
         undo_compile(painter.pipe)
         self.session = None
         if wanted[0]:
-            session = self._session_of(choices.backend)
+            session = self._session_of(choices)
+            checkpoint = painter.checkpoint
+            session.use_checkpoint(
+                str(self.identity["checkpoint"]),
+                name=checkpoint.name,
+                path=str(checkpoint.path.resolve()),
+                architecture=checkpoint.architecture,
+                device=self.device,
+            )
             compile_pipe(painter.pipe, ignores=choices.ignores, session=session)
             self.session = session
         self._applied = wanted
@@ -191,20 +199,16 @@ class Studio:
             if self._why_eager:
                 return Status("eager", reasons=(self._why_eager,))
             return Status()
-        return _status_of(self.session)
+        return self.session.status()
 
-    def _session_of(self, backend: str) -> Session:
-        if backend not in self._sessions:
-            self._sessions[backend] = new_session(replace(self.options, backend=backend))
-        return self._sessions[backend]
+    def close(self) -> None:
+        """End what is still being built; the next start goes on there."""
+        for session in self._sessions.values():
+            session.close()
 
-
-def _status_of(session: Session) -> Status:
-    from onediff_ext.engine.kinds import KindState
-
-    kinds = session.kinds
-    ready = sum(kind.graph is not None for kind in kinds)
-    failed = sum(kind.state is KindState.FAILED for kind in kinds)
-    reasons = tuple(dict.fromkeys(f.reason for f in session.fallbacks()))
-    running = "compiled" if ready else "eager"
-    return Status(running, ready, failed, len(kinds), reasons=reasons)
+    def _session_of(self, choices: Choices) -> Session:
+        key = (choices.backend, choices.captures)
+        if key not in self._sessions:
+            options = replace(self.options, backend=choices.backend, captures=choices.captures)
+            self._sessions[key] = new_session(options)
+        return self._sessions[key]

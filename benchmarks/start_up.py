@@ -1,0 +1,187 @@
+"""The first pictures on a new machine and after a restart: ``python -m benchmarks.start_up``.
+
+A picture is 20 UNet steps with CFG and a VAE decode, of a model of full width with random
+weights. Three processes draw: one eager, one with a store that is empty at first, and one with
+the store that the second has filled. Every process times from its own start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_STARTED = time.time() - float(os.environ.get("ONEDIFF_BENCH_AGE_S", "0"))
+SIZES = ((1024, 1024), (960, 720), (512, 512), (896, 768), (720, 720))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("small", "sd1", "sdxl"), default="small")
+    parser.add_argument("--device", default=None, help="cuda where there is one")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pictures", type=int, default=60, help="at most, in the second process")
+    parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
+    parser.add_argument("--role", choices=("eager", "cold", "warm"))
+    parser.add_argument("--store", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.role:
+        print(json.dumps(_draw(arguments)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
+        arguments.store = arguments.store or Path(folder) / "store"
+        found = {role: _run(role, arguments) for role in ("eager", "cold", "warm")}
+    figures = _summary(found)
+    print(json.dumps({k: v for k, v in figures.items() if k != "processes"}, indent=1))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _run(role: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.start_up", "--role", role]
+    for name in ("model", "device", "steps", "pictures", "scale", "store"):
+        value = getattr(arguments, name)
+        if value is not None:
+            command += [f"--{name}", str(value)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One process: its pictures with their sizes and seconds."""
+    import torch
+
+    from benchmarks.any_size import make_unet
+    from benchmarks.fingerprint import fingerprint
+    from benchmarks.vae import make_vae
+    from onediff_ext.core.options import CompileOptions
+    from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
+
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    session = None
+    if arguments.role != "eager":
+        session = new_session(CompileOptions(store=arguments.store))
+        identity = hashlib.sha256(arguments.model.encode()).hexdigest()
+        session.use_checkpoint(identity, name=arguments.model, device=device)
+    pipe = SimpleNamespace(
+        unet=make_unet(arguments.model, device, dtype).to(memory_format=torch.channels_last),
+        vae=make_vae(arguments.model, device, dtype),
+    )
+    if session is not None:
+        compile_pipe(pipe, session=session)
+    sizes = [(w // arguments.scale, h // arguments.scale) for w, h in SIZES]
+    rows: list[dict[str, Any]] = []
+
+    def draw(size: tuple[int, int]) -> None:
+        start = time.time()
+        _synchronize(device)
+        with torch.no_grad(), one_picture(pipe):
+            _one_picture(pipe, size, arguments.steps, device)
+        now = time.time()
+        status = session.status() if session is not None else None
+        rows.append({
+            "width": size[0], "height": size[1], "seconds": now - start,
+            "since_start_s": now - _STARTED,
+            "running": status.running if status else "eager",
+            "kinds_ready": status.kinds_ready if status else 0,
+            "kinds_needed": status.kinds_needed if status else 0,
+        })  # fmt: skip
+
+    if arguments.role == "cold":
+        for _ in range(arguments.pictures):
+            draw(sizes[0])
+            if rows[-1]["kinds_needed"] and rows[-1]["kinds_ready"] == rows[-1]["kinds_needed"]:
+                break
+    for size in sizes:
+        for _ in range(4):
+            draw(size)
+    found: dict[str, Any] = {"fingerprint": fingerprint(device), "rows": rows}
+    if session is not None:
+        found |= {"built": session.count("built"), "loaded": session.count("loaded")}
+        found["fallbacks"] = [vars(f) for f in session.fallbacks()]
+        session.close()
+    return found
+
+
+def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> None:
+    import torch
+
+    from onediff_ext.hosts.diffusers.probe import unet_inputs
+
+    width, height = size[0] // 8, size[1] // 8
+    inputs = unet_inputs(
+        pipe.unet, torch.Generator().manual_seed(0), height_latent=height, width_latent=width
+    )
+    for step in range(steps):
+        inputs["timestep"] = torch.tensor(900 - 40 * step, device=device)
+        noise = pipe.unet(**inputs).sample
+        inputs["sample"] = inputs["sample"] - 0.01 * noise
+    pipe.vae.decode(inputs["sample"][:1].to(pipe.vae.dtype))
+    _synchronize(device)
+
+
+def _synchronize(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _summary(found: dict[str, Any]) -> dict[str, Any]:
+    eager, cold, warm = (found[role]["rows"] for role in ("eager", "cold", "warm"))
+    ready = next((row for row in cold if 0 < row["kinds_needed"] == row["kinds_ready"]), None)
+
+    def of_size(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[float]:
+        size = (row["width"], row["height"])
+        return [r["seconds"] for r in rows if (r["width"], r["height"]) == size]
+
+    # The first picture of each size after the first, over the last one of that size.
+    new_sizes = []
+    for row in eager[4::4]:
+        seconds = of_size(warm, row)
+        new_sizes.append(seconds[0] - seconds[-1])
+    return {
+        "what": "first pictures",
+        "fingerprint": found["cold"]["fingerprint"],
+        "first_picture_s": cold[0]["seconds"],
+        "first_picture_eager_s": eager[0]["seconds"],
+        "first_picture_ratio": cold[0]["seconds"] / eager[0]["seconds"],
+        "longest_ratio": max(
+            row["seconds"] / max(of_size(eager, row)[1:]) for row in cold[1:]
+        ),
+        "all_kinds_ready_s": None if ready is None else (
+            ready["since_start_s"] - cold[0]["since_start_s"] + cold[0]["seconds"]
+        ),
+        "built": found["cold"]["built"],
+        "restart_first_picture_s": warm[0]["since_start_s"],
+        "restart_first_picture_running": warm[0]["running"],
+        "eager_start_first_picture_s": eager[0]["since_start_s"],
+        "restart_over_eager_start_s": warm[0]["since_start_s"] - eager[0]["since_start_s"],
+        "new_size_costs_s": max(new_sizes),
+        "steady": [
+            {
+                "width": row["width"],
+                "height": row["height"],
+                "eager_s": min(of_size(eager, row)),
+                "ours_s": min(of_size(warm, row)),
+            }
+            for row in eager[::4]
+        ],
+        "processes": found,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
