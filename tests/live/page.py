@@ -45,9 +45,10 @@ class Page:
         index, dependency = self._submit(f"{tab}_generate")
         left = dict(values)
         inputs = [self._components[i]["props"] for i in dependency["inputs"]]
-        sent = [
-            left.pop(p["elem_id"], p.get("value")) if _named(p) else p.get("value") for p in inputs
-        ]
+        sent = []
+        for props in inputs:
+            shown = _shown(props)
+            sent.append(left.pop(props["elem_id"], shown) if _named(props) else shown)
         if left:
             raise WebUIError(f"the page has no {', '.join(left)}")
         sent[: 1 + len(leading)] = [f"task(live-{self._session})", *leading]
@@ -72,6 +73,12 @@ class Page:
         url = f"{self._webui.url}/file={urllib.parse.quote(path.split('?')[0])}"
         with urllib.request.urlopen(url, timeout=60) as answer:
             return np.asarray(Image.open(io.BytesIO(answer.read())).convert("RGB"))
+
+
+def _shown(props: Mapping[str, Any]) -> Any:
+    """A component's first value, as a browser sends it."""
+    value = props.get("value")
+    return [] if value is None and props.get("multiselect") else value
 
 
 def _named(props: Mapping[str, Any]) -> bool:
