@@ -31,13 +31,20 @@ class Page:
         self._components = {c["id"]: c for c in config["components"]}
         self._dependencies = config["dependencies"]
 
-    def generate(self, tab: str, values: Mapping[str, Any], *leading: Any) -> list[np.ndarray]:
+    def generate(
+        self,
+        tab: str,
+        values: Mapping[str, Any],
+        *leading: Any,
+        hidden: Mapping[str, str] | None = None,
+    ) -> list[np.ndarray]:
         """Press "Generate".
 
         Args:
             tab: ``"txt2img"`` or ``"img2img"``.
             values: By the components' `elem_id`; all others are as the page shows them at first.
             leading: What the page's script puts in front, such as the tab of img2img.
+            hidden: Nameless fields that the page sets when a tab is opened: first value → value.
 
         Returns:
             The pictures of the gallery, [H, W, 3].
@@ -48,6 +55,8 @@ class Page:
         sent = []
         for props in inputs:
             shown = _shown(props)
+            if not _named(props) and isinstance(shown, str):
+                shown = (hidden or {}).get(shown, shown)
             sent.append(left.pop(props["elem_id"], shown) if _named(props) else shown)
         if left:
             raise WebUIError(f"the page has no {', '.join(left)}")

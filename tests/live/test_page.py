@@ -93,7 +93,7 @@ def test_batch_tab_over_a_folder_of_mixed_sizes(
             img2img_denoising_strength=0.6,
             img2img_steps=4,
         )
-        page.generate("img2img", fields, IMG2IMG_BATCH)
+        page.generate("img2img", fields, IMG2IMG_BATCH, hidden={"upload": "from dir"})
         pictures = [np.asarray(Image.open(p).convert("RGB")) for p in sorted(target.glob("*.png"))]
         assert len(pictures) == len(sizes)
         drawn[len(drawn)] = Drawn(pictures, [], 0.0)
