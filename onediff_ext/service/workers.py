@@ -109,6 +109,8 @@ class WorkerProcess:
                 target.write_bytes(payload)
             answer = self._ask(request, timeout_s)
             if "error" in answer:
+                if answer.get("spent"):
+                    self._end()  # the next build starts another process
                 raise _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
             made = target.read_bytes() if payload is None else None
             target.unlink()
