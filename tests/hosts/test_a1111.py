@@ -465,7 +465,7 @@ def test_warm_up_is_cancelled_between_sizes(
     shapes = [BatchShape(64, 64 + 8 * n) for n in range(3)]
     report = acceleration.warm_up(shapes, options, listen=stop)
     assert report.cancelled
-    assert len(report.sizes) == 1
+    assert len(report.sizes) < len(shapes)
 
 
 def test_background_builds_serve_from_the_next_picture_on(
@@ -481,7 +481,7 @@ def test_background_builds_serve_from_the_next_picture_on(
     acceleration.end(p)
     assert host.attributes() == before
     assert acceleration.session.wait_for_builds(120)
-    assert acceleration.status().kinds_ready == 4
+    assert acceleration.status().kinds_ready == 3
     acceleration.begin(p, options)
     acceleration.before_sampling(p)
     for _ in range(2):
@@ -503,4 +503,4 @@ def test_status_counts_the_current_checkpoints_kinds_again(
         host.unet()
         acceleration.end(p)
         assert acceleration.session.checkpoint.content_hash == name * 64
-        assert acceleration.status().kinds_needed == 4
+        assert acceleration.status().kinds_needed == 3

@@ -76,6 +76,7 @@ def test_page_and_api_mixed(webui: WebUI, page: Page) -> None:
 def test_batch_tab_over_a_folder_of_mixed_sizes(
     webui: WebUI, page: Page, photo: np.ndarray, tmp_path: Path
 ) -> None:
+    webui.set_options(samples_save=True)  # or the tab keeps nothing
     folder = tmp_path / "in"
     folder.mkdir()
     sizes = ((128, 128), (136, 200), (192, 64))
