@@ -8,6 +8,7 @@ an AOTInductor library, since `standalone_compile` would compile its C++ again a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # first call: a tenth of a second for each kernel, 4.6 s for SDXL (H200, torch 2.11).
     "triton.autotune_pointwise": False,
 }
+_loads = itertools.count()
+
 # Raised whenever the kernels in `backends/kernels` change.
 KERNELS = "3"
 
@@ -128,13 +131,23 @@ def _as_library(payload: bytes) -> Iterator[str]:
             library.write(payload)
         if path:
             os.close(descriptor)
-        yield path or f"/proc/{os.getpid()}/fd/{descriptor}"
+        yield path or f"/proc/{os.getpid()}/fd/{_unlike_any_before()}{descriptor}"
     finally:
         if not path:
             os.close(descriptor)
         else:
             with contextlib.suppress(OSError):  # Windows keeps a loaded library's file
                 os.unlink(path)
+
+
+def _unlike_any_before() -> str:
+    """Steps of a path that lead nowhere, and are other ones at every call.
+
+    The loader takes a library whose path it has seen before for the one that it has loaded
+    (glibc compares names first), and a descriptor's number is soon in use again: one kind was
+    then handed another one's code.
+    """
+    return "".join("./" if bit == "0" else ".//" for bit in f"{next(_loads):b}")
 
 
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
