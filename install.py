@@ -4,6 +4,8 @@
   python install.py ui [ARGS...]     set up, then open the panel in the browser
   python install.py run ARGS...      set up, then run the onediff-ext command line
   python install.py test [ARGS...]   set up, then run the tests; ARGS go on to pytest
+  python install.py test --oneflow   set up another environment, with OneFlow, for which any
+                                     Python 3.10 is looked for, and run OneFlow's tests
   python install.py                  what a Stable Diffusion WebUI runs at each start:
                                      adds what this extension lacks to the WebUI's Python
 
@@ -45,6 +47,12 @@ COMMANDS = {
     "run": ({"diffusers"}, "onediff_ext", ()),
     "test": ({"diffusers", "test"}, "pytest", ()),
 }
+
+# The last Python that OneFlow has wheels for, and an environment of its own: it needs old
+# versions of packages that everything else is better off without.
+ONEFLOW_PYTHON = (3, 10)
+ONEFLOW_VENV = ".venv-oneflow"
+ONEFLOW_EXTRAS = {"test-oneflow"}
 
 # Settings of the calling shell or WebUI that would lead pip and Python out of .venv.
 _LEADING_OUT = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
@@ -88,8 +96,15 @@ def main(argv: list[str]) -> int:
         return 2
     extras, module, before = COMMANDS[command]
     try:
-        check_python(sys.version_info[:2])
-        python = set_up(ROOT, extras)
+        if command == "test" and "--oneflow" in arguments:
+            arguments.remove("--oneflow")
+            if sys.version_info[:2] != ONEFLOW_PYTHON:
+                python = find_python(ONEFLOW_PYTHON)
+                return hand_over([str(python), __file__, "test", "--oneflow", *arguments])
+            python, module = set_up(ROOT, ONEFLOW_EXTRAS, ONEFLOW_VENV), "tests.oneflow"
+        else:
+            check_python(sys.version_info[:2])
+            python = set_up(ROOT, extras)
     except SetUpError as exc:
         print(f"\ninstall.py: {exc}\n  {exc.hint}", file=sys.stderr)
         return 1
@@ -153,8 +168,36 @@ def check_python(version: tuple[int, int]) -> None:
     )
 
 
-def set_up(root: Path, extras: set[str]) -> Path:
-    """Make sure that ``root/.venv`` has the project with these extras installed.
+def find_python(version: tuple[int, int]) -> Path:
+    """Find an interpreter of this version: on the PATH, by Windows' launcher, among pyenv's.
+
+    Raises:
+        SetUpError: There is none.
+    """
+    name = _dotted(version)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [[found] for n in (f"python{name}", "python3") if (found := shutil.which(n))]
+    if os.name == "nt":
+        candidates.append(["py", f"-{name}"])
+    for folder in sorted(pyenv.glob(f"versions/{name}*"), reverse=True):
+        candidates.append([str(folder / "bin" / "python")])
+    script = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.executable)"
+    for candidate in candidates:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            answer = subprocess.run(
+                [*candidate, "-I", "-c", script], capture_output=True, text=True, timeout=60
+            )
+            found, _, executable = answer.stdout.strip().partition("\n")
+            if answer.returncode == 0 and found == name:
+                return Path(executable)
+    raise SetUpError(
+        f"no Python {name} was found on the PATH or in {pyenv / 'versions'}.",
+        f"Install one, for example: pyenv install {name}",
+    )
+
+
+def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
+    """Make sure that the environment ``root/name`` has the project with these extras installed.
 
     Returns:
         Path of the environment's Python.
@@ -162,12 +205,12 @@ def set_up(root: Path, extras: set[str]) -> Path:
     Raises:
         SetUpError: It could not be set up.
     """
-    venv = root / ".venv"
+    venv = root / name
     python = venv_python(venv)
     digest = set_up_digest(root)
     if extras <= installed_extras(venv, digest) and python.exists():
         return python
-    state = root / ".venv-setup"  # outside .venv, so that it outlives a .venv made anew
+    state = root / f"{name}-setup"  # outside, so that it outlives an environment made anew
     state.mkdir(exist_ok=True)
     with only_one(state / "lock"):
         present = installed_extras(venv, digest)

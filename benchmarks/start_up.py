@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -32,8 +33,12 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
     parser.add_argument("--role", choices=("eager", "cold", "warm"))
     parser.add_argument("--store", type=Path)
+    parser.add_argument("--verbose", action="store_true", help="log to standard error")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.verbose:
+        logging.basicConfig(format="%(relativeCreated)d %(name)s %(message)s")
+        logging.getLogger("onediff_ext").setLevel(logging.DEBUG)
     if arguments.role:
         print(json.dumps(_draw(arguments)))
         return 0
@@ -53,6 +58,7 @@ def _run(role: str, arguments: argparse.Namespace) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value is not None:
             command += [f"--{name}", str(value)]
+    command += ["--verbose"] if arguments.verbose else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

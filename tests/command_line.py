@@ -178,7 +178,9 @@ def quick_builds() -> Iterator[None]:
     """Builds of the backend "eager" without workers, and each kind once for all tests."""
     from onediff_ext.service.builder import Builder
 
-    def build(builder: Builder, kinds: Sequence[Kind], listen: object = None) -> None:
+    def build(
+        builder: Builder, kinds: Sequence[Kind], listen: object = None, **how: object
+    ) -> None:
         for kind in kinds:
             if kind.key.digest not in _BUILT:
                 _BUILT[kind.key.digest] = kind.export()

@@ -36,6 +36,8 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # first call: a tenth of a second for each kernel, 4.6 s for SDXL (H200, torch 2.11).
     "triton.autotune_pointwise": False,
 }
+_loads = itertools.count()
+
 # Raised whenever the kernels in `backends/kernels` change.
 KERNELS = "3"
 
@@ -129,7 +131,7 @@ def _as_library(payload: bytes) -> Iterator[str]:
             library.write(payload)
         if path:
             os.close(descriptor)
-        yield path or _unique_path(descriptor)
+        yield path or f"/proc/{os.getpid()}/fd/{_unlike_any_before()}{descriptor}"
     finally:
         if not path:
             os.close(descriptor)
@@ -138,17 +140,14 @@ def _as_library(payload: bytes) -> Iterator[str]:
                 os.unlink(path)
 
 
-_loads = itertools.count(1)
+def _unlike_any_before() -> str:
+    """Steps of a path that lead nowhere, and are other ones at every call.
 
-
-def _unique_path(descriptor: int) -> str:
-    """A path to an open file that no library of this process was ever loaded from.
-
-    The dynamic loader takes a path that it knows for the library that it knows, without
-    looking, and numbers of descriptors come again: the second graph would be the first one.
+    The loader takes a library whose path it has seen before for the one that it has loaded
+    (glibc compares names first), and a descriptor's number is soon in use again: one kind was
+    then handed another one's code.
     """
-    detours = "".join("fd/../" if bit == "1" else "./" for bit in f"{next(_loads):b}")
-    return f"/proc/{os.getpid()}/{detours}fd/{descriptor}"
+    return "".join("./" if bit == "0" else ".//" for bit in f"{next(_loads):b}")
 
 
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:

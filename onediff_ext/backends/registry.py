@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.options import BACKENDS, CompileOptions
 from onediff_ext.engine.port import Backend
 
 
@@ -20,4 +23,32 @@ def make_backend(name: str) -> Backend:
         from onediff_ext.backends.inductor import InductorBackend
 
         return InductorBackend()
-    raise OptionError(f"There is no backend {name!r}.", "Known: inductor, eager.")
+    if name == "oneflow":
+        from onediff_ext.backends.oneflow.backend import OneFlowBackend
+
+        return OneFlowBackend()
+    raise OptionError(f"There is no backend {name!r}.", f"Known: {', '.join(BACKENDS)}.")
+
+
+def choose_backend(name: str) -> tuple[Backend, str | None]:
+    """The backend of this name, or the usual one where it cannot work.
+
+    Returns:
+        (backend, why it is not the one of this name). A backend that cannot work is
+        returned where the usual one cannot either; its blocks then run eager, with the reason.
+
+    Raises:
+        OptionError: There is none of this name.
+    """
+    backend = make_backend(name)
+    usual = CompileOptions.backend
+    if name == usual:
+        return backend, None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reason = backend.unavailable_reason(device)
+    if reason is None:
+        return backend, None
+    substitute = make_backend(usual)
+    if substitute.unavailable_reason(device) is not None:
+        return backend, None
+    return substitute, f"{reason}; {usual} builds the graphs"

@@ -2,10 +2,10 @@
 
 It reads one JSON object a line: ``{"task": "build", "program": path, "graph": path, "backend":
 name, "device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text, "blame":
-"graph", "machine" or "memory"}``. ``"build"`` writes the graph; ``"prove"`` reads one that
-comes from elsewhere, and may die of it. It needs nothing but torch. It ends, with its own
-compilers, as soon as its standard input closes, so that none survives the process that started
-it.
+"graph", "machine" or "memory"}``, with ``"spent": true`` when it can build nothing more.
+``"build"`` writes the graph; ``"prove"`` reads one that comes from elsewhere, and may die of
+it. It needs nothing but torch and the backend's own package. It ends, with its own compilers,
+as soon as its standard input closes, so that none survives the process that started it.
 """
 
 from __future__ import annotations
@@ -70,19 +70,23 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     start = time.perf_counter()
     device, graph = torch.device(request["device"]), Path(request["graph"])
     backend = make_backend(request["backend"])
+
+    def failed(text: str, blame: str) -> dict[str, object]:
+        return {"error": text, "blame": blame, "spent": backend.spent}
+
     try:
         program = load_program(Path(request["program"]).read_bytes())
         is_new = request["task"] == "build"
         payload = backend.build(program, device) if is_new else graph.read_bytes()
         problem = try_out(program, backend.load(payload, device), device)
         if problem is not None:
-            return {"error": problem, "blame": "graph"}
+            return failed(problem, "graph")
         if is_new:
             graph.write_bytes(payload)
     except OneDiffError as exc:
-        return {"error": _first_line(exc.message), "blame": _blame(exc)}
+        return failed(_first_line(exc.message), _blame(exc))
     except Exception as exc:  # compilers raise anything; this process exists to contain it
-        return {"error": f"{type(exc).__name__}: {_first_line(str(exc))}", "blame": _blame(exc)}
+        return failed(f"{type(exc).__name__}: {_first_line(str(exc))}", _blame(exc))
     return {"seconds": time.perf_counter() - start}
 
 

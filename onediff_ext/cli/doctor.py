@@ -49,6 +49,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         yield True, "no GPU: pictures are drawn on the CPU, where graphs win little"
     reason = make_backend("inductor").unavailable_reason(device)
     yield reason is None, f"inductor backend: {reason or 'available'}"
+    reason = make_backend("oneflow").unavailable_reason(device)
+    yield True, f"oneflow backend, which is optional: {reason or 'available'}"
     if not has_gpu:
         compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("cl")
         hint = "install one (Debian: apt install g++); stored graphs load without"

@@ -74,6 +74,8 @@ def _list(arguments: argparse.Namespace) -> int:
     rows = [_row(graph, users.get(graph.digest, [])) for graph in entries]
     header = ["graph", "kind", "backend", "device", "MB", "built in s", "last use", "used by"]
     print(format_table(header, rows) if rows else "No graphs yet.")
+    if any(graph.header.backend == "oneflow" for graph in entries):
+        print("\nOf oneflow's, the program is kept: each process plans each new size again.")
     total = sum(graph.size_bytes for graph in entries)
     print(f"\n{len(entries)} graphs, {total / 1e6:.1f} MB in {library.folder.root}")
     for listing in listings:

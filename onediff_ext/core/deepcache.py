@@ -19,8 +19,8 @@ PRESETS: Mapping[str, int] = {"off": 1, "light": 2, "medium": 3, "strong": 5}
 SCHEDULES = ("uniform", "nonuniform")
 
 COST = (
-    "pictures differ from those without it: small details change with light, composition may"
-    " change with strong"
+    "pictures differ from those without it: hardly with light, in small details with medium,"
+    " visibly with strong"
 )
 """What it costs in fidelity, for help texts and tooltips."""
 
@@ -103,6 +103,12 @@ class DeepCacheOptions:
                 ),
             ]
         )
+
+    @property
+    def label(self) -> str:
+        """As menus and infotext have it: a preset's name, where it is one."""
+        names = {str(DeepCacheOptions(interval)): name for name, interval in PRESETS.items()}
+        return names.get(str(self), str(self))
 
     @classmethod
     def parse(cls, value: object) -> DeepCacheOptions:

@@ -10,7 +10,7 @@ from typing import Any
 from onediff_ext.core.errors import OptionError
 
 COMPONENTS = ("unet", "vae", "vae_encoder", "vae_decoder", "controlnet")
-BACKENDS = ("inductor", "eager")
+BACKENDS = ("inductor", "oneflow", "eager")
 BUILD_POLICIES = ("background", "wait", "never")
 
 

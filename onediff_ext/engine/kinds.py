@@ -47,6 +47,7 @@ class Kind:
     reason: str = ""
     source: str = ""  # "built" or "loaded"
     comparison: Comparison | None = None
+    is_coming: bool = False  # its graph is loaded, and used from the next picture on
     calls: int = 0
     # Those that are alive: a host makes new blocks for each checkpoint.
     blocks: WeakSet[nn.Module] = field(default_factory=WeakSet)
@@ -67,12 +68,14 @@ class Kind:
     def accept(self, graph: Graph, source: str) -> None:
         """Take a graph into use; its first run will be compared with eager."""
         self.graph, self.source, self.state = graph, source, KindState.UNCHECKED
-        self.reason = ""
+        self.reason, self.is_coming = "", False
 
     def fail(self, reason: str) -> None:
         """Run eager from now on, and say why."""
         self.graph, self.state, self.reason = None, KindState.FAILED, reason
+        self.is_coming = False
 
     def miss(self, reason: str) -> None:
         """Run eager until there is a graph again, and say why."""
         self.graph, self.state, self.reason, self.source = None, KindState.MISSING, reason, ""
+        self.is_coming = False

@@ -16,9 +16,16 @@ class Backend(ABC):
 
     `build` runs in a worker process that has nothing but torch; `load` in the
     process that draws pictures, where it must never compile.
+
+    Attributes:
+        name: One of `onediff_ext.core.options.BACKENDS`.
+        capturable: Whether a CUDA graph may be recorded around its graphs.
+        spent: Whether this process can build nothing more, and a new one has to.
     """
 
     name: str
+    capturable = True
+    spent = False
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import BlockGoneError
+from onediff_ext.core.errors import BlockGoneError, MachineError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
@@ -107,7 +107,8 @@ class BlockRunner:
         except Exception as exc:
             kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
             logger.warning("%s runs eager: %s", kind.label, kind.reason)
-            self._kinds.rejected(kind)
+            if not isinstance(exc, MachineError):
+                self._kinds.rejected(kind)
             return self.eager(*args, **kwargs)
         if kind.state is KindState.READY:
             return self.family.output_of(self.block, output)

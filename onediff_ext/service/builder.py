@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 PROVED_ON = "proved on"  # in a graph's details: the machine whose worker built and tried it
 _FIRST_LOAD_S = 0.05
 _PREPARE_S = 0.4
+_USE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Builder:
         self.run: BuildRun | None = None
         self._running = threading.Lock()
         self._load_s = _FIRST_LOAD_S
+        self._ready: list[tuple[Kind, Graph, str]] = []
+        self._ready_lock = threading.Lock()
+        self._ready_since = 0.0
         self._prepared: set[torch.device] = set()
 
     @property
@@ -158,6 +162,7 @@ class Builder:
                     run.work(more or (lambda: ()))
                 finally:
                     self.run = None
+                    self.use_ready()
 
     def lock(self, kind: Kind, timeout_s: float) -> AbstractContextManager[None]:
         """The kind's build lock; no lock at all where the store cannot be written."""
@@ -265,7 +270,32 @@ class Builder:
             start = time.monotonic()
             graph = self.load(payload, kind)
             self._load_s = time.monotonic() - start
-        self.gate.between_pictures(lambda: kind.accept(graph, source))
+        kind.is_coming = True
+        self._use_later(kind, graph, source)
+
+    def _use_later(self, kind: Kind, graph: Graph, source: str) -> None:
+        """Use a graph from a next picture on; on a GPU several at a time.
+
+        Each change there costs the picture after it a comparison and new captures, some 0.4 s.
+        """
+        with self._ready_lock:
+            self._ready.append((kind, graph, source))
+            waiting_s = time.monotonic() - self._ready_since
+        if kind.device.type == "cpu" or waiting_s >= _USE_EVERY_S:
+            self.use_ready()
+
+    def use_ready(self) -> None:
+        """Use what is loaded, from the next picture on."""
+        with self._ready_lock:
+            ready, self._ready = self._ready, []
+            self._ready_since = time.monotonic()
+
+        def accept() -> None:
+            for kind, graph, source in ready:
+                kind.accept(graph, source)
+
+        if ready:
+            self.gate.between_pictures(accept)
 
     def _prepare_to_load(self, device: torch.device) -> None:
         if device not in self._prepared:

@@ -40,7 +40,7 @@ TORCH_LOCK = threading.RLock()
 _HEAD = struct.Struct("<IQ")  # index of the kind, bytes that follow
 _FORK_PAUSE_S = 0.05  # measured: 45 ms with 1 GB of process
 _PREPARE_S = 0.02
-_EXPORT_S = 0.5
+_EXPORT_S = 0.4  # what fits between two pictures
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
 # Without any sign of life for so long, a child is taken for hanging.
@@ -155,6 +155,7 @@ class _Child:
         self.finished = False
         self._unread = b""
         self._heard_at = time.monotonic()
+        start = time.monotonic()
         with TORCH_LOCK, warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads: see the module's docstring.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -162,6 +163,7 @@ class _Child:
         if pid == 0:
             _serve([export for _, export in share], theirs, in_background)
         self._pid = pid
+        logger.debug("Forked in %.3f s", time.monotonic() - start)
         os.close(theirs)
 
     def read(self) -> Iterator[Exported]:

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 SHARE_WHILE_DRAWING = 0.04
 # A plain pipeline does not say when its picture ends: it has, when no forward came for so long.
 QUIET_S = 0.3
-# A turn between two pictures that follow each other at once.
+# Between two pictures that follow each other at once, this part of a picture's time is saved up
+# for other work, which the next picture then waits for: never longer than this.
+SHARE_BETWEEN_PICTURES = 0.1
 GAP_TURN_S = 0.4
 _POLL_S = 0.02
 
@@ -40,7 +42,10 @@ class DrawingGate:
         self._drawn_s = 0.0
         self._spent_s = 0.0
         self._last_end = 0.0
+        self._gap_left_s = 0.0
         self._gap_turn = False
+        self._wanted: list[tuple[float, bool]] = []
+        self._in_gap = 0
         self._told_pictures = False
         self._waiting: deque[Callable[[], None]] = deque()
 
@@ -65,6 +70,7 @@ class DrawingGate:
             self._wait_for_exclusive()
             self._told_pictures = True
             if not self._pictures and not self._forwards:
+                self._let_others_go_first()
                 self._catch_up()
                 self._start_clock()
             self._pictures += 1
@@ -74,7 +80,8 @@ class DrawingGate:
         with self._changed:
             self._pictures = max(0, self._pictures - 1)
             if not self._pictures and not self._forwards:
-                self._stop_clock()
+                saved = SHARE_BETWEEN_PICTURES * self._stop_clock()
+                self._gap_left_s = min(GAP_TURN_S, self._gap_left_s + saved)
                 self._gap_turn = True
                 self._catch_up()
             self._changed.notify_all()
@@ -121,22 +128,28 @@ class DrawingGate:
             Whether the turn was had; False after `stop`.
         """
         with self._changed:
+            self._wanted.append((cost_s, alone))
             while not self._may_take(cost_s, alone):
                 if stop is not None and stop.is_set():
                     break
                 self._changed.wait(_POLL_S)
+            self._wanted.remove((cost_s, alone))
             granted = self._may_take(cost_s, alone)
-            beside = self._is_drawing()
-            self._gap_turn = False
+            beside = bool(self._pictures or self._forwards)
+            in_gap = granted and not beside and self._is_drawing()
+            self._in_gap += in_gap
             if granted and alone:
-                self._exclusive = True
+                self._exclusive, self._gap_turn = True, False
         start = time.monotonic()
         try:
             yield granted
         finally:
             with self._changed:
                 if granted:
-                    if beside or self._is_drawing():
+                    self._in_gap -= in_gap
+                    if in_gap:
+                        self._gap_left_s -= time.monotonic() - start
+                    elif beside or self._is_drawing():
                         self._spent_s += time.monotonic() - start
                     if alone:
                         self._exclusive = False
@@ -149,12 +162,27 @@ class DrawingGate:
             return True
         if self._pictures or self._forwards:
             return not alone and self._spent_s + cost_s <= SHARE_WHILE_DRAWING * self._clock()
-        return self._gap_turn
+        return self._fits_in_gap(cost_s, alone)
+
+    def _fits_in_gap(self, cost_s: float, alone: bool) -> bool:
+        # What must run alone has no other chance while pictures follow each other: one a gap.
+        return cost_s <= (GAP_TURN_S if alone and self._gap_turn else self._gap_left_s)
 
     def _is_drawing(self) -> bool:
         if self._pictures or self._forwards:
             return True
         return time.monotonic() - self._last_end < QUIET_S
+
+    def _let_others_go_first(self) -> None:
+        """Wait for work that fits into what was saved up, before a picture begins."""
+        until = time.monotonic() + GAP_TURN_S
+        while self._in_gap or any(self._fits_in_gap(*wanted) for wanted in self._wanted):
+            if not self._is_drawing() and not self._in_gap:
+                break  # it had its chance
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            self._changed.wait(min(_POLL_S, left_s))
 
     def _wait_for_exclusive(self) -> None:
         while self._exclusive:
@@ -171,11 +199,15 @@ class DrawingGate:
     def _start_clock(self) -> None:
         self._drawing_since = time.monotonic()
 
-    def _stop_clock(self) -> None:
+    def _stop_clock(self) -> float:
+        """Ends a picture; returns its seconds."""
         self._last_end = time.monotonic()
+        seconds = 0.0
         if self._drawing_since is not None:
-            self._drawn_s += self._last_end - self._drawing_since
+            seconds = self._last_end - self._drawing_since
+            self._drawn_s += seconds
             self._drawing_since = None
+        return seconds
 
     def _clock(self) -> float:
         """Seconds that pictures have taken so far."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onediff_ext.backends.registry import make_backend
+from onediff_ext.backends.registry import choose_backend
 from onediff_ext.core.errors import BackendError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.core.options import CompileOptions
@@ -77,7 +77,7 @@ class Session(Kinds):
         rules: Sequence[WrapperRule] = (),
     ) -> None:
         self.options, self.families, self.rules = options, families, tuple(rules)
-        self.backend = make_backend(options.backend)
+        self.backend, substituted = choose_backend(options.backend)
         root = options.store if options.store is not None else default_root()
         self.library = GraphLibrary(root, options.store_limit_bytes)
         self.gate, self.journal = DrawingGate(), Journal()
@@ -92,7 +92,7 @@ class Session(Kinds):
         self._listener: ProgressListener | None = None
         self.captures = Captures(
             CudaRecorder(),
-            options.capture_limit if options.captures else 0,
+            options.capture_limit if options.captures and self.backend.capturable else 0,
             options.capture_limit_bytes,
         )
         self._kinds: dict[str, Kind] = {}
@@ -103,6 +103,9 @@ class Session(Kinds):
         self._lock = threading.RLock()
         self._holding = 0
         self._entries: dict[torch.device, dict[str, str]] = {}
+        if substituted is not None:
+            self.fell_back(f"the {options.backend} backend", substituted)
+            logger.warning("%s", substituted)
         weakref.finalize(self, BackgroundBuilds.cancel, self.background)  # also when Python ends
 
     @property
@@ -165,7 +168,7 @@ class Session(Kinds):
 
     def missing(self) -> list[Kind]:
         """Kinds without a graph that could have one, those that cost most first."""
-        missing = [kind for kind in self.kinds if kind.state is KindState.MISSING]
+        missing = [k for k in self.kinds if k.state is KindState.MISSING and not k.is_coming]
         return sorted(missing, key=lambda kind: -kind.weight)
 
     # What a host calls around its pictures.

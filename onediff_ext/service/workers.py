@@ -109,7 +109,10 @@ class WorkerProcess:
                 target.write_bytes(payload)
             answer = self._ask(request, timeout_s)
             if "error" in answer:
-                raise _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
+                error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
+                if answer.get("spent") or isinstance(error, WorkerLostError):
+                    self._end()  # the next build starts another process
+                raise error
             made = target.read_bytes() if payload is None else None
             target.unlink()
         except OSError as exc:

@@ -8,7 +8,7 @@ from ..core.keys import KindKey
 from .stored_graph import StoredGraph
 
 # The entry of a key that names the block's class, if the key has one.
-CLASS_ENTRY = "class"
+CLASS_ENTRY = "block"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_CHARACTERS = 100
 
@@ -26,6 +26,9 @@ def explain_miss(key: KindKey, label: str | None, stored: Sequence[StoredGraph])
     if not stored:
         return "nothing stored yet"
     nearest = min(stored, key=lambda graph: _distance(key, label, graph))
+    wanted, found = key.entries.get(CLASS_ENTRY), nearest.key.entries.get(CLASS_ENTRY)
+    if wanted is not None and found is not None and wanted != found:
+        return f"no graph of a {wanted.rpartition('.')[2]} is stored yet"
     differences = [_shortened(line) for line in key.differences(nearest.key)]
     shown = differences[:_SHOWN_DIFFERENCES]
     if hidden := len(differences) - len(shown):

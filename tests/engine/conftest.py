@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,15 +18,18 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that fills up while the tests run."""
+    """A store that fills up while the tests run, in several processes even."""
+    if given := os.environ.get("ONEDIFF_TEST_STORE"):
+        return Path(given)
     return tmp_path_factory.getbasetemp() / "shared-store"
 
 
 @pytest.fixture
 def make_session(shared_store: Path) -> Callable[..., Session]:
     """Sessions over the shared store; the eager backend unless another is named."""
+    usual = os.environ.get("ONEDIFF_TEST_BACKEND", "eager")
 
-    def make(backend: str = "eager", **options: object) -> Session:
+    def make(backend: str = usual, **options: object) -> Session:
         return new_session(
             CompileOptions.parse(
                 {"backend": backend, "build": "wait", "store": shared_store, **options}

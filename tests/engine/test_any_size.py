@@ -45,7 +45,7 @@ from tests import models
 unet = models.sd15().unet
 holder = type("Holder", (), {})()
 holder.unet = unet
-session = new_session({"backend": sys.argv[1], "store": sys.argv[2]})
+session = new_session({"backend": sys.argv[1], "build": "wait", "store": sys.argv[2]})
 compile_pipe(holder, session=session)
 chooser = random.Random(0)
 

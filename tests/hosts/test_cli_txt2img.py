@@ -80,6 +80,19 @@ def test_lora_in_infotext(
     assert f'Lora: "{lora.stem}:0.5:' in text
 
 
+def test_deepcache_in_infotext_where_it_was_used(
+    draw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    options = ("--sizes", "64x64", "--eager", "--deepcache", "3")
+    few = draw(tmp_path / "few", *options)
+    assert "DeepCache needs 10 steps" in few["warnings"][0]
+    assert "DeepCache" not in infotext_of(Path(few["pictures"][0]["output"]))
+    enough = draw(tmp_path / "enough", *options, "--steps", "10")
+    assert enough["warnings"] == []
+    fields = parse_infotext(infotext_of(Path(enough["pictures"][0]["output"]))).fields
+    assert fields["OneDiff DeepCache"] == "medium"
+
+
 def test_not_enough_memory(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compiled, compiled_state
+from onediff_ext.hosts.diffusers.deepcache import disable_deepcache, enable_deepcache
 from onediff_ext.hosts.diffusers.lora_files import load_lora
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 
@@ -30,16 +31,30 @@ CONCEPTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def pipeline() -> Any:
+def load_pipeline() -> Any:
+    """The demo checkpoint with a sampler that needs few steps."""
     loaded = load_checkpoint(DEMO / "onediff-demo.safetensors", dtype=torch.float32).pipeline
     loaded.set_progress_bar_config(disable=True)
     loaded.scheduler = make_scheduler("DPM++ 2M Karras", dict(loaded.scheduler.config))
     return loaded
 
 
+def prompt_of(name: str) -> str:
+    """ "a fox", "an apple"."""
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    return load_pipeline()
+
+
 @pytest.fixture(scope="module")
 def references() -> tuple[list[str], torch.Tensor]:
+    return load_references()
+
+
+def load_references() -> tuple[list[str], torch.Tensor]:
     """Names, and thumbnails [N, 3, 32, 32] in 0..1."""
     table = json.loads((DEMO / "concepts.json").read_text(encoding="utf-8"))
     side, per_row, names = table["thumbnail_px"], table["per_row"], table["names"]
@@ -136,10 +151,24 @@ def test_compiled_pictures_are_eagers_with_and_without_lora(tmp_path: Path) -> N
 def test_pictures_are_classified_as_their_own_concept(
     pipeline: Any, references: tuple[list[str], torch.Tensor]
 ) -> None:
-    prompts = [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in CONCEPTS]
+    prompts = [prompt_of(name) for name in CONCEPTS]
     found = [_nearest(picture, references) for picture in _draw(pipeline, prompts)]
     right = sum(a == b for a, b in zip(found, CONCEPTS, strict=True))
     assert right >= 9, list(zip(CONCEPTS, found, strict=True))
+
+
+@pytest.mark.parametrize(("preset", "at_least"), [("light", 9), ("medium", 9), ("strong", 8)])
+def test_deepcache_stays_recognisable(
+    pipeline: Any, references: tuple[list[str], torch.Tensor], preset: str, at_least: int
+) -> None:
+    prompts = [prompt_of(name) for name in CONCEPTS]
+    enable_deepcache(pipeline, preset)
+    try:
+        found = [_nearest(picture, references) for picture in _draw(pipeline, prompts, steps=20)]
+    finally:
+        disable_deepcache(pipeline)
+    right = sum(a == b for a, b in zip(found, CONCEPTS, strict=True))
+    assert right >= at_least, list(zip(CONCEPTS, found, strict=True))
 
 
 def test_the_caption_names_the_background(pipeline: Any) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
+_API_STARTS_WITHIN_S = 30
 _BY_NAME = {"denoising strength curve", "append interrogated prompt at each iteration"}
 
 
@@ -79,13 +82,27 @@ class WebUI:
             return False
         return True
 
-    def is_up(self) -> bool:
-        """Whether it answers at all, for waiting while it starts."""
-        try:
-            # Extensions' routes come last: on Forge the API answers before scripts can run.
-            return self.has("/sdapi/v1/options") and self.has("/onediff/v1/version")
-        except OSError:
-            return False
+    def wait_for_start(self, timeout_s: float = 300) -> None:
+        """Wait until it answers again, without asking it anything too early.
+
+        A1111 1.10.1 does not survive a request between its page's start and its API's.
+        """
+        parts = urllib.parse.urlsplit(self.url)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                socket.create_connection((parts.hostname, parts.port or 80), timeout=5).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise WebUIError("the WebUI has not come back") from None
+                time.sleep(1)
+        time.sleep(_API_STARTS_WITHIN_S)
+        # Extensions' routes come last: on Forge the API answers before scripts can run.
+        while not self.has("/onediff/v1/version"):
+            if time.monotonic() > deadline:
+                raise WebUIError("the WebUI's scripts have not come back")
+            time.sleep(1)
 
     def draw(
         self,
@@ -129,6 +146,15 @@ class WebUI:
         """``"a1111"``, ``"forge"`` or ``"reforge"``."""
         name: str = self.get("/onediff/v1/version")["host"]
         return name
+
+    def settle(self, timeout_s: float = 1500) -> dict[str, Any]:
+        """Wait until nothing is being built; returns the status then."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.status())["building"]:
+            if time.monotonic() > deadline:
+                raise WebUIError(f"still {status['line']}")
+            time.sleep(0.5)
+        return status
 
     def set_options(self, **options: Any) -> None:
         self.post("/sdapi/v1/options", options)

@@ -107,10 +107,7 @@ def test_reload_ui(webui: WebUI) -> None:
     webui.draw(True)
     webui.post("/onediff-probe/reload")
     time.sleep(8)  # it goes down only after the answer
-    deadline = time.monotonic() + 180
-    while not webui.is_up():
-        assert time.monotonic() < deadline, "the WebUI has not come back"
-        time.sleep(1)
+    webui.wait_for_start()
     assert webui.get("/onediff-probe/attributes")["modules"] == before
     assert_same(webui.draw(True), reference)
     assert webui.status()["running"] == "compiled"

@@ -53,6 +53,7 @@ def test_graphs_change_between_pictures_only(open_session, small, instant):
         wait_for(lambda: sum(e.what == "built" for e in session.journal.events) >= before + 2)
         small()
         assert session.status().kinds_ready == session.count("built") == before
+        assert not [e for e in session.journal.events if e.what == "loaded"]  # once is enough
         with session.picture():  # nested ones are one
             small()
         assert session.status().kinds_ready == before

@@ -70,6 +70,13 @@ def test_a_plain_interval_is_written_plainly():
     assert str(DeepCacheOptions(5, depth=1, end=0.8)) == "5 depth=1 end=0.8"
 
 
+def test_a_label_is_a_presets_name_and_is_read_back():
+    for name in PRESETS:
+        assert DeepCacheOptions.parse(name).label == name
+    for text in ("4", "3 depth=1"):
+        assert DeepCacheOptions.parse(DeepCacheOptions.parse(text).label).label == text
+
+
 def test_depth_is_the_references_branch_id():
     assert [depth_of_reference(b, layer) for b in (0, 1) for layer in (0, 1, 2)] == [*range(6)]
 

@@ -349,6 +349,52 @@ def test_arguments_go_on_unchanged(
     assert handed == [["python", *expected]]
 
 
+def test_oneflow_s_tests_go_to_the_python_that_oneflow_has_wheels_for(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[list[str]] = []
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(install, "set_up", lambda *a: made.append(a) or Path("venv-python"))
+    monkeypatch.setattr(
+        install, "find_python", lambda version: Path(f"python{version[0]}.{version[1]}")
+    )
+    monkeypatch.setattr(install, "hand_over", lambda command: handed.append(command) or 7)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(install.sys, "version_info", (3, 12, 1, "final", 0))
+    assert install.main(["test", "--oneflow", "plans"]) == 7
+    monkeypatch.setattr(install.sys, "version_info", (3, 10, 13, "final", 0))
+    assert install.main(["test", "--oneflow", "plans"]) == 7
+    assert handed == [
+        ["python3.10", install.__file__, "test", "--oneflow", "plans"],
+        ["venv-python", "-m", "tests.oneflow", "plans"],
+    ]
+    assert made == [(ROOT, {"test-oneflow"}, ".venv-oneflow")]
+
+
+def _interpreter(path: Path, version: str) -> Path:
+    """Something that answers as an interpreter of this version would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {version}\necho {path}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the interpreters are shell scripts")
+def test_a_python_is_found_on_the_path_or_among_pyenv_s(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    with pytest.raises(install.SetUpError, match=r"no Python 3\.97 was found") as caught:
+        install.find_python((3, 97))
+    assert "pyenv install 3.97" in caught.value.hint
+    _interpreter(tmp_path / "pyenv/versions/3.97.1/bin/python", "3.98")  # is not what it says
+    mine = _interpreter(tmp_path / "pyenv/versions/3.97.0/bin/python", "3.97")
+    assert install.find_python((3, 97)) == mine
+    nearer = _interpreter(tmp_path / "bin/python3.97", "3.97")
+    assert install.find_python((3, 97)) == nearer
+
+
 def test_unknown_command_shows_the_usage(
     install: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ MB = 1 << 20
 
 
 def key_of(number: int, **entries: str) -> KindKey:
-    return KindKey({"class": "ResnetBlock2D", "number": str(number), "torch": "2.13.0", **entries})
+    return KindKey({"block": "ResnetBlock2D", "number": str(number), "torch": "2.13.0", **entries})
 
 
 def put(
@@ -219,7 +219,7 @@ def test_explain_names_what_differs_from_the_nearest(library: GraphLibrary) -> N
 
 
 def test_explain_prefers_the_same_class_and_stays_short(library: GraphLibrary) -> None:
-    put(library, key_of(1, **{"class": "Other"}), label="other class")
+    put(library, key_of(1, **{"block": "Other"}), label="other class")
     many = {f"name{i}": "v" * 300 for i in range(9)}
     put(library, key_of(1, **many), label="same class")
     explanation = library.explain(key_of(1))

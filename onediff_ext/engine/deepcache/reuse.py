@@ -42,6 +42,12 @@ class DeepCache:
         clock: Called before each call; None when the host tells of pictures and evaluations by
             `begin_picture` and `begin_evaluation`. A host that tells of no evaluations counts
             every call as one.
+
+    Attributes:
+        options: For the pictures from now on.
+        counts: "full", "shallow" and "plain" calls of this picture.
+        reason: Why this picture does without, or None.
+        peak_bytes: Most memory that features took in this picture.
     """
 
     def __init__(self, model: nn.Module, adapter: UNetAdapter, clock: Clock | None = None) -> None:
@@ -49,6 +55,7 @@ class DeepCache:
         self.options = OFF
         self.counts: Counter[str] = Counter()
         self.reason: str | None = None
+        self.peak_bytes = 0
         self._features = Features()
         self._patches = Patches()
         self._inner: Callable[..., Any] = model.forward
@@ -108,7 +115,7 @@ class DeepCache:
         self._index, self._total, self._position = -1, evaluations, 0
         self._told = False
         self.counts.clear()
-        self.reason = refusal
+        self.reason, self.peak_bytes = refusal, 0
 
     def begin_evaluation(self) -> None:
         """Say that the sampler asks for another prediction, until the next time that it is said."""
@@ -205,6 +212,7 @@ class DeepCache:
             output = self._inner(*args, **kwargs)
         if feature.tensor is not None and not feature.is_torn:
             feature.filled_at, feature.state = self._index, state
+            self.peak_bytes = max(self.peak_bytes, self.size_bytes)
         return output
 
     def _run_shallow(self, feature: Feature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -302,7 +302,7 @@ def infotext(
         "Seed": seed,
         "Size": f"{result.width}x{result.height}",
         "Model": painter.checkpoint.name,
-        "DeepCache": str(settings.deepcache) if with_deepcache else None,
+        "OneDiff DeepCache": settings.deepcache.label if with_deepcache else None,
         **extra,
         "Version": f"onediff-ext {__version__}",
     }

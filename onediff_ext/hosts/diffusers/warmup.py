@@ -20,12 +20,12 @@ def pipe_warm_up(
     """A warm-up for a pipeline that went through `compile_pipe`; call its `run`.
 
     Raises:
-        OptionError: The pipeline is not compiled, or its UNet was left out.
+        OptionError: The pipeline is not compiled.
     """
     compiled = compiled_state(pipe)
-    unets = [c for c in compiled.components if c.name == "unet"] if compiled else []
-    if compiled is None or not unets:
-        raise OptionError("This pipeline's UNet is not compiled.", "Call compile_pipe(pipe) first.")
+    if compiled is None:
+        raise OptionError("This pipeline is not compiled.", "Call compile_pipe(pipe) first.")
+    unets = [component for component in compiled.components if component.name == "unet"]
     device = next(pipe.unet.parameters()).device
     probed = []
 

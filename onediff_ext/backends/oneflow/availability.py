@@ -1,0 +1,95 @@
+"""Whether OneFlow can work here, found out without importing it where that is possible."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import sys
+
+import torch
+
+INSTALL = 'pip install "onediff-ext[oneflow]", see docs/oneflow.md'
+TESTED = "0.9.0"
+PYTHON = (3, 10)
+# Compute capabilities whose code is in the wheel. There is no PTX to compile for others, but
+# code for 8.6 also runs on 8.9.
+CODE_FOR = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6))
+_LIBRARIES = {
+    "libcublas.so.11": "nvidia-cublas-cu11==11.10.3.66",
+    "libcublasLt.so.11": "nvidia-cublas-cu11==11.10.3.66",
+    "libcudnn": "nvidia-cudnn-cu11==8.5.0.96",
+}
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why OneFlow cannot work on this device, in one line; None when it can."""
+    reason = process_reason()
+    if reason is not None or device.type == "cpu":
+        return reason
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "OneFlow has code for CPUs and NVIDIA GPUs only"
+    return capability_reason(torch.cuda.get_device_capability(device)) or _no_cuda_reason()
+
+
+@functools.cache
+def process_reason() -> str | None:
+    """Why OneFlow cannot be used in this process at all; found out once."""
+    found = sys.version_info[:2]
+    if found != PYTHON:
+        return f"OneFlow {TESTED} needs Python 3.10; this is {found[0]}.{found[1]}"
+    if importlib.util.find_spec("oneflow") is None:
+        return f"OneFlow is not installed ({INSTALL})"
+    # The wrong version of either does not fail cleanly when OneFlow is imported.
+    return (
+        version_reason("oneflow", TESTED)
+        or version_reason("numpy", "1")
+        or version_reason("protobuf", "3.20")
+        or _import_reason()
+    )
+
+
+def version_reason(package: str, wanted: str) -> str | None:
+    """Why the installed version of a package does not do; `wanted` is how it has to begin."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"OneFlow needs {package} {wanted}, which is not installed ({INSTALL})"
+    if not f"{version}.".replace("+", ".").startswith(f"{wanted}."):
+        return f"OneFlow needs {package} {wanted}; {version} is installed ({INSTALL})"
+    return None
+
+
+def capability_reason(capability: tuple[int, int]) -> str | None:
+    """Why the wheel has nothing for a GPU of this compute capability."""
+    major, minor = capability
+    if any(major == m and minor >= n for m, n in CODE_FOR):
+        return None
+    known = ", ".join(f"{m}.{n}" for m, n in CODE_FOR)
+    return f"OneFlow {TESTED} has no code for GPUs of capability {major}.{minor}, only {known}"
+
+
+def import_error_reason(exc: BaseException) -> str:
+    """Why importing OneFlow failed, and which package helps."""
+    first = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+    for library, package in _LIBRARIES.items():
+        if library in first:
+            name = first.split(":")[0]
+            return f"OneFlow needs the library {name} (pip install --no-deps {package})"
+    return f"OneFlow cannot be imported ({type(exc).__name__}: {first[:150]})"
+
+
+def _import_reason() -> str | None:
+    os.environ.setdefault("GLOG_minloglevel", "3")  # it complains of GPUs on a CPU
+    try:
+        import oneflow  # noqa: F401
+    except Exception as exc:  # a foreign package's import may raise anything
+        return import_error_reason(exc)
+    return None
+
+
+def _no_cuda_reason() -> str | None:
+    import oneflow
+
+    return None if oneflow.cuda.is_available() else "OneFlow finds no CUDA driver that it can use"

@@ -1,0 +1,1 @@
+"""The OneFlow backend. ``python -m tests.oneflow`` runs what needs OneFlow itself."""

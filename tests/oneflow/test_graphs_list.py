@@ -1,0 +1,24 @@
+"""What `graphs list` says about graphs that cannot be kept ready to run."""
+
+from __future__ import annotations
+
+import pytest
+
+from onediff_ext.cli.main import main
+from onediff_ext.core.keys import KindKey
+from onediff_ext.store import GraphLibrary
+
+
+@pytest.mark.parametrize("backend", ["oneflow", "inductor"])
+def test_only_of_oneflow_it_says_that_programs_are_kept(tmp_path, capsys, backend):
+    library = GraphLibrary(tmp_path, 2**30)
+    key = KindKey({"backend": backend, "device": "cpu"})
+    library.put(
+        key, b"program", label="ResnetBlock2D", backend=backend, build_seconds=1.0, details={}
+    )
+    assert main(["graphs", "list", "--store", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert backend in printed
+    assert ("the program is kept: each process plans each new size" in printed) == (
+        backend == "oneflow"
+    )
