@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import Comparison
@@ -47,7 +49,8 @@ class Kind:
     comparison: Comparison | None = None
     is_coming: bool = False  # its graph is loaded, and used from the next picture on
     calls: int = 0
-    blocks: set[int] = field(default_factory=set)
+    # Those that are alive: a host makes new blocks for each checkpoint.
+    blocks: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
     @property
     def weight(self) -> float:

@@ -223,7 +223,7 @@ class BlockRunner:
 
         label, work = family.describe(self.block), _work(call, weights)
         kind = self._kinds.find(key, lambda: Kind(key, label, device, prepare_export, work))
-        kind.blocks.add(id(self.block))
+        kind.blocks.add(self.block)
         return kind
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.attributes import Attributes
 from onediff_ext.engine.capture.forward import CapturedForward
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
@@ -40,6 +41,7 @@ class Component:
         self.runners: list[BlockRunner] = []
         self.captured: CapturedForward | None = None
         self._forward: _ModelForward | None = None
+        self._attributes: Attributes | None = None
 
     def install(self) -> None:
         """Replace the forwards of the model's known blocks and of the model itself.
@@ -69,6 +71,7 @@ class Component:
     def remove(self) -> None:
         """Leave every attribute as it was before `install`, and drop the captures."""
         self.suspend()
+        self._attributes = None
         if self.captured is not None:
             self.captured.forget()
         self.runners = []
@@ -78,6 +81,7 @@ class Component:
         """Leave every attribute as it was before `install`, and be ready to install again."""
         self._set_active(False)  # somebody may still hold a runner
         left = self._patches.undo()
+        self._attributes = self._look()
         if left:
             logger.warning(
                 "%s: another extension has replaced %s since; ours now only passes calls on",
@@ -112,16 +116,23 @@ class Component:
         if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
             return False
+        if self._attributes is None or not self._attributes.same(self._look()):
+            for runner in self.runners:
+                runner.tree = None  # looked at anew
         for runner in self.runners:
             self._patches.set(runner.block, runner.family.method, runner)
         self._patches.set(self.model, "forward", after)
         self._set_active(True)
         return True
 
+    def _look(self) -> Attributes:
+        transient = {name for family in self._session.families for name in family.transient}
+        return Attributes(self.model, transient)
+
     def kinds(self) -> list[Kind]:
         """The kinds that this component's blocks have used, each once."""
-        blocks = {id(runner.block) for runner in self.runners}
-        return [kind for kind in self._session.kinds if kind.blocks & blocks]
+        blocks = {runner.block for runner in self.runners}
+        return [kind for kind in self._session.kinds if not blocks.isdisjoint(kind.blocks)]
 
 
 class _ModelForward:

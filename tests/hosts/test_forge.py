@@ -43,7 +43,7 @@ def acceleration(adapter: WebUIHost) -> Acceleration:
 def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
     """One store for all tests, so that each kind is built once."""
     store = tmp_path_factory.getbasetemp() / "forge-store"
-    return CompileOptions(backend="eager", store=store, workers=1)
+    return CompileOptions(backend="eager", build="wait", store=store, workers=1)
 
 
 @pytest.fixture
@@ -450,3 +450,16 @@ def test_the_hosts_queue_is_waited_for(host: ForgeStandIn, adapter: WebUIHost) -
     adapter.run_exclusively(lambda: seen.append(lock.locked()))
     assert seen == [True]
     assert not lock.locked()
+
+
+def test_convolutions_that_are_made_to_tile(host: ForgeStandIn, drawn: Any) -> None:
+    """As reForge does it, and extensions for either: between jobs, on every convolution."""
+    convolutions = [m for m in host.unet.modules() if isinstance(m, torch.nn.Conv2d)]
+    plain = host.draw()
+    for padding in ("circular", "zeros", "circular"):
+        for convolution in convolutions:
+            convolution.padding_mode = padding
+        expected = host.draw()
+        assert close(expected, plain) is (padding == "zeros")
+        for _ in range(2):
+            assert close(drawn()[0], expected)

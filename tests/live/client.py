@@ -117,6 +117,8 @@ class WebUI:
         chosen = accelerated if isinstance(accelerated, Mapping) else {"enabled": accelerated}
         always_on = {"OneDiff": {"args": [dict(chosen)]}, **(scripts or {})}
         body = {**DEFAULTS, **job, "alwayson_scripts": always_on}
+        if body.get("enable_hr") and self.host() == "forge":
+            body["hr_additional_modules"] = ["Use same choices"]  # its API fails without
         if "init_images" in body:
             body["init_images"] = [encode(picture) for picture in body["init_images"]]
         if "mask" in body:
@@ -143,6 +145,11 @@ class WebUI:
                 raise WebUIError(f"still {status['line']}")
             time.sleep(0.5)
         return status
+
+    def host(self) -> str:
+        """``"a1111"``, ``"forge"`` or ``"reforge"``."""
+        name: str = self.get("/onediff/v1/version")["host"]
+        return name
 
     def set_options(self, **options: Any) -> None:
         self.post("/sdapi/v1/options", options)

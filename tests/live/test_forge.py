@@ -1,0 +1,81 @@
+"""What only Forge and reForge have: a built-in ControlNet, models that change within a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.live.client import PROMPT, WebUI, assert_different, assert_same, encode
+
+
+@pytest.fixture(autouse=True)
+def forge_only(webui: WebUI) -> None:
+    if webui.host() == "a1111":
+        pytest.skip("this WebUI is not Forge or reForge")
+
+
+@pytest.fixture(scope="module")
+def controlled(webui: WebUI) -> Any:
+    """Draws with a ControlNet: `controlled(accelerated, photo, unit fields, **job)`."""
+    if not webui.has("/controlnet/model_list"):
+        pytest.skip("the WebUI has no ControlNet")
+    models = [m for m in webui.get("/controlnet/model_list")["model_list"] if m != "None"]
+    if not models:
+        pytest.skip("the WebUI has no ControlNet model")
+
+    def draw(accelerated: bool, photo: np.ndarray, unit: dict[str, Any], **job: Any) -> Any:
+        unit = {
+            "enabled": True,
+            "module": "None",
+            "model": models[0],
+            "image": encode(photo),
+        } | unit
+        return webui.draw(accelerated, scripts={"ControlNet": {"args": [unit]}}, **job)
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [{}, {"guidance_start": 0.3, "guidance_end": 0.7}, {"weight": 0.4}],
+    ids=["all steps", "some steps", "weaker"],
+)
+def test_controlnet(webui: WebUI, controlled: Any, photo: np.ndarray, unit: dict[str, Any]) -> None:
+    job = {"steps": 5}
+    plain = webui.draw(False, **job)
+    theirs = controlled(False, photo, unit, **job)
+    assert_different(theirs, plain)
+    for _ in range(2):
+        assert_same(controlled(True, photo, unit, **job), theirs)
+    assert webui.status()["running"] == "compiled", webui.status()["line"]
+    assert_same(webui.draw(True, **job), plain)
+
+
+def test_controlnet_with_a_lora(
+    controlled: Any, webui: WebUI, photo: np.ndarray, loras: list[str]
+) -> None:
+    job = {"prompt": f"{PROMPT} <lora:{loras[0]}:1>"}
+    theirs = controlled(False, photo, {}, **job)
+    assert_different(theirs, controlled(False, photo, {}))
+    assert_same(controlled(True, photo, {}, **job), theirs)
+
+
+def test_controlnet_of_another_size(controlled: Any, photo: np.ndarray) -> None:
+    job = {"width": 136, "height": 200, "batch_size": 2}
+    assert_same(controlled(True, photo, {}, **job), controlled(False, photo, {}, **job))
+
+
+def test_hires_fix_with_another_checkpoint(webui: WebUI, checkpoints: list[str]) -> None:
+    job = {
+        "enable_hr": True,
+        "hr_scale": 1.5,
+        "hr_upscaler": "Latent",
+        "hr_second_pass_steps": 2,
+        "denoising_strength": 0.6,
+        "hr_checkpoint_name": checkpoints[1],
+    }
+    theirs = webui.draw(False, **job)
+    for _ in range(2):
+        assert_same(webui.draw(True, **job), theirs)
