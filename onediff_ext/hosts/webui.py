@@ -23,11 +23,16 @@ class HostCheckpoint:
         name: As the host shows it.
         digest: The host's short hash, or ``""`` when it has none yet.
         architecture: ``"sd1"``, ``"sd2"``, ``"sdxl"``, ``"sdxl-refiner"`` or ``"unknown"``.
+        content_hash: SHA-256 of its file, 64 hexadecimal digits, or ``""`` when the host has
+            not computed it.
+        path: Its file.
     """
 
     name: str
     digest: str
     architecture: str
+    content_hash: str = ""
+    path: str = ""
 
 
 class WebUIHost(ABC):
@@ -85,6 +90,10 @@ class WebUIHost(ABC):
 
         Must not change what the host draws next.
         """
+
+    def vae_step(self) -> None:  # noqa: B027
+        """One small encoding and decoding by the VAE, for warm-up: its kinds do not depend on the
+        size. For hosts whose `step` does not do it."""
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         """Run a task as one of the host's own jobs: none beside it, on a thread that may.

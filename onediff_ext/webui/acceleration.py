@@ -6,8 +6,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -15,14 +15,14 @@ from torch import nn
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
-from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.service.session import Session
+from onediff_ext.service.warmup import STAGES, WarmUp, WarmUpProgress, WarmUpReport
 from onediff_ext.webui.attachment import Attachment
 
 logger = logging.getLogger(__name__)
 
-# Called with (shapes done, shapes wanted) while warming up.
+# Called with (sizes done, sizes wanted) while warming up.
 WarmUpListener = Callable[[int, int], None]
 
 # Models that stay prepared between jobs: the current checkpoint, and others kept in memory.
@@ -54,14 +54,18 @@ class Acceleration:
         self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
-        self._kinds: list[Kind] = []
-        self._cancelled = threading.Event()
+        self._warm_up_running: WarmUp | None = None
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------------ around a job
 
     def begin(
-        self, job: Any, options: CompileOptions | None, ignores: frozenset[str] = frozenset()
+        self,
+        job: Any,
+        options: CompileOptions | None,
+        ignores: frozenset[str] = frozenset(),
+        *,
+        picture: bool = True,
     ) -> None:
         """A job starts: call from the script's ``process`` hook, before anything is encoded.
 
@@ -72,6 +76,7 @@ class Acceleration:
             job: The host's processing object ``p``.
             options: What the user chose; None runs this job without graphs.
             ignores: Components to leave alone (`onediff_ext.core.options.parse_ignores`).
+            picture: Whether somebody waits for a picture, within which no graph may change.
         """
         with self._lock:
             self._forget(job)
@@ -79,6 +84,8 @@ class Acceleration:
             entry = _Job(weakref.ref(job), options, ignores)
             self._jobs.append(entry)
             self._reasons = []
+            if picture:
+                self._open_picture(entry)
             with self._drawing_eager_on_failure():
                 _CloseAndEnd.put_on(job, self)
                 # Others may still put something of their own under the UNet before sampling,
@@ -110,10 +117,10 @@ class Acceleration:
         is still running.
         """
         with self._lock:
+            if not any(self._is_other(entry, job) for entry in self._jobs):
+                self._detach()
             self._forget(job)
             self._prune()
-            if not self._jobs:
-                self._detach()
 
     def model_loaded(self) -> None:
         """A checkpoint was loaded: call from ``on_model_loaded``, so that nothing here keeps
@@ -123,12 +130,15 @@ class Acceleration:
 
     def close(self) -> None:
         """The extension is going away ("Reload UI", disabling): undo everything, end builds."""
+        self.cancel()
         with self._lock:
-            self.cancel()
-            while self._jobs:
-                _CloseAndEnd.take_off(self._jobs.pop().job())
+            for entry in list(self._jobs):
+                self._finish(entry)
             self._detach()
             self._drop_parked(lambda _: True)
+            for session in self._sessions.values():
+                session.close()
+            self._sessions.clear()
             self._running = "off"
 
     # ------------------------------------------------------------------ for people
@@ -140,22 +150,14 @@ class Acceleration:
 
     def status(self) -> Status:
         """What pictures are drawn with, for panel and API; cheap, from any thread."""
-        kinds = _kinds_of(self._attached) or list(self._kinds)
-        ready = sum(kind.graph is not None for kind in kinds)
-        failed = [kind for kind in kinds if kind.state is KindState.FAILED]
-        running = self._running
-        if running != "off":
-            running = "compiled" if ready and not self._reasons else "eager"
-        reasons = list(self._reasons)
-        if self._session is not None and running != "off":
-            reasons += [f"{f.what}: {f.reason}" for f in self._session.fallbacks()]
-            reasons += self._session.builder.warnings
-        return Status(
-            running=running,
-            kinds_ready=ready,
-            kinds_failed=len(failed),
-            kinds_needed=len(kinds),
-            reasons=tuple(dict.fromkeys(reasons)),
+        session, running, reasons = self._session, self._running, tuple(self._reasons)
+        if session is None or running == "off":
+            return Status(running, reasons=reasons)
+        status = session.status()
+        return replace(
+            status,
+            running="eager" if reasons else status.running,
+            reasons=tuple(dict.fromkeys(reasons + status.reasons)),
         )
 
     def warm_up(
@@ -164,34 +166,44 @@ class Acceleration:
         options: CompileOptions,
         ignores: frozenset[str] = frozenset(),
         listen: WarmUpListener | None = None,
-    ) -> None:
-        """Make everything ready that pictures of these sizes need, and wait for it.
+    ) -> WarmUpReport | None:
+        """Make everything ready that pictures of these sizes need, measure it, and wait for it.
 
-        Runs as one of the host's own jobs, so it waits for its turn. A failure is
-        recorded in `status`, as during a job.
+        Runs as one of the host's own jobs, so it waits for its turn.
+
+        Args:
+            shapes: Sizes, with pictures at once.
+            options, ignores: As in `begin`; missing graphs are built whatever `options.build`
+                says.
+            listen: Called from the thread that warms up.
+
+        Returns:
+            What was done; None when nothing could be, which `status` explains.
         """
-        self._cancelled.clear()
+        reports: list[WarmUpReport] = []
 
         def task() -> None:
-            warm_up_job = _WarmUpJob()
-            self.begin(warm_up_job, options, ignores)
-            self.before_sampling(warm_up_job)
+            job = _WarmUpJob()
             try:
                 with self._drawing_eager_on_failure():
-                    for done, shape in enumerate(shapes):
-                        if self._cancelled.is_set() or not self._attached:
-                            break
-                        self.host.step(shape)
-                        if listen is not None:
-                            listen(done + 1, len(shapes))
+                    report = self._warm_up(job, shapes, options, ignores, listen)
+                    if report is not None:
+                        reports.append(report)
             finally:
-                self.end(warm_up_job)
+                self._warm_up_running = None
+                self.end(job)
 
         self.host.run_exclusively(task)
+        return reports[0] if reports else None
 
     def cancel(self) -> None:
-        """Stop `warm_up` after the size that it is at; what is built is kept."""
-        self._cancelled.set()
+        """End a warm-up and all builds within a moment; what is built is kept. Builds go on
+        with the next warm-up."""
+        warm_up, session = self._warm_up_running, self._session
+        if warm_up is not None:
+            warm_up.cancel()
+        if session is not None:
+            session.cancel_builds()
 
     # ------------------------------------------------------------------ inside
 
@@ -216,9 +228,32 @@ class Acceleration:
         for attachment in list(self._attached):
             if not any(attachment.fits(session, *item, state) for item in wanted):
                 self._park(attachment)
+        changed = self._tell_checkpoint(session, wanted)
         for item in wanted:
             if not any(a.fits(session, *item, state) for a in self._attached):
                 self._attach(session, *item, state)
+                changed = True
+        if changed:
+            # Blocks that are known already name their kinds no more: these are in use again.
+            for kind in [k for a in self._attached for k in a.kinds()]:
+                session.find(kind.key, lambda kind=kind: kind)  # type: ignore[misc]
+
+    def _tell_checkpoint(self, session: Session, wanted: list[tuple[str, nn.Module]]) -> bool:
+        """Have the session count and record what this checkpoint uses; whether it is another."""
+        checkpoint = self.host.checkpoint()
+        if checkpoint is None or not checkpoint.content_hash or not wanted:
+            return False
+        if session.checkpoint and session.checkpoint.content_hash == checkpoint.content_hash:
+            return False
+        parameter = next(wanted[0][1].parameters(), None)
+        session.use_checkpoint(
+            checkpoint.content_hash,
+            name=checkpoint.name,
+            path=checkpoint.path,
+            architecture=checkpoint.architecture,
+            device=None if parameter is None else parameter.device,
+        )
+        return True
 
     def _attach(self, session: Session, name: str, model: nn.Module, state: Hashable) -> None:
         attachment = next((a for a in self._parked if a.fits(session, name, model, state)), None)
@@ -233,6 +268,42 @@ class Acceleration:
         attachment.install()
         self._attached.append(attachment)
 
+    def _warm_up(
+        self,
+        job: _WarmUpJob,
+        shapes: Sequence[BatchShape],
+        options: CompileOptions,
+        ignores: frozenset[str],
+        listen: WarmUpListener | None,
+    ) -> WarmUpReport | None:
+        # Within a picture no graph would change, so this is none.
+        options = replace(options, build="background")
+        session = self._session_for(options)
+        tried_vae: list[bool] = []
+
+        def step(shape: BatchShape) -> None:
+            if not tried_vae:
+                tried_vae.append(True)
+                self.host.vae_step()
+            self.host.step(shape)
+
+        def tell(progress: WarmUpProgress) -> None:
+            if listen is not None and progress.stage == STAGES[-1]:
+                listen(progress.done, progress.needed)
+
+        with self._lock:
+            self.begin(job, options, ignores, picture=False)
+            self.before_sampling(job)
+            unets = [a.component for a in self._attached if not a.component.name.startswith("vae")]
+        parameter = next((p for unet in unets for p in unet.model.parameters()), None)
+        if parameter is None:
+            if not self._reasons:
+                self._note("there is no UNet to warm up")
+            return None
+        warm_up = WarmUp(session, unets, step, shapes, parameter.device, tell)
+        self._warm_up_running = warm_up
+        return warm_up.run()
+
     def _park(self, attachment: Attachment) -> None:
         self._attached.remove(attachment)
         attachment.suspend()
@@ -242,18 +313,39 @@ class Acceleration:
         del self._parked[_PARKED_LIMIT:]
 
     def _session_for(self, options: CompileOptions) -> Session:
-        session = self._sessions.get(options)
+        # When to build is no reason to load all graphs a second time.
+        key = replace(options, build="never")
+        session = self._sessions.get(key)
         if session is None:
             session = Session(options, self.host.families(), self.host.rules())
-            self._sessions[options] = session
+            self._sessions[key] = session
             for old in list(self._sessions)[:-_SESSIONS_LIMIT]:
-                del self._sessions[old]
+                self._sessions.pop(old).close()
+        session.options = options
         self._session = session
         return session
 
+    def _open_picture(self, entry: _Job) -> None:
+        """Until the job ends, background work is gentle and no graph changes."""
+        with self._drawing_eager_on_failure():
+            if entry.options is not None:
+                picture = self._session_for(entry.options).picture()
+            elif self._session is not None:
+                picture = self._session.gate.picture()  # builds nothing afterwards
+            else:
+                return
+            picture.__enter__()
+            entry.picture = picture
+
+    def _finish(self, entry: _Job) -> None:
+        self._jobs.remove(entry)
+        _CloseAndEnd.take_off(entry.job())
+        picture, entry.picture = entry.picture, None
+        if picture is not None:
+            with self._drawing_eager_on_failure():
+                picture.__exit__(None, None, None)
+
     def _detach(self) -> None:
-        if self._attached:
-            self._kinds = _kinds_of(self._attached)
         while self._attached:
             self._park(self._attached[-1])
 
@@ -289,19 +381,20 @@ class Acceleration:
     def _find(self, job: Any) -> _Job | None:
         return next((entry for entry in self._jobs if entry.job() is job), None)
 
+    @staticmethod
+    def _is_other(entry: _Job, job: Any) -> bool:
+        running = entry.job()
+        return running is not None and running is not job
+
     def _forget(self, job: Any) -> None:
         entry = self._find(job)
         if entry is not None:
-            self._jobs.remove(entry)
-            _CloseAndEnd.take_off(job)
+            self._finish(entry)
 
     def _prune(self) -> None:
         """Drop jobs that ended without a word, as a script's that raised may do."""
-        self._jobs = [entry for entry in self._jobs if entry.job() is not None]
-
-
-def _kinds_of(attachments: Sequence[Attachment]) -> list[Kind]:
-    return [kind for attachment in list(attachments) for kind in attachment.kinds()]
+        for entry in [entry for entry in self._jobs if entry.job() is None]:
+            self._finish(entry)
 
 
 @dataclass(eq=False)
@@ -311,6 +404,7 @@ class _Job:
     job: Callable[[], Any]
     options: CompileOptions | None
     ignores: frozenset[str]
+    picture: AbstractContextManager[None] | None = None
 
 
 class _WarmUpJob:

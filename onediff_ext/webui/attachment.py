@@ -22,6 +22,9 @@ class Attachment:
         name: The component, as `WebUIHost.models` gives it.
         model: The host's module.
         state: `WebUIHost.state` for which this is right.
+
+    Attributes:
+        component: The model with its runners and captures.
     """
 
     def __init__(
@@ -29,26 +32,26 @@ class Attachment:
     ) -> None:
         self._host, self.session, self._state = host, session, state
         self._patches = Patches()
-        self._component = Component(name, model, session)
+        self.component = Component(name, model, session)
 
     def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
         """Whether this is what that model needs now."""
         return (
             session is self.session
-            and model is self._component.model
-            and name == self._component.name
+            and model is self.component.model
+            and name == self.component.name
             and state == self._state
         )
 
     def is_gone(self) -> bool:
         """Whether the host has given the model up: its weights are nowhere."""
-        return any(parameter.is_meta for parameter in self._component.model.parameters())
+        return any(parameter.is_meta for parameter in self.component.model.parameters())
 
     def install(self) -> None:
         """Put the graphs under the model."""
         try:
-            self._component.install()
-            self._host.attach(self._patches, self._component.model, self._component.name)
+            self.component.install()
+            self._host.attach(self._patches, self.component.model, self.component.name)
         except BaseException:
             self.undo()
             raise
@@ -56,13 +59,13 @@ class Attachment:
     def suspend(self) -> None:
         """Leave every attribute as it was before `install`, which may come again."""
         self._patches.undo()
-        self._component.suspend()
+        self.component.suspend()
 
     def undo(self) -> None:
         """The same for good: captures are dropped too."""
         self._patches.undo()
-        self._component.remove()
+        self.component.remove()
 
     def kinds(self) -> list[Kind]:
         """The kinds that the model's blocks have used."""
-        return self._component.kinds()
+        return self.component.kinds()

@@ -19,6 +19,7 @@ def register() -> None:
     script_callbacks.on_before_ui(_add_axes)
     script_callbacks.on_app_started(_add_routes)
     script_callbacks.on_cfg_denoiser(_before_step)
+    script_callbacks.on_model_loaded(_let_go)
     script_callbacks.on_model_loaded(_warm_up_loaded)
     script_callbacks.on_script_unloaded(_unload)
 
@@ -54,6 +55,12 @@ def _add_routes(_: Any, app: Any) -> None:
 
 def _before_step(_: Any) -> None:
     extension.current().acceleration.before_step()
+
+
+def _let_go(_: Any) -> None:
+    state = extension.existing()
+    if state is not None:
+        state.acceleration.model_loaded()
 
 
 def _warm_up_loaded(_: Any) -> None:

@@ -138,6 +138,11 @@ def current() -> Extension:
     return _current
 
 
+def existing() -> Extension | None:
+    """The extension of this process, if anything has needed it so far."""
+    return _current
+
+
 def close_current() -> None:
     """Undo everything and forget it; the next use begins anew."""
     global _current

@@ -30,7 +30,9 @@ class FakeModel(nn.Module):
         self.first_stage_model.decoder = ldm_stand_in.Decoder()
         self.lowvram, self.is_sd1, self.is_sdxl, self.is_sd2 = False, True, False, False
         self.cond_stage_model_empty_prompt = torch.randn(1, 77, 24)
-        self.sd_checkpoint_info = SimpleNamespace(name_for_extra=f"fake-{seed}", shorthash="0" * 10)
+        self.sd_checkpoint_info = SimpleNamespace(
+            name_for_extra=f"fake-{seed}", shorthash="", sha256=None, filename="fake.safetensors"
+        )
         self.eval().requires_grad_(False)
         for name, module in self.model.named_modules():
             module.network_layer_name = name.replace(".", "_")
@@ -159,6 +161,7 @@ def a1111() -> Iterator[A1111StandIn]:
                 "fp8": False,
                 "unet_needs_upcast": False,
                 "dtype_unet": torch.float32,
+                "dtype_vae": torch.float32,
                 "device": torch.device("cpu"),
                 "autocast": nullcontext,
             },

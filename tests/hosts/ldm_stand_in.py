@@ -176,13 +176,13 @@ class Decoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """x [B, 3, H, W] → [B, 4, H, W]."""
+    """x [B, 3, H, W] → mean and deviation of a latent [B, 8, H, W]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv_in = nn.Conv2d(3, 8, 3, padding=1)
         self.block = ResnetBlock(8, 16)
-        self.conv_out = nn.Conv2d(16, 4, 3, padding=1)
+        self.conv_out = nn.Conv2d(16, 8, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv_out(self.block(self.conv_in(x), None))

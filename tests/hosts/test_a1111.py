@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ def acceleration(host: A1111StandIn) -> Acceleration:
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
     """One store for all tests: what one has built the next one loads."""
-    return CompileOptions(backend="eager", store=tmp_path_factory.mktemp("store"), workers=1)
+    store = tmp_path_factory.mktemp("store")
+    return CompileOptions(backend="eager", build="wait", store=store, workers=1)
 
 
 @pytest.fixture
@@ -441,8 +443,10 @@ def test_warm_up_builds_without_drawing(
     before, random = host.attributes(), torch.get_rng_state()
     seen: list[tuple[int, int]] = []
     shapes = [BatchShape(64, 64), BatchShape(72, 128, 2)]
-    acceleration.warm_up(shapes, options, listen=lambda done, of: seen.append((done, of)))
-    assert seen == [(1, 2), (2, 2)]
+    report = acceleration.warm_up(shapes, options, listen=lambda done, of: seen.append((done, of)))
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert [figures.shape for figures in report.sizes] == shapes
+    assert "AttnBlock 16" in {kind.label for kind in acceleration.session.kinds}
     assert acceleration.status().kinds_ready == acceleration.status().kinds_needed > 0
     assert host.attributes() == before
     assert torch.equal(torch.get_rng_state(), random)
@@ -455,7 +459,48 @@ def test_warm_up_is_cancelled_between_sizes(
 
     def stop(done: int, of: int) -> None:
         seen.append(done)
-        acceleration.cancel()
+        if done == 1:
+            acceleration.cancel()
 
-    acceleration.warm_up([BatchShape(64, 64)] * 3, options, listen=stop)
-    assert seen == [1]
+    shapes = [BatchShape(64, 64 + 8 * n) for n in range(3)]
+    report = acceleration.warm_up(shapes, options, listen=stop)
+    assert report.cancelled
+    assert len(report.sizes) == 1
+
+
+def test_background_builds_serve_from_the_next_picture_on(
+    host: A1111StandIn, acceleration: Acceleration, tmp_path: Path
+) -> None:
+    options = CompileOptions(backend="eager", build="background", store=tmp_path, workers=1)
+    expected = host.unet()
+    before = host.attributes()
+    p = FakeProcessing()
+    acceleration.begin(p, options)
+    acceleration.before_sampling(p)
+    assert close(host.unet(), expected)
+    acceleration.end(p)
+    assert host.attributes() == before
+    assert acceleration.session.wait_for_builds(120)
+    assert acceleration.status().kinds_ready == 4
+    acceleration.begin(p, options)
+    acceleration.before_sampling(p)
+    for _ in range(2):
+        assert close(host.unet(), expected)
+    acceleration.end(p)
+    assert acceleration.status().running == "compiled"
+    acceleration.close()
+
+
+def test_status_counts_the_current_checkpoints_kinds_again(
+    host: A1111StandIn, acceleration: Acceleration, job: Any
+) -> None:
+    """A kind that a block has named before belongs to the next checkpoint too."""
+    for name in ("a", "b", "a"):
+        host.model.sd_checkpoint_info = SimpleNamespace(
+            name_for_extra=name, shorthash=name, sha256=name * 64, filename=f"{name}.safetensors"
+        )
+        p = job()
+        host.unet()
+        acceleration.end(p)
+        assert acceleration.session.checkpoint.content_hash == name * 64
+        assert acceleration.status().kinds_needed == 4

@@ -122,6 +122,15 @@ class WebUI:
         status: dict[str, Any] = self.get("/onediff/v1/status")
         return status
 
+    def settle(self, timeout_s: float = 1500) -> dict[str, Any]:
+        """Wait until nothing is being built; returns the status then."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.status())["building"]:
+            if time.monotonic() > deadline:
+                raise WebUIError(f"still {status['line']}")
+            time.sleep(0.5)
+        return status
+
     def set_options(self, **options: Any) -> None:
         self.post("/sdapi/v1/options", options)
 

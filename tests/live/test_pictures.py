@@ -78,12 +78,13 @@ def test_tiling(webui: WebUI) -> None:
 
     By the backend that builds at once, since all kinds are needed a second time.
     """
-    chosen = {"enabled": True, "backend": "eager"}
+    chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
     plain, tiled = webui.draw(False), webui.draw(False, tiling=True)
     assert_different(plain, tiled)
-    for _ in range(2):
+    for _ in range(3):
         assert_same(webui.draw(chosen, tiling=True), tiled)
         assert_same(webui.draw(chosen), plain)
+        webui.settle()
 
 
 def test_tokens_merged_by_the_host(webui: WebUI) -> None:

@@ -17,6 +17,9 @@ from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
 
+# How large the VAE is tried while warming up, in latent cells.
+_VAE_CELLS = (16, 24)
+
 
 class A1111Host(WebUIHost):
     """AUTOMATIC1111 1.10: one model object whose weights change under it."""
@@ -39,7 +42,13 @@ class A1111Host(WebUIHost):
         info = getattr(model, "sd_checkpoint_info", None)
         if info is None:
             return None
-        return HostCheckpoint(info.name_for_extra, info.shorthash or "", _architecture(model))
+        return HostCheckpoint(
+            info.name_for_extra,
+            info.shorthash or "",
+            _architecture(model),
+            content_hash=info.sha256 or "",
+            path=info.filename,
+        )
 
     def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
         model = _loaded_model()
@@ -100,6 +109,20 @@ class A1111Host(WebUIHost):
         timesteps = torch.full((count,), 500.0, **form)
         with torch.no_grad(), devices.autocast():
             unet(x, timesteps, context=context, **extra)
+
+    def vae_step(self) -> None:
+        from modules import devices
+
+        vae = getattr(_loaded_model(), "first_stage_model", None)
+        if vae is None:
+            return
+        noise = torch.Generator().manual_seed(0)
+        form = {"device": devices.device, "dtype": devices.dtype_vae}
+        # image [1, 3, H, W] → moments [1, 2C, H/8, W/8], of which C are a latent
+        image = torch.randn(1, 3, *(CELL_PX * n for n in _VAE_CELLS), generator=noise).to(**form)
+        with torch.no_grad(), devices.autocast():
+            moments = vae.encoder(image)
+            vae.decoder(moments.chunk(2, dim=1)[0])
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         from modules.call_queue import queue_lock
