@@ -31,9 +31,12 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # A kernel would note its best launch settings in the folder where it was built, which a
     # worker removes; drawing made that folder anew and left it behind.
     "autotune_local_cache": False,
+    # Several launch settings for a kernel would be tried out in each process that draws, at its
+    # first call: a tenth of a second for each kernel, 4.6 s for SDXL (H200, torch 2.11).
+    "triton.autotune_pointwise": False,
 }
 # Raised whenever the kernels in `backends/kernels` change.
-KERNELS = "2"
+KERNELS = "3"
 
 
 class InductorBackend(Backend):
@@ -60,6 +63,11 @@ class InductorBackend(Backend):
             entries["kernels"] = KERNELS
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
         return entries
+
+    def prepare_to_load(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            import torch._inductor.codecache
+            import torch._inductor.standalone_compile  # noqa: F401
 
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         # The graph's own fake tensors, never real ones: those would make the weights'

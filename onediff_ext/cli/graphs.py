@@ -164,7 +164,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         if kind.graph is not None:
             print(f"{kind.label}: loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})")
         else:
-            why = kind.reason or model.session.library.explain(kind.key, kind.label)
+            why = kind.reason or model.session.builder.why_missing(kind)
             print(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}")
     return 0
 

@@ -28,6 +28,9 @@ class Backend(ABC):
     def key_entries(self, device: torch.device) -> Mapping[str, str]:
         """Name everything outside the block that decides the bytes of a graph."""
 
+    def prepare_to_load(self, device: torch.device) -> None:  # noqa: B027
+        """Import what `load` needs, which may take seconds; the default needs nothing."""
+
     @abstractmethod
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         """Compile an exported block.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import tempfile
 import time
@@ -13,6 +14,9 @@ from filelock import BaseFileLock, FileLock, Timeout
 from onediff_ext.core.errors import BackendError
 
 _PREFIX = "onediff-build-"
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
+# A folder gets its lock a moment after it was made; one that has none for so long never will.
+_MAKING_S = 2.0
 
 
 class BuildFolder:
@@ -48,12 +52,20 @@ class BuildFolder:
     def _remove_stale(self) -> None:
         for folder in self._parent.glob(f"{_PREFIX}*"):
             lock = _lock_of(folder)
-            if not Path(lock.lock_file).exists():
+            if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
                 continue  # just being made, or not ours
             with contextlib.suppress(Timeout, OSError):
                 lock.acquire(timeout=0)
                 lock.release()
                 _remove(folder)
+
+
+def _is_forsaken(folder: Path) -> bool:
+    try:
+        age_s = time.time() - folder.stat().st_mtime
+        return age_s > _MAKING_S and _NAME.fullmatch(folder.name) is not None
+    except OSError:
+        return False  # just removed
 
 
 def _lock_of(folder: Path) -> BaseFileLock:

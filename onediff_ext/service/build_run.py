@@ -211,7 +211,7 @@ class BuildRun:
                 builder.journal.note("failed", kind.label, failure)
                 self._finished(kind)
                 return
-            reason = builder.library.explain(kind.key, kind.label)
+            reason = builder.why_missing(kind)
             stored = builder.stored(kind)
             if stored is not None and stored.payload is not None:
                 if builder.is_harmless(stored, kind):
@@ -226,15 +226,10 @@ class BuildRun:
                         builder.journal.note("loaded", kind.label, "another process built it")
                         self._finished(kind)
                         return
-                else:
-                    reason = "stored, but never loaded on this machine"
             elif not builder.may_build:
                 kind.fail(reason)
                 self._finished(kind)
                 return
-            elif (found := builder.library.get(kind.key)) is not None:
-                proof = builder.verdicts.read(found.digest).proofs.get(machine_digest(kind.device))
-                reason = f"the stored one is bad here: {proof.problem if proof else 'unknown'}"
             job = _Job(kind, locks.pop_all(), unproved=stored, reason=reason)
             self._exporting[id(kind)] = job
             builder.journal.note("build" if stored is None else "prove", kind.label, reason)

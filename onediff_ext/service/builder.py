@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 PROVED_ON = "proved on"  # in a graph's details: the machine whose worker built and tried it
 _FIRST_LOAD_S = 0.05
+_PREPARE_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Builder:
         self.run: BuildRun | None = None
         self._running = threading.Lock()
         self._load_s = _FIRST_LOAD_S
+        self._prepared: set[torch.device] = set()
 
     @property
     def worker_count(self) -> int:
@@ -172,7 +174,7 @@ class Builder:
         if failure is None:
             return None
         day = time.strftime("%Y-%m-%d", time.localtime(failure.at))
-        return f"could not be built on {day}: {failure.reason}"
+        return f"given up on {day}: {failure.reason}"
 
     def is_harmless(self, stored: StoredGraph, kind: Kind) -> bool | None:
         """Whether a stored graph may be loaded here; None when that is not known yet."""
@@ -191,6 +193,16 @@ class Builder:
         if stored is None or stored.payload is None or self.is_harmless(stored, kind) is False:
             return None
         return stored
+
+    def why_missing(self, kind: Kind) -> str:
+        """Why a kind has no graph that may be used here, in plain words."""
+        proof = self.verdicts.read(kind.key.digest).proofs.get(machine_digest(kind.device))
+        reason = self.library.explain(kind.key, kind.label)
+        if reason == "stored":
+            if proof is not None and proof.problem:
+                return f"the stored one is bad on this machine: {proof.problem}"
+            return "the stored one was never loaded on this machine"
+        return reason
 
     def load(self, payload: bytes, kind: Kind) -> Graph:
         """Make a graph's bytes callable, in this process.
@@ -219,7 +231,7 @@ class Builder:
         """
         machine = machine_digest(kind.device)
         try:
-            self.library.put(
+            stored = self.library.put(
                 kind.key,
                 payload,
                 label=kind.label,
@@ -229,6 +241,12 @@ class Builder:
             )
         except StoreError as exc:
             self.warn(exc)  # the graph serves this process all the same
+        else:
+            sha256 = stored.header.payload_sha256
+            if self.is_harmless(stored, kind) is False:  # the same bytes, and they worked now
+                self.verdicts.record_proof(
+                    stored.digest, kind.label, machine=machine, payload_sha256=sha256
+                )
         if seconds:
             self.history.record_build(machine, kind.label, seconds)
         self.take(kind, payload, "built", in_background=in_background)
@@ -242,20 +260,31 @@ class Builder:
         if not in_background:
             kind.accept(self.load(payload, kind), source)
             return
+        self._prepare_to_load(kind.device)
         with self.gate.turn(self._load_s):
             start = time.monotonic()
             graph = self.load(payload, kind)
             self._load_s = time.monotonic() - start
         self.gate.between_pictures(lambda: kind.accept(graph, source))
 
+    def _prepare_to_load(self, device: torch.device) -> None:
+        if device not in self._prepared:
+            self._prepared.add(device)
+            with self.gate.turn(_PREPARE_S):
+                self.backend.prepare_to_load(device)
+
     def give_up(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
         """Run a kind eager from now on; with `lasting`, in later processes too."""
         kind.fail(f"could not be built: {exc.message}")
         self.journal.note("failed", kind.label, kind.reason, level=logging.WARNING)
         if lasting:
-            self.verdicts.record_failure(
-                kind.key.digest, kind.label, exc.message, attempts=attempts, version=__version__
-            )
+            self.remember_failure(kind, exc.message, attempts)
+
+    def remember_failure(self, kind: Kind, reason: str, attempts: int = 1) -> None:
+        """Let no later process try a kind again, until somebody asks or the version changes."""
+        self.verdicts.record_failure(
+            kind.key.digest, kind.label, reason, attempts=attempts, version=__version__
+        )
 
     def mark_bad(self, kind: Kind, payload_sha256: str, problem: str) -> None:
         """Never load these bytes on this machine again."""

@@ -69,6 +69,7 @@ class ReadAhead:
 
     def _read(self, content_hash: str, device: torch.device) -> None:
         library = self._builder.library
+        self._builder.backend.prepare_to_load(device)
         try:
             record = CheckpointRecords(library.folder).read(content_hash)
         except StoreError as exc:

@@ -137,17 +137,20 @@ class Session(Kinds):
         self._fallbacks[what, reason] += 1
 
     def rejected(self, kind: Kind) -> None:
-        """A stored graph was wrong here: it is not used on this machine again, but built anew once.
+        """A graph was wrong here: it is not used on this machine again, but built anew once.
 
-        What this process built itself, and a second graph that is wrong, stays eager.
+        What was built on this machine and is wrong all the same stays eager, in later processes
+        too.
         """
-        stored = self.library.get(kind.key)
+        stored, reason = self.library.get(kind.key), kind.reason
         if stored is not None:
-            self.builder.mark_bad(kind, stored.header.payload_sha256, kind.reason)
+            self.builder.mark_bad(kind, stored.header.payload_sha256, reason)
         if kind.source == "loaded" and kind.key.digest not in self._rebuilt:
             self._rebuilt.add(kind.key.digest)
             if self.options.build != "never":
-                kind.miss(f"its stored graph {kind.reason}")
+                kind.miss(f"its stored graph {reason}")
+        elif kind.source == "built":
+            self.builder.remember_failure(kind, f"its graph {reason}")
 
     @property
     def kinds(self) -> list[Kind]:
@@ -329,7 +332,7 @@ class Session(Kinds):
             self.journal.note("failed", kind.label, failure, level=logging.WARNING)
         elif self.options.build == "never":
             # Nobody else will: who builds explains as well, on another thread.
-            kind.reason = self.library.explain(kind.key, kind.label)
+            kind.reason = self.builder.why_missing(kind)
             self.journal.note("missing", kind.label, kind.reason)
 
 

@@ -10,6 +10,7 @@ from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from tests import models
 from tests.engine.draw import draw_latents, relative_error
+from tests.service.conftest import InstantWorker
 
 
 @pytest.fixture
@@ -39,9 +40,15 @@ def _spoiled(session, monkeypatch, spoil):
         (lambda output: 1 / 0, "failed while running"),
     ],
 )
-def test_a_wrong_graph_is_never_used(pipe_and_latents, make_session, monkeypatch, spoil, reason):
+def test_a_wrong_graph_is_never_used(
+    pipe_and_latents, make_session, monkeypatch, tmp_path, spoil, reason
+):
     pipe, expected = pipe_and_latents
-    session = make_session()
+    # A store of its own: that these graphs are bad is remembered.
+    session = make_session(store=tmp_path / "store")
+    monkeypatch.setattr(
+        session.builder, "new_worker", lambda cache, in_background: InstantWorker("eager", cache)
+    )
     _spoiled(session, monkeypatch, spoil)
     compile_pipe(pipe, session=session)
     for _ in range(3):

@@ -350,10 +350,7 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
         contents[home][variable] = function
     before = _install(contents)
     vars(attention).update(
-        {
-            key: _Indirect(sys.modules[home], variable)
-            for key, (home, variable, _) in chosen.items()
-        }
+        {key: _Indirect(sys.modules[home], variable) for key, (home, variable, _) in chosen.items()}
     )
     try:
         yield SimpleNamespace(**classes, ops=ops, modules={k: sys.modules[k] for k in contents})

@@ -161,7 +161,7 @@ def test_a_kind_that_loses_two_workers_is_remembered(open_session, small, monkey
     assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("loaded") == len(session.kinds) - 1
     (failed,) = [kind for kind in again.kinds if kind.state is KindState.FAILED]
-    assert failed.reason.startswith("could not be built on 20")
+    assert failed.reason.startswith("given up on 20")
     assert again.retry_failed() == 1
     assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("built") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,5 +38,16 @@ def test_a_living_owners_folder_stays_and_a_dead_ones_goes(tmp_path: Path):
 def test_foreign_folders_stay(tmp_path: Path):
     foreign = tmp_path / "onediff-build-of-somebody"
     foreign.mkdir()
+    os.utime(foreign, (1, 1))
     BuildFolder(tmp_path).remove()
     assert foreign.is_dir()
+
+
+def test_a_folder_that_was_never_locked_goes_when_it_is_old(tmp_path: Path):
+    forsaken = tmp_path / "onediff-build-ab12_xyz"
+    forsaken.mkdir()
+    BuildFolder(tmp_path).remove()
+    assert forsaken.is_dir()  # somebody may just be making it
+    os.utime(forsaken, (1, 1))
+    BuildFolder(tmp_path).remove()
+    assert not forsaken.exists()

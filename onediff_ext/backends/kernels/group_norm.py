@@ -14,7 +14,12 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 CHUNKS = 256  # programs that share an image's rows
-_ROWS = 32  # pixels read at once
+# Pixels, channels and warps of a program: the best of 81 combinations on an H200, where a
+# quarter of the time of the first choice was enough.
+_ROWS = 64
+_CHANNELS = 64
+_WARPS = 2
+_APPLY_ROWS = 32
 
 
 @triton.jit
@@ -107,7 +112,7 @@ def apply_kernel(
     SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x · scale + shift, channel by channel, through SiLU if asked for."""
-    image, rows, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, image, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     channel = block * CHANNELS_BLOCK + tl.arange(0, CHANNELS_BLOCK)
     row = rows * ROWS + tl.arange(0, ROWS)
     inside = channel < channels
@@ -155,11 +160,9 @@ def group_norm(
     scale = x.new_empty((batch, channels), dtype=torch.float32)
     shift = torch.empty_like(scale)
     out = torch.empty_like(rows)
-    wide = 64 if channels % 128 else 128
-    blocks = -(-channels // wide)
-    wrap_triton(moments_kernel)[(batch, CHUNKS, blocks)](
+    wrap_triton(moments_kernel)[(batch, CHUNKS, -(-channels // _CHANNELS))](
         rows, counts, means, squares, pixels, channels,
-        CHUNKS=CHUNKS, ROWS=_ROWS, CHANNELS_BLOCK=wide, num_warps=4,
+        CHUNKS=CHUNKS, ROWS=_ROWS, CHANNELS_BLOCK=_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip
     group_block = triton.next_power_of_2(channels // groups)
     wrap_triton(scale_kernel)[(batch, groups)](
@@ -170,8 +173,11 @@ def group_norm(
         CHUNKS=CHUNKS, ROWS=_ROWS, CHUNKS_BLOCK=max(16, 2048 // group_block),
         GROUP_BLOCK=group_block, ADD=added is not None, num_warps=4,
     )  # fmt: skip
-    wrap_triton(apply_kernel)[(batch, (pixels + _ROWS - 1) // _ROWS, blocks)](
+    wide = 64 if channels % 128 else 128
+    blocks = -(-channels // wide)
+    # The most programs first: a grid's other two dims end at 65,535.
+    wrap_triton(apply_kernel)[((pixels + _APPLY_ROWS - 1) // _APPLY_ROWS, batch, blocks)](
         rows, scale, shift, out, pixels, channels,
-        SILU=silu, ROWS=_ROWS, CHANNELS_BLOCK=wide, num_warps=4,
+        SILU=silu, ROWS=_APPLY_ROWS, CHANNELS_BLOCK=wide, num_warps=4,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)

@@ -1,0 +1,131 @@
+"""Warm-up: kinds, captures, and a measured step of each size."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
+from onediff_ext.service.warmup import WarmUp
+from tests import models
+
+CHECKPOINT = "c" * 64
+SHAPES = [BatchShape(128, 128), BatchShape(192, 128, 2)]
+
+
+@pytest.fixture
+def warm(open_session, small, instant):
+    """Makes warm-ups of the small UNet over one store."""
+
+    def make(listen=None, shapes=SHAPES, **options):
+        session = open_session(**options)
+        session.use_checkpoint(CHECKPOINT, name="small", architecture="sd1")
+        compile_pipe(small.pipe, session=session)
+        return session, pipe_warm_up(small.pipe, shapes, listen)
+
+    return make
+
+
+def test_everything_is_built_and_measured(warm):
+    seen = []
+    session, warm_up = warm(seen.append)
+    report = warm_up.run()
+    assert report.built == len(session.kinds) > 5
+    assert [figures.shape for figures in report.sizes] == SHAPES
+    assert all(f.eager_ms > 0 and f.compiled_ms > 0 and f.first_s > 0 for f in report.sizes)
+    assert list(dict.fromkeys(p.stage for p in seen)) == ["kinds", "captures", "measuring"]
+    kinds = [p for p in seen if p.stage == "kinds"]
+    assert kinds[-1].done == kinds[-1].needed == len(session.kinds)
+    assert session.stage == ""
+    status = session.status()
+    assert status.speedup == pytest.approx(report.speedup)
+    assert "measured" in status.line()
+    json = report.as_json()
+    assert json["sizes"][1]["size"] == "192x128@2"
+    steps = session.builder.history.steps(machine_of(session), CHECKPOINT)
+    assert [step.size for step in steps] == ["128x128", "192x128@2"]
+
+
+def machine_of(session):
+    from onediff_ext.engine.machine import machine_digest
+
+    return machine_digest(session.kinds[0].device)
+
+
+def test_a_second_one_builds_nothing_and_takes_less_than_a_second_a_size(warm):
+    warm()[1].run()
+    session, warm_up = warm()
+    report = warm_up.run()
+    assert (report.built, report.loaded) == (0, len(session.kinds))
+    assert not [e for e in session.journal.events if e.what == "build"]
+
+
+def test_cancelled_while_building(warm):
+    session, warm_up = warm()
+    timer = threading.Timer(0.0, warm_up.cancel)
+    session.builder.history.build_seconds  # noqa: B018
+    step = warm_up._step
+
+    def cancel_after_the_first(shape):
+        step(shape)
+        if not timer.is_alive() and not timer.finished.is_set():
+            timer.start()
+
+    warm_up._step = cancel_after_the_first
+    report = warm_up.run()
+    assert report.cancelled
+    assert report.sizes == []
+    assert "cancelled" in report.line()
+    assert not session.status().building
+    assert session.stage == ""
+
+
+def test_cancelled_between_sizes(open_session, small):
+    session = open_session(build="never")
+    compile_pipe(small.pipe, session=session)
+    steps = []
+
+    def step(shape):
+        steps.append(shape)
+        small(shape.height_px // 8, shape.width_px // 8)
+        if len(steps) == 2:  # the kinds, then the first measured one
+            warm_up.cancel()
+
+    components = compiled_state(small.pipe).components
+    warm_up = WarmUp(session, components, step, SHAPES, torch.device("cpu"))
+    report = warm_up.run()
+    assert report.cancelled
+    assert len(report.sizes) == 1
+
+
+def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant):
+    pipe = models.sd15()
+    session = open_session()
+    compile_pipe(pipe, session=session)
+    pipe_warm_up(pipe, SHAPES[:1]).run()
+    assert any(kind.label.startswith("Attention") for kind in session.kinds)
+    assert session.count("built") == len(session.kinds)
+
+
+def test_restart_reads_ahead_and_the_first_forward_is_compiled(warm, open_session):
+    session, warm_up = warm()
+    warm_up.run()
+    kinds = len(session.kinds)
+    again = open_session()
+    again.use_checkpoint(CHECKPOINT, name="small", device=torch.device("cpu"))
+    again.read_ahead.wait()
+    from tests.service.conftest import SmallUNet
+
+    other = SmallUNet(seed=3)
+    compile_pipe(other.pipe, session=again)
+    other()
+    assert again.count("loaded") == kinds == len(again.kinds)
+    assert {e.reason for e in again.journal.events} == {"read ahead"}
+    start = time.monotonic()
+    assert again.status().running == "compiled"
+    assert time.monotonic() - start < 1
