@@ -10,7 +10,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
-NAMED_SIZES = ((512, 512), (720, 720), (960, 720), (1024, 1024), (1280, 1280), (136, 200))
+SIZES = ((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512))
+UNET_COLUMNS = {
+    "eager": "eager",
+    "ours-captured-eager": "eager, captured",
+    "compile_repeated_blocks": "repeated blocks",
+    "ours-exact": "OneDiff",
+}
 
 
 def main(check: bool = False) -> int:
@@ -26,7 +32,14 @@ def main(check: bool = False) -> int:
 
 def with_tables(text: str) -> str:
     """The text with each marked section made anew."""
-    for name, make in (("any size", _any_size), ("one set of graphs", _one_set)):
+    sections = {
+        "unet sdxl": lambda: _unet("sdxl"),
+        "unet sd1": lambda: _unet("sd1"),
+        "vae": _vae,
+        "deepcache": _deepcache,
+        "one set of graphs": _one_set,
+    }
+    for name, make in sections.items():
         begin = BEGIN.format(name)
         if begin not in text:
             continue
@@ -36,19 +49,54 @@ def with_tables(text: str) -> str:
     return text
 
 
-def _any_size() -> str:
-    """Milliseconds of a UNet step at the named sizes, for each model measured on a GPU."""
-    found = {name: _read(name) for name in ("sdxl", "sd1")}
+def _unet(model: str) -> str:
+    """Milliseconds of a UNet step, a column for each contender, and eager's share."""
+    figures = _result(f"unet-{model}")
+    columns = {
+        name: title
+        for name, title in UNET_COLUMNS.items()
+        if any(row["contender"] == name for row in figures["rows"])
+    }
     lines = [
-        "| size | SDXL eager | SDXL compiled | SD1.5 eager | SD1.5 compiled |",
+        "| size | " + " | ".join(columns.values()) + " | times faster |",
+        "| --- " * (len(columns) + 2) + "|",
+    ]
+    for width, height in SIZES:
+        ms = {
+            row["contender"]: row["ms_median"]
+            for row in figures["rows"]
+            if (row["width"], row["height"]) == (width, height)
+        }
+        cells = [f"{ms[name]:.1f}" for name in columns]
+        gain = ms["eager"] / ms["ours-exact"]
+        lines.append(f"| {width}x{height} | " + " | ".join(cells) + f" | {gain:.1f} |")
+    return "\n".join(lines)
+
+
+def _vae() -> str:
+    """Milliseconds of a VAE decode."""
+    rows = _result("vae-sdxl")["rows"]
+    lines = ["| size | eager | OneDiff | times faster |", "| --- | --- | --- | --- |"]
+    for eager, ours in zip(rows[::2], rows[1::2], strict=True):
+        size, before, after = (
+            f"{eager['width']}x{eager['height']}",
+            eager["ms_median"],
+            ours["ms_median"],
+        )
+        lines.append(f"| {size} | {before:.1f} | {after:.1f} | {before / after:.1f} |")
+    return "\n".join(lines)
+
+
+def _deepcache() -> str:
+    """Seconds of a picture of 50 steps, with and without DeepCache."""
+    lines = [
+        "| interval | SDXL 1024x1024, s | times faster | SD1.5 512x512, s | times faster |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for width, height in NAMED_SIZES:
-        rows = [_row(figures, width, height) for figures in found.values()]
-        if None in rows:
-            continue  # beyond the largest side of one of the runs
-        cells = [f"{row[k]:.1f}" for row in rows if row for k in ("eager_ms", "compiled_ms")]
-        lines.append(f"| {width}x{height} | " + " | ".join(cells) + " |")
+    found = [_result("deepcache-sdxl")["rows"], _result("deepcache-sd15")["rows"]]
+    for rows in zip(*found, strict=True):
+        cells = [f"{row['picture_s']:.2f} | {row['speedup']:.1f}" for row in rows]
+        lines.append(f"| {rows[0]['setting']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -78,17 +126,13 @@ def _slowest_first_step(figures: dict[str, Any]) -> str:
 
 
 def _read(model: str) -> dict[str, Any]:
-    path = RESULTS / f"any-size-{model}-h200.json"
+    return _result(f"any-size-{model}")
+
+
+def _result(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}-h200.json"
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return figures
-
-
-def _row(figures: dict[str, Any], width: int, height: int) -> dict[str, Any] | None:
-    for row in figures["rows"]:
-        if (row["width"], row["height"]) == (width, height):
-            found: dict[str, Any] = row
-            return found
-    return None
 
 
 if __name__ == "__main__":

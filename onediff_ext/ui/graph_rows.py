@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from onediff_ext.core.records import ORIGIN_IMPORTED
-from onediff_ext.store import CheckpointRecords, GraphLibrary, StoredGraph
+from onediff_ext.store import CheckpointRecords, GraphLibrary, History, StoredGraph
 
 EVERYTHING = "Everything"
 UNUSED = "Used by no known checkpoint"
@@ -77,8 +77,13 @@ class GraphGroup:
         }
 
 
-def graph_groups(library: GraphLibrary) -> list[GraphGroup]:
-    """Group the stored graphs by checkpoint, by name; graphs of no checkpoint come last."""
+def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
+    """Group the stored graphs by checkpoint, by name; graphs of no checkpoint come last.
+
+    Args:
+        library: The store.
+        machine: Digest of this machine, for what was measured on it; ``""`` leaves that out.
+    """
     stored = {graph.digest: graph for graph in library.entries()}
     groups, used = [], set()
     names: dict[str, int] = {}
@@ -88,7 +93,7 @@ def graph_groups(library: GraphLibrary) -> list[GraphGroup]:
         used.update(graph.digest for graph in mine)
         number = names[record.name] = names.get(record.name, 0) + 1
         name = record.name if number == 1 else f"{record.name} ({record.content_hash[:8]})"
-        speedup = getattr(record, "speedup", None)
+        speedup = _speedup(library, machine, record.content_hash)
         groups.append(
             GraphGroup(name, record.architecture, tuple(mine), len(listing.missing), speedup)
         )
@@ -106,6 +111,15 @@ def digests_of(library: GraphLibrary, name: str) -> list[str]:
     if name == EVERYTHING:
         return [graph.digest for graph in library.entries()]
     return [g.digest for group in graph_groups(library) if group.name == name for g in group.graphs]
+
+
+def _speedup(library: GraphLibrary, machine: str, content_hash: str) -> float | None:
+    steps = History(library.folder).steps(machine, content_hash)
+    if not steps:
+        return None
+    from onediff_ext.service.break_even import speedup_of
+
+    return speedup_of(steps)
 
 
 def age_text(at: float, now: float | None = None) -> str:

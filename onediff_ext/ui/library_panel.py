@@ -47,7 +47,7 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
 
     def show(name: str, text: str = "") -> list[Any]:
         library = port.library()
-        groups = graph_groups(library)
+        groups = graph_groups(library, port.machine())
         names = [EVERYTHING, *(group.name for group in groups)]
         kept = name if name in names else EVERYTHING
         rows = html.graph_table(groups, library.folder.root, library.limit_bytes)

@@ -53,6 +53,10 @@ class PanelPort(ABC):
     def library(self) -> GraphLibrary:
         """The graph library that is used now."""
 
+    def machine(self) -> str:
+        """Digest of this machine, under which measurements are kept; ``""`` when unknown."""
+        return ""
+
     @abstractmethod
     def picture_folders(self) -> Sequence[Path]:
         """Where finished pictures lie, for proposals of sizes."""

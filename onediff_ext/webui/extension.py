@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.options import BUILD_POLICIES, CompileOptions
+from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.store import GraphLibrary, default_root
@@ -34,7 +34,7 @@ class Extension:
         self._why_without = ""
         self._jobs_seen = False
 
-    def compile_options(self, choices: Choices, build: str | None = None) -> CompileOptions:
+    def compile_options(self, choices: Choices) -> CompileOptions:
         """The options of a session, from the panel and the settings page.
 
         Raises:
@@ -42,13 +42,10 @@ class Extension:
         """
         if choices.preset != CUSTOM:
             choices = replace(choices, backend=self.settings.get("onediff_backend"))
-        build = build or self.settings.build
-        if build not in BUILD_POLICIES:
-            build = "wait"
         return choices.compile_options(
             store=self.settings.store,
             store_limit_bytes=self.settings.store_limit_bytes,
-            build=build,
+            build=self.settings.build,
         )
 
     def begin(self, job: Any, choices: Choices) -> str | None:

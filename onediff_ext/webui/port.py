@@ -39,6 +39,13 @@ class WebUIPort(PanelPort):
     def library(self) -> GraphLibrary:
         return self._extension().library()
 
+    def machine(self) -> str:
+        import torch
+
+        from onediff_ext.engine.machine import machine_digest
+
+        return machine_digest(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
     def picture_folders(self) -> Sequence[Path]:
         from modules import shared
 
@@ -68,17 +75,18 @@ class WebUIPort(PanelPort):
         if not shapes:
             raise OptionError("There is no size to warm up.", 'Write for example "512x768".')
         extension = self._extension()
-        options = extension.compile_options(choices, build="wait")
+        options = extension.compile_options(choices)
         if not self._warming.acquire(blocking=False):
             raise OptionError("A warm-up is running already.", "Cancel it first.")
-        done = [0]
+        done, reports = [0], []
 
         def listen(finished: int, _: int) -> None:
             done[0] = finished
 
         def work() -> None:
             try:
-                extension.acceleration.warm_up(shapes, options, choices.ignores, listen)
+                report = extension.acceleration.warm_up(shapes, options, choices.ignores, listen)
+                reports.append(report)
             finally:
                 self._warming.release()
 
@@ -87,7 +95,9 @@ class WebUIPort(PanelPort):
         while thread.is_alive():
             yield self._step(done[0], len(shapes))
             thread.join(_LOOK_SECONDS)
-        yield WarmUpStep(done[0], len(shapes), self.status().line())
+        made = reports[0] if reports else None
+        summary = self.status().line() if made is None else made.line()
+        yield WarmUpStep(1, 1, "done", summary=summary)
 
     def start_warm_up(self, choices: Choices) -> None:
         """Warm up without anybody watching: for the API, and when a checkpoint loads.
@@ -103,10 +113,8 @@ class WebUIPort(PanelPort):
 
     def _step(self, done: int, needed: int) -> WarmUpStep:
         status = self.status()
-        note = "building graphs" if status.building else "sizes"
-        return WarmUpStep(
-            done + status.kinds_ready,
-            needed + status.kinds_needed,
-            note,
-            status.seconds_left,
-        )
+        if status.building:
+            ready = status.kinds_ready + status.kinds_failed
+            note = f"building {', '.join(status.building_now)}".strip()
+            return WarmUpStep(ready, status.kinds_needed, note, status.seconds_left)
+        return WarmUpStep(done, needed, status.stage or "waiting for its turn")

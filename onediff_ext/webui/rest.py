@@ -43,7 +43,11 @@ def add_routes(app: FastAPI, port: WebUIPort, api_auth: str | None, host: str) -
         return port.status().as_json()
 
     def graphs() -> dict[str, Any]:
-        return {"checkpoints": [group.as_json() for group in graph_groups(port.library())]}
+        return {
+            "checkpoints": [
+                group.as_json() for group in graph_groups(port.library(), port.machine())
+            ]
+        }
 
     async def warm_up(request: Request) -> dict[str, Any]:
         try:

@@ -142,11 +142,6 @@ class WebUI:
         status: dict[str, Any] = self.get("/onediff/v1/status")
         return status
 
-    def host(self) -> str:
-        """``"a1111"``, ``"forge"`` or ``"reforge"``."""
-        name: str = self.get("/onediff/v1/version")["host"]
-        return name
-
     def settle(self, timeout_s: float = 1500) -> dict[str, Any]:
         """Wait until nothing is being built; returns the status then."""
         deadline = time.monotonic() + timeout_s
@@ -155,6 +150,11 @@ class WebUI:
                 raise WebUIError(f"still {status['line']}")
             time.sleep(0.5)
         return status
+
+    def host(self) -> str:
+        """``"a1111"``, ``"forge"`` or ``"reforge"``."""
+        name: str = self.get("/onediff/v1/version")["host"]
+        return name
 
     def set_options(self, **options: Any) -> None:
         self.post("/sdapi/v1/options", options)

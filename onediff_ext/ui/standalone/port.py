@@ -10,6 +10,7 @@ from pathlib import Path
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
+from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.service.warmup import WarmUp, WarmUpProgress
 from onediff_ext.store import GraphLibrary
@@ -50,6 +51,9 @@ class StudioPort(PanelPort):
 
     def library(self) -> GraphLibrary:
         return self.studio.library
+
+    def machine(self) -> str:
+        return machine_digest(self.studio.device)
 
     def picture_folders(self) -> Sequence[Path]:
         return [self._output_dir]
