@@ -80,7 +80,7 @@ def test_tiling(webui: WebUI) -> None:
     """
     chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
     plain, tiled = webui.draw(False), webui.draw(False, tiling=True)
-    assert_different(plain, tiled)
+    assert (plain.pictures[0] != tiled.pictures[0]).any()
     for _ in range(3):
         assert_same(webui.draw(chosen, tiling=True), tiled)
         assert_same(webui.draw(chosen), plain)
