@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from onediff_ext.engine.port import Graph
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = 22
+KINDS = 18
 """Kinds of the checkpoint "sd15", its VAE's included."""
 PROGRESS = ("building graphs ", "pictures ")
 _BUILT: dict[str, bytes] = {}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("tests.command_line",)
 
-KINDS = 22
+KINDS = 18
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_report(run: Run, tmp_path: Path) -> None:
     for picture in report["pictures"]:
         assert {name: type(value) for name, value in picture.items()} == PICTURE
         assert picture["seconds"] > 0 < picture["seconds_per_step"]
-    assert report["graphs"] == {"built": 0, "loaded": 22, "reused": 2 * 22}
+    assert report["graphs"] == {"built": 0, "loaded": 18, "reused": 2 * 18}
     assert report["recompiles"] == 0
     assert report["fallbacks"] == report["skipped"] == report["warnings"] == []
     assert report["device"].startswith("cpu")
@@ -137,7 +137,7 @@ def test_a_size_that_is_no_multiple_of_8(run: Run, tmp_path: Path) -> None:
     report = run(folder, "-o", tmp_path / "out", *few)
     assert sizes(report) == expected
     assert report["fallbacks"] == []
-    assert report["graphs"] == {"built": 0, "loaded": 22, "reused": 3 * 22}
+    assert report["graphs"] == {"built": 0, "loaded": 18, "reused": 3 * 18}
     eager = run(folder, "-o", tmp_path / "eager", *few, "--eager")
     for one, two in zip(outputs(report), outputs(eager), strict=True):
         assert difference(one, two) <= 1

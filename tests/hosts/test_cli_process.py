@@ -41,7 +41,7 @@ def test_plain_lines_and_no_chatter(command_line: CommandLine, tmp_path: Path) -
     assert "left" in lines[0]
     assert "left" not in lines[1]
     assert ended.out.splitlines() == [
-        "graphs: 0 built, 22 loaded, 44 reused at new sizes; 0 recompiles",
+        "graphs: 0 built, 18 loaded, 36 reused at new sizes; 0 recompiles",
         f"2 pictures drawn, in {tmp_path / 'out'}",
     ]
 

@@ -38,7 +38,7 @@ def test_sizes_and_seeds(draw: Callable[..., dict[str, Any]], tmp_path: Path) ->
     report = draw(tmp_path / "out", *options)
     names = [Path(picture["output"]).name for picture in report["pictures"]]
     assert names == ["00005-64x64.png", "00006-72x96.png", "00007-72x96.png"]
-    assert report["graphs"] == {"built": 0, "loaded": 22, "reused": 2 * 22}
+    assert report["graphs"] == {"built": 0, "loaded": 18, "reused": 2 * 18}
     assert report["fallbacks"] == []
     for picture in report["pictures"]:
         with Image.open(picture["output"]) as image:

@@ -186,8 +186,17 @@ class AttentionFamily(_DiffusersFamily):
         return output
 
 
+def small_blocks_pay() -> bool:
+    """Whether blocks of one matrix product are worth a graph: on a CPU each costs some ten
+    seconds of C++ to build, and brings nothing."""
+    return torch.cuda.is_available()
+
+
 class _ProjectionFamily(_DiffusersFamily):
     path = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
+
+    def block_class(self) -> type[nn.Module] | None:
+        return super().block_class() if small_blocks_pay() else None
 
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.in_channels}"
