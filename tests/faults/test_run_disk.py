@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.command_line",)
 
 FEW = ("--steps", "1", "--strength", "1")
-KINDS = 22
+KINDS = 18
 
 
 @cache

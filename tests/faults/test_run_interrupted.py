@@ -125,7 +125,7 @@ def test_while_building(command_line: CommandLine, tmp_path: Path, number: signa
     run = StoppedRun(command_line, tmp_path, "--store", store)
     run.stop_at("building graphs 2/", number)
     graphs = list((store / "graphs").iterdir())
-    assert 2 <= len(graphs) < 22
+    assert 2 <= len(graphs) < 18
     assert list(run.out.iterdir()) == []
     assert command_line("graphs", "verify", "--store", store).status == 0
     if number is signal.SIGKILL:
@@ -135,7 +135,7 @@ def test_while_building(command_line: CommandLine, tmp_path: Path, number: signa
     assert run.left_behind() == []
     with quick_builds():
         out = run.go_on()
-    assert f"{22 - len(graphs)} built, {len(graphs)} loaded" in out
+    assert f"{18 - len(graphs)} built, {len(graphs)} loaded" in out
     assert {path.name for path in (store / "locks").iterdir()} <= {"guard.lock"}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.command_line",)
 
 Run = Callable[..., dict[str, Any]]
-KINDS = 22
+KINDS = 18
 
 
 @pytest.fixture
