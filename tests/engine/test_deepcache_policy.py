@@ -45,7 +45,7 @@ class TwoPartAdapter(UNetAdapter):
         state = kwargs.get("state", "")
         if state == "odd":
             return Uncached("odd")
-        return UNetCall((x.shape, context.shape), state, None)
+        return UNetCall((x.shape, context.shape), state, x.shape[0])
 
     def max_depth(self) -> int:
         return 2
