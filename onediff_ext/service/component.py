@@ -105,7 +105,7 @@ class Component:
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
         """`paused`, told."""
-        self._session.fell_back(self.name, "memory is short")
+        self._session.fell_back(self.name.replace("vae_", "VAE "), "memory is short")
         with self.paused():
             yield
 

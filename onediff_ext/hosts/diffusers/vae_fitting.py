@@ -133,7 +133,8 @@ class VaeFitting:
             why = f"{_gigabytes(free)} free, {_gigabytes(one)} needed"
         sides = [side for side in TILE_CELLS if side < max(height, width) and side <= largest]
         for side in sides:
-            if free is None or side == sides[-1] or needs(1, side**2) <= free:
+            cells = min(side, height) * min(side, width)
+            if free is None or side == sides[-1] or needs(1, cells) <= free:
                 ways.append(_Way(pictures > 1, tile_side(height, width, side), why))
         return ways or [_Way(pictures > 1)]
 
