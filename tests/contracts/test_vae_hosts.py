@@ -130,13 +130,14 @@ def test_nan_reaches_the_hosts_check_and_another_dtype_names_other_kinds(
     z = latents()
     expected = own(host, acceleration, z)
     bias = host.decoder.conv_in.bias
-    with torch.inference_mode(bias.is_inference()):
+    with torch.inference_mode(bias.is_inference()), torch.no_grad():
         good = bias.clone()
         bias.fill_(torch.nan)
     with pytest.raises(NansException):
         host.decode_checked(z, retry=torch.bfloat16)
-    with torch.inference_mode(host.decoder.conv_in.bias.is_inference()):
-        host.decoder.conv_in.bias.copy_(good)
+    bias = host.decoder.conv_in.bias
+    with torch.inference_mode(bias.is_inference()), torch.no_grad():
+        bias.copy_(good)
     assert {kind.state for kind in kinds} == {KindState.READY}  # no graph is to blame
     for _ in range(3):  # builds or waits for something to compare, compares, uses
         found = host.decode(z)
