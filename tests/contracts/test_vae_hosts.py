@@ -21,7 +21,7 @@ from tests.hosts import a1111_stand_in, forge_stand_in
 
 
 class NansException(Exception):  # noqa: N818 - the host's name for it
-    """A1111's and Forge's own check found NaN."""
+    """A1111's own check found NaN."""
 
 
 class RunningHost:
