@@ -68,9 +68,9 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     """One process: its pictures with their sizes and seconds."""
     import torch
 
-    from benchmarks.any_size import make_unet
     from benchmarks.fingerprint import fingerprint
-    from benchmarks.vae import make_vae
+    from benchmarks.models import make_unet, make_vae
+    from benchmarks.timing import synchronize
     from onediff_ext.core.options import CompileOptions
     from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
 
@@ -92,7 +92,7 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def draw(size: tuple[int, int]) -> None:
         start = time.time()
-        _synchronize(device)
+        synchronize(device)
         with torch.no_grad(), one_picture(pipe):
             _one_picture(pipe, size, arguments.steps, device)
         now = time.time()
@@ -124,6 +124,7 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
 def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> None:
     import torch
 
+    from benchmarks.timing import synchronize
     from onediff_ext.hosts.diffusers.probe import unet_inputs
 
     width, height = size[0] // 8, size[1] // 8
@@ -135,14 +136,7 @@ def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> N
         noise = pipe.unet(**inputs).sample
         inputs["sample"] = inputs["sample"] - 0.01 * noise
     pipe.vae.decode(inputs["sample"][:1].to(pipe.vae.dtype))
-    _synchronize(device)
-
-
-def _synchronize(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
 
 
 def _summary(found: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.any_size import DTYPES
 from benchmarks.fingerprint import fingerprint
-from benchmarks.timing import median_and_p95, step_times_ms
+from benchmarks.models import DTYPES, make_vae
+from benchmarks.timing import median_and_p95, step_times_ms, synchronize
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import parse_sizes
 from onediff_ext.engine.check import compare
-from onediff_ext.hosts.diffusers.architectures import read_architecture
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
 from onediff_ext.hosts.diffusers.step_bench import paused
 
@@ -43,19 +42,6 @@ def main() -> int:
     return 0
 
 
-def make_vae(model: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """An AutoencoderKL with random weights: of an architecture at full width, or a small one."""
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(1)
-    config = dict(read_architecture("sd1" if model == "small" else model).vae)
-    if model == "small":
-        config |= {"block_out_channels": (32, 64, 64, 64)}
-    with torch.device(device):
-        vae = AutoencoderKL.from_config(config)
-    return vae.to(dtype, memory_format=torch.channels_last).eval().requires_grad_(False)
-
-
 def run(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, store: Path
 ) -> dict[str, Any]:
@@ -77,8 +63,7 @@ def run(
                 expected = pipe.vae.decode(latent).sample
             start = time.perf_counter()
             found = pipe.vae.decode(latent).sample
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             first_s = time.perf_counter() - start
             eager, ours = [], []
             for _ in range(arguments.rounds):
