@@ -27,6 +27,7 @@ from benchmarks.contenders import Contender, Eager, Step, chosen_contenders
 from benchmarks.fingerprint import fingerprint
 from benchmarks.models import DTYPES, make_unet, twin
 from benchmarks.results import check_mergeable, merge, now, read_result, write_result
+from benchmarks.streams import gather
 from benchmarks.timing import median_and_p95, peak_bytes, reset_peak, step_times_ms, synchronize
 from onediff_ext.core.shapes import BatchShape, parse_sizes
 from onediff_ext.engine.check import compare
@@ -134,42 +135,8 @@ class Run:
             if child.poll() is None:  # its compilers go with it
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        return gather(stream, end, given.dtype, [c.name for c in group])
-
-
-def gather(stream: Path, end: str, dtype: str, names: list[str]) -> dict[str, Any]:
-    """Rows and contenders of a process from what it wrote, one JSON object a line.
-
-    Args:
-        stream: Its file.
-        end: Why it ended too early, or "".
-        dtype: A name in `DTYPES`.
-        names: Of its contenders.
-    """
-    rows: list[dict[str, Any]] = []
-    contenders: dict[str, Any] = {}
-    unfinished: dict[str, Any] | None = None
-    text = stream.read_text(encoding="utf-8") if stream.exists() else ""
-    for line in text.splitlines():
-        entry = json.loads(line)
-        if "begun" in entry:
-            unfinished = entry["begun"]
-        elif "row" in entry:
-            rows.append({**entry["row"], "measured": now()})
-        else:
-            contenders.update(entry["contenders"])
-    if end:
-        print(f"{', '.join(names)}, {unfinished or 'before the first size'}: {end}", flush=True)
-        for name in names:
-            contenders.setdefault(f"{name}{_SUFFIXES[dtype]}", {"ended": end, "measured": now()})
-        done = {(row["contender"], row["width"], row["height"]) for row in rows}
-        for name in names if unfinished is not None else ():
-            if (name, unfinished["width"], unfinished["height"]) not in done:
-                rows.append({
-                    "contender": name, "dtype": str(DTYPES[dtype]).removeprefix("torch."),
-                    **unfinished, "failed": end, "measured": now(),
-                })  # fmt: skip
-    return {"rows": rows, "contenders": contenders}
+        dtype = str(DTYPES[given.dtype]).removeprefix("torch.")
+        return gather(stream, end, [c.name for c in group], dtype, _SUFFIXES[given.dtype])
 
 
 class Measurement:
