@@ -73,7 +73,8 @@ def merge(
     """Add figures to older ones of the same machine.
 
     Rows with the same `key` are replaced where they stand, others are kept; contenders likewise.
-    Everything else is as the new figures have it.
+    What was stopped before it had a figure ("stopped" in a row, "ended" of a contender) takes no
+    measured one away. Everything else is as the new figures have it.
 
     Raises:
         OtherMachineError: As `check_mergeable`.
@@ -83,10 +84,16 @@ def merge(
         return new
     merged = {**old, **new}
     rows = {_key_of(row, key): row for row in old.get("rows", ())}
-    rows.update({_key_of(row, key): row for row in new.get("rows", ())})
+    for row in new.get("rows", ()):
+        place = _key_of(row, key)
+        if "stopped" not in row or "ms_median" not in rows.get(place, {}):
+            rows[place] = row
     merged["rows"] = list(rows.values())
     if "contenders" in old or "contenders" in new:
-        merged["contenders"] = {**old.get("contenders", {}), **new.get("contenders", {})}
+        contenders = dict(old.get("contenders", {}))
+        for name, found in new.get("contenders", {}).items():
+            contenders[name] = {**contenders.get(name, {}), **found} if "ended" in found else found
+        merged["contenders"] = contenders
     return merged
 
 

@@ -46,6 +46,8 @@ def gather(
         done = {(row["contender"], row["width"], row["height"]) for row in rows}
         for name in names if unfinished is not None else ():
             if (name, unfinished["width"], unfinished["height"]) not in done:
-                failed = {"failed": end, "measured": now()}
-                rows.append({"contender": name, "dtype": dtype, **unfinished, **failed})
+                rows.append({
+                    "contender": name, "dtype": dtype, **unfinished, "stopped": end,
+                    "measured": now(),
+                })  # fmt: skip
     return {"rows": rows, "contenders": contenders}

@@ -129,9 +129,10 @@ def first_steps(figures: Figures, dtype: str = "float16") -> str:
         first = [row["first_s"] for row in rows if "first_s" in row]
         if "not_installed" in found:
             left_out.append(f"{title} is not installed there ({found['not_installed']})")
-        left_out += [
-            f"{title} at {r['width']}x{r['height']}: {r['failed']}" for r in rows if "failed" in r
-        ]
+        for row in rows:
+            reason = row.get("failed", row.get("stopped"))
+            if reason:
+                left_out.append(f"{title} at {row['width']}x{row['height']}: {reason}")
         if first and name != "eager":
             start = found.get("ready_s", first[0])
             later = max(first[1:], default=None)

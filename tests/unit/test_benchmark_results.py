@@ -48,6 +48,17 @@ def test_contenders_are_kept_and_replaced_alike() -> None:
     assert merged["contenders"] == {"ours": {"built": 4}, "peer": {"graphs": 1}}
 
 
+def test_what_was_stopped_takes_no_figure_away() -> None:
+    old = figures(row("peer"), contenders={"peer": {"graphs": 1}})
+    stopped = [{k: v for k, v in row("peer", w).items() if k != "ms_median"} for w in (512, 1024)]
+    new = figures(*({**r, "stopped": "late"} for r in stopped), contenders={"peer": {"ended": "x"}})
+    merged = merge(old, new)
+    assert merged["rows"] == [row("peer"), {**stopped[1], "stopped": "late"}]
+    assert merged["contenders"] == {"peer": {"graphs": 1, "ended": "x"}}
+    failed = figures({**stopped[0], "failed": "wrong"})
+    assert [r.get("failed") for r in merge(old, failed)["rows"]] == ["wrong"]
+
+
 def test_another_day_is_the_same_machine() -> None:
     merged = merge(figures(row("a")), figures(row("b"), date="2026-11-22"))
     assert len(merged["rows"]) == 2
@@ -102,7 +113,7 @@ def test_a_stopped_process_keeps_its_rows_and_says_where_it_was(tmp_path: Path) 
     first = {"begun": {"width": 512, "height": 512}}
     stream = stream_of(tmp_path, first, {"row": row("peer")}, BEGUN, tail='{"row": {"conte')
     found = gather(stream, "stopped", ["peer"], "float16", " bf16")
-    assert [(r["width"], r.get("failed")) for r in found["rows"]] == [
+    assert [(r["width"], r.get("stopped")) for r in found["rows"]] == [
         (512, None),
         (1024, "stopped"),
     ]
