@@ -74,6 +74,21 @@ def test_rows_of_another_dtype_stay_out() -> None:
         tables.unet_table(unet(*rows), "float32")
 
 
+def test_the_vaes_parts_are_tables_of_their_own() -> None:
+    rows = [
+        row(name, 512, 512, ms, part=part) | {"dtype": "bfloat16"}
+        for part, name, ms in (
+            ("decode", "eager", 40.0), ("decode", "ours-exact", 10.0),
+            ("encode", "eager", 20.0), ("encode", "ours-exact", 8.0),
+        )
+    ]  # fmt: skip
+    assert tables.vae_table(unet(*rows)).splitlines()[2:] == ["| 512x512 | 40.0 | 10.0 | 4.0 |"]
+    encode = tables.vae_table(unet(*rows), "encode").splitlines()[2:]
+    assert encode == ["| 512x512 | 20.0 | 8.0 | 2.5 |"]
+    with pytest.raises(tables.NotMeasured):
+        tables.vae_table(unet(*rows[:2]), "encode")
+
+
 def test_first_steps_tell_what_is_missing_and_leave_old_rows_out() -> None:
     found = tables.first_steps(
         unet(
