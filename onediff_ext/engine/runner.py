@@ -18,6 +18,7 @@ from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import QUANTISED_TOLERANCE, as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.engine.quantised import (
     PRECISIONS,
     Quantisation,
@@ -115,22 +116,28 @@ class BlockRunner:
             if kind.state is KindState.FAILED:
                 self._kinds.fell_back(kind.label, kind.reason)
             return self.eager(*args, **kwargs)
+        output: torch.Tensor | None = None
         try:
             output = graph([*self._taken_by(kind, weights), *call.tensors])
-        except torch.OutOfMemoryError:
-            raise
         except Exception as exc:
-            kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
-            logger.warning("%s runs eager: %s", kind.label, kind.reason)
-            if not isinstance(exc, MachineError):
-                self._kinds.rejected(kind)
-            return self.eager(*args, **kwargs)
-        if kind.state is KindState.READY:
+            if is_out_of_memory(exc):
+                if kind.state is KindState.READY:
+                    raise torch.OutOfMemoryError(str(exc)) from None  # whatever class it had
+            else:
+                kind.fail(
+                    f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}"
+                )
+                logger.warning("%s runs eager: %s", kind.label, kind.reason)
+                if not isinstance(exc, MachineError):
+                    self._kinds.rejected(kind)
+                return self.eager(*args, **kwargs)
+        if output is not None and kind.state is KindState.READY:
             return self.family.output_of(self.block, output)
         if self.family.mutates_inputs:
             call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
-        self._check(kind, output, self.family.tensor_of(eager), call, weights)
+        if not self._was_checked(kind, output, self.family.tensor_of(eager), call, weights):
+            self._kinds.fell_back(kind.label, "no memory yet to compare its graph with eager")
         return eager
 
     def refresh(self) -> None:
@@ -146,6 +153,24 @@ class BlockRunner:
         if self._quantised is None or self._quantised.quantisation != kind.quantisation:
             self._quantised = QuantisedWeights(kind.quantisation)
         return self._quantised.apply(weights, self._kinds.epoch)
+
+    def _was_checked(
+        self,
+        kind: Kind,
+        output: torch.Tensor | None,
+        eager: torch.Tensor,
+        call: BlockCall,
+        weights: Sequence[torch.Tensor],
+    ) -> bool:
+        """Judge a graph's first run, unless that takes more memory than there is: a comparison
+        that can wait must not cost the picture."""
+        if output is None:
+            return False
+        try:
+            self._check(kind, output, eager, call, weights)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _check(
         self,

@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, quantise
-
-_BLOCK = 1024
+_BLOCK = 512
 
 
 @triton.jit
@@ -38,33 +36,6 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
     batch, tokens, channels = x.shape
     out = x.new_empty((batch, tokens, channels // 2))
     wrap_triton(geglu_kernel)[(batch * tokens, -(-(channels // 2) // _BLOCK))](
-        x, out, channels // 2, BLOCK=_BLOCK, num_warps=4
+        x, out, channels // 2, BLOCK=_BLOCK, num_warps=2
     )
     return out
-
-
-@triton.jit
-def geglu_rows_kernel(x_ptr, q_ptr, scale_ptr, half, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of the output, in 8 bits."""
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < half
-    source = x_ptr + row * 2 * half + column
-    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    y = value * (0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)))
-    quantise(y, inside, q_ptr, scale_ptr, row, row * half + column, LIMIT)
-
-
-@triton_op("onediff::geglu_in_8_bits", mutates_args={})
-def geglu_in_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`geglu`, as `rows_in_8_bits` gives it; C at most 8192."""
-    x = x.contiguous()
-    batch, tokens, channels = x.shape
-    half = channels // 2
-    q, scale = empty_rows(x, half, dtype)
-    wrap_triton(geglu_rows_kernel)[(batch * tokens,)](
-        x, q, scale, half,
-        LIMIT=LIMITS[dtype], BLOCK=triton.next_power_of_2(half), num_warps=8,
-    )  # fmt: skip
-    return q, scale

@@ -22,8 +22,6 @@ def with_kernels(graph_module: GraphModule) -> GraphModule:
     for node in list(rewritten.graph.nodes):
         if node.target is _ATEN._assert_tensor_metadata.default:
             rewritten.graph.erase_node(node)  # would count as a use of what it looks at
-        elif node.target is _ATEN.dropout.default and not node.args[2]:
-            node.replace_all_uses_with(node.args[0])  # not in training: it does nothing
     for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
             rewrite(node)
@@ -170,10 +168,6 @@ def _product_in_8_bits(node: Any) -> None:
         if alone and x.target is torch.ops.onediff.layer_norm.default:
             both = cast.graph.call_function(
                 torch.ops.onediff.layer_norm_in_8_bits.default, (*x.args, dtype)
-            )
-        elif alone and x.target is torch.ops.onediff.geglu.default:
-            both = cast.graph.call_function(
-                torch.ops.onediff.geglu_in_8_bits.default, (*x.args, dtype)
             )
         elif (
             alone
