@@ -116,24 +116,36 @@ class QuantisedWeights:
         now = (epoch, *(_stamp(w) for group in self._sources for w in group))
         if now == self._made_from:
             return
-        for i, group in enumerate(self._sources):
-            rows, scales = stack(group, self.quantisation.precision)
-            if i == len(self._copies):
-                self._copies.append((rows, scales))
-                continue
-            for old, new in zip(self._copies[i], (rows, scales), strict=True):
-                old.copy_(new)
+        if not self._copies:
+            self._copies = [self._room(group) for group in self._sources]
+        for group, (rows, scales) in zip(self._sources, self._copies, strict=True):
+            start = 0
+            for weight in group:
+                end = start + weight.shape[0]
+                self._fill(weight.detach(), rows[start:end], scales[0, start:end])
+                start = end
         self._made_from = now
 
+    def _room(self, group: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """For weights [N, K]: one matrix [sum of N, K], and its float32 scales [1, sum of N]."""
+        dtype, _ = _TYPES[self.quantisation.precision]
+        rows, (columns, device) = (
+            sum(w.shape[0] for w in group),
+            (group[0].shape[1], group[0].device),
+        )
+        with torch.inference_mode(False):
+            return (
+                torch.empty(rows, columns, dtype=dtype, device=device),
+                torch.empty(1, rows, dtype=torch.float32, device=device),
+            )
 
-def stack(weights: Sequence[torch.Tensor], precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, K] as one 8-bit matrix [sum of N, K] and its float32 scales [1, sum of N]."""
-    rows, scales = [], []
-    for weight in weights:
-        quantised, scale = quantise_rows(weight.detach(), precision)
-        rows.append(quantised)
-        scales.append(scale)
-    return torch.cat(rows), torch.cat(scales).t().contiguous()
+    def _fill(self, weight: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
+        # Few operations, since this is done for each weight of a model before each picture.
+        _, limit = _TYPES[self.quantisation.precision]
+        most = torch.linalg.vector_norm(weight, torch.inf, dim=-1, dtype=torch.float32)
+        torch.mul(most, 1 / limit, out=scales).clamp_min_(_SMALLEST_SCALE)
+        scaled = weight * scales.reciprocal().unsqueeze(-1)
+        rows.copy_(scaled.round_() if self.quantisation.precision == "int8" else scaled)
 
 
 def quantise_rows(x: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from onediff_ext.engine.quantised import (
     QuantisedWeights,
     outlines,
     plan,
-    stack,
+    quantise_rows,
     unavailable_reason,
 )
 from onediff_ext.engine.runner import look_at
@@ -94,9 +94,9 @@ def test_a_weight_written_in_place_is_seen_at_once_and_in_the_same_memory() -> N
     places = [t.data_ptr() for t in taken]
     weights[0].mul_(-1)  # a LoRA merged into the weight
     copies.refresh(1)
-    rows, scales = stack([weights[0]], "fp8")
-    assert torch.equal(taken[0].float(), rows.float())
-    assert torch.equal(taken[2], scales)
+    _, expected = _copies(weights)
+    assert torch.equal(taken[0].float(), expected[0].float())
+    assert torch.equal(taken[2], expected[2])
     assert [t.data_ptr() for t in taken] == places  # where a CUDA graph reads
 
 
@@ -117,12 +117,26 @@ def test_another_tensor_in_the_weights_place_is_seen() -> None:
     other = [torch.randn(32, 16), weights[1]]
     again = copies.apply(other, epoch=1)
     assert again[0].data_ptr() == taken[0].data_ptr()
-    assert torch.equal(again[0].float(), stack([other[0]], "fp8")[0].float())
+    assert torch.equal(again[0].float(), _copies(other)[1][0].float())
 
 
 def test_a_row_of_zeros_gives_zeros() -> None:
-    rows, scales = stack([torch.zeros(16, 16)], "fp8")
-    assert torch.equal(rows.float() * scales.t(), torch.zeros(16, 16))
+    rows, scales = quantise_rows(torch.zeros(3, 16), "fp8")
+    assert torch.equal(rows.float() * scales, torch.zeros(3, 16))
+    _, taken = _copies([torch.zeros(32, 16), torch.zeros(16, 16)])
+    assert torch.equal(taken[0].float() * taken[2].t(), torch.zeros(32, 16))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_copies_are_the_weights_within_8_bits(precision: str) -> None:
+    weight = torch.randn(32, 64)
+    quantisation = plan(["a.weight"], [weight], precision)
+    assert quantisation is not None
+    rows, scales = QuantisedWeights(quantisation).apply([weight], 0)
+    most = weight.abs().amax(-1, keepdim=True)
+    # Half a step: of an exponent in fp8, of the whole range in int8.
+    allowed = weight.abs() / 16 + most / 2**9 if precision == "fp8" else most / 253
+    assert ((rows.float() * scales.t() - weight).abs() <= allowed).all()
 
 
 def test_a_cpu_is_told_why_it_gets_no_8_bits() -> None:
