@@ -116,6 +116,8 @@ class CapturedForward:
     ) -> Any:
         for target, source in zip(capture.inputs, call.tensors, strict=True):
             target.copy_(source)
+        for runner in self._runners:
+            runner.refresh()
         capture.recording.replay()
         capture.replays += 1
         if capture.replays == _WORTH_REPLAYS:
