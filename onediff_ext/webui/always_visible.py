@@ -95,6 +95,9 @@ class OneDiffScript(scripts.Script):
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         extension.current().acceleration.before_sampling(p)
 
+    def post_sample(self, p: Any, ps: Any, *args: Any) -> None:  # noqa: ARG002
+        extension.current().acceleration.after_sampling(p)
+
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
         extension.current().acceleration.end(p)
 
