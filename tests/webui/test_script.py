@@ -114,6 +114,26 @@ def test_deepcache_reaches_the_job_and_its_infotext(
     script.postprocess(p, None, argument)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((False, "Maximum"), "1"),
+        ((True, "Maximum"), "3"),
+        (({"deepcache": "4"},), "4"),
+        ((True, "Turbo"), "1"),
+    ],
+)
+def test_what_a_job_asks_of_deepcache(script: Any, arguments: tuple[Any, ...], text: str) -> None:
+    """A folder that was drawn with it is not done for a run without it."""
+    from onediff_ext.webui.always_visible import deepcache_of_job
+
+    p: Any = StandInJob()
+    assert str(deepcache_of_job(p)) == "1"
+    p.scripts, p.script_args = SimpleNamespace(alwayson_scripts=[object(), script]), (0, *arguments)
+    script.args_from, script.args_to = 1, 1 + len(arguments)
+    assert str(deepcache_of_job(p)) == text
+
+
 def test_axes_go_before_the_panel(script: Any, host: Any) -> None:
     from onediff_ext.webui.xyz import AXIS_ATTRIBUTE
 
