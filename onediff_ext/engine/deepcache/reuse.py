@@ -193,7 +193,10 @@ class DeepCache:
             if feature.state == state and not is_full(
                 self.options, self._index, self._total, feature.filled_at
             ):
-                return self._run_shallow(feature, args, kwargs)
+                try:
+                    return self._run_shallow(feature, args, kwargs)
+                except torch.OutOfMemoryError:
+                    logger.info("DeepCache: no memory for a shallow call, so a full one is run")
             return self._run_full(feature, state, args, kwargs)
         finally:
             self._tell(None)
@@ -227,11 +230,12 @@ class DeepCache:
         return output
 
     def _run_shallow(self, feature: Feature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.counts["shallow"] += 1
         self._tell(("shallow", feature))
         args, kwargs = self.adapter.shallow_arguments(self.options.depth, args, kwargs)
         with self.adapter.shallow(self.options.depth, feature):
-            return self._inner(*args, **kwargs)
+            output = self._inner(*args, **kwargs)
+        self.counts["shallow"] += 1
+        return output
 
 
 def deepcache_of(model: nn.Module) -> DeepCache | None:
