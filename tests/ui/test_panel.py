@@ -137,6 +137,13 @@ def test_warm_up_shows_progress_and_what_is_wrong(client: Any, port: StillPort) 
     assert "not a size" in wrong
 
 
+def test_deepcache_takes_a_text_of_ones_own(client: Any, port: StillPort) -> None:
+    given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="4 depth=1")
+    assert "Ready" in client.predict(*given, api_name="/warm_up")[0]
+    given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="much")
+    assert "no DeepCache interval" in client.predict(*given, api_name="/warm_up")[0]
+
+
 def test_cancel_reaches_the_port(client: Any, port: StillPort) -> None:
     assert "what was finished stays" in client.predict(api_name="/cancel")
     assert port.cancelled == 1
