@@ -37,7 +37,9 @@ def _files(*names: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("parts", _files("availability", "table", "graphs_list", "operators", "exchange"), 600),
+    Part("parts", _files(
+            "availability", "launch_order", "table", "graphs_list", "operators", "exchange"
+        ), 600),
     Part("contract", ("tests/contracts/test_backend_contract.py", "-k", "oneflow"), 600),
     Part("plans", _files("plans"), 900),
     Part("models", _files("models"), 1200),
