@@ -76,11 +76,12 @@ def main(arguments: list[str]) -> int:
         for part in parts:
             start = time.monotonic()
             if options.within is not None and start - begin + part.usual_s > options.within:
-                lines.append(f"{part.name:10}     - s  not run: no time left for it")
+                lines.append(f"{part.name:10}         not run: no time left for it")
                 continue
             outcome = _run(part, store)
             failed += outcome != _PASSED
             lines.append(f"{part.name:10} {time.monotonic() - start:5.0f} s  {outcome}")
+            print(lines[-1], flush=True)  # the rest may come to nothing
     print("\n".join(["", "OneFlow:", *lines]))
     return 1 if failed else 0
 
