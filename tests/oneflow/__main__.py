@@ -41,12 +41,12 @@ def _files(*names: str) -> tuple[str, ...]:
 _PLAIN = _files("availability", "launch_order", "table", "graphs_list", "operators", "exchange")
 PARTS = (
     Part("parts", _PLAIN, 60, 600),
-    Part("contract", ("tests/contracts/test_backend_contract.py", "-k", "oneflow"), 60, 600),
-    Part("plans", _files("plans"), 120, 900),
-    Part("models", _files("models"), 200, 1200),
+    Part("contract", ("tests/contracts/test_backend_contract.py", "-k", "oneflow"), 90, 600),
+    Part("plans", _files("plans"), 180, 900),
+    Part("models", _files("models"), 240, 1200),
     # The engine's tests of weights, LoRA and checkpoints, through this backend.
     Part(
-        "weights", ("tests/engine/test_weights.py",), 100, 900, {"ONEDIFF_TEST_BACKEND": "oneflow"}
+        "weights", ("tests/engine/test_weights.py",), 180, 900, {"ONEDIFF_TEST_BACKEND": "oneflow"}
     ),
 )
 
