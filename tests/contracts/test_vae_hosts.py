@@ -4,6 +4,7 @@ tiles after running out of memory. OneDiff neither hides the reason nor takes pa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.hosts import a1111_stand_in, forge_stand_in
 
 
 class NansException(Exception):  # noqa: N818 - the host's name for it
-    """A1111's and Forge's own check found NaN."""
+    """A1111's own check found NaN."""
 
 
 class RunningHost:
@@ -41,8 +42,22 @@ class RunningHost:
             return self._stand_in.model.first_stage_model.decoder
         return self._stand_in.engine.forge_objects.vae.first_stage_model.decoder
 
+    def mode(self) -> AbstractContextManager[None]:
+        """What the host's jobs run in."""
+        return torch.no_grad() if self.name == "a1111" else torch.inference_mode()
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Bring the decoder into another dtype."""
+        with self.mode():
+            self.decoder.to(dtype)
+
+    def replace_bias(self, bias: torch.Tensor) -> None:
+        """Give the decoder's first convolution another bias."""
+        with self.mode():
+            self.decoder.conv_in.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad() if self.name == "a1111" else torch.inference_mode():
+        with self.mode():
             pixels: torch.Tensor = self.decoder(z.to(next(self.decoder.parameters()).dtype))
             return pixels.clone()
 
@@ -51,7 +66,7 @@ class RunningHost:
         pixels = self.decode(z)
         self.checked += 1
         if pixels.isnan().any():
-            self.decoder.to(retry)
+            self.convert(retry)
             pixels = self.decode(z)
             if pixels.isnan().any():
                 raise NansException
@@ -129,15 +144,11 @@ def test_nan_reaches_the_hosts_check_and_another_dtype_names_other_kinds(
     kinds = ready(host, acceleration)
     z = latents()
     expected = own(host, acceleration, z)
-    bias = host.decoder.conv_in.bias
-    with torch.inference_mode(bias.is_inference()), torch.no_grad():
-        good = bias.clone()
-        bias.fill_(torch.nan)
+    good = host.decoder.conv_in.bias.detach().clone()
+    host.replace_bias(torch.full_like(good, torch.nan))
     with pytest.raises(NansException):
         host.decode_checked(z, retry=torch.bfloat16)
-    bias = host.decoder.conv_in.bias
-    with torch.inference_mode(bias.is_inference()), torch.no_grad():
-        bias.copy_(good)
+    host.replace_bias(good.to(torch.bfloat16))
     assert {kind.state for kind in kinds} == {KindState.READY}  # no graph is to blame
     for _ in range(3):  # builds or waits for something to compare, compares, uses
         found = host.decode(z)
@@ -148,7 +159,7 @@ def test_nan_reaches_the_hosts_check_and_another_dtype_names_other_kinds(
     assert dtypes.count("float32") == dtypes.count("bfloat16") == len(kinds)
     assert {kind.state for kind in now} == {KindState.READY}
     assert acceleration.session.fallbacks() == []
-    host.decoder.to(torch.float32)  # and back
+    host.convert(torch.float32)  # and back
     assert (host.decode(z) - expected).norm() < 0.02 * expected.norm()
     assert len(acceleration.session.kinds) == len(now)
 

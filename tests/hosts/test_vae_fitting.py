@@ -95,6 +95,9 @@ def test_captures_go_before_tiles(vae: Any, fit: Fit, limit: Any) -> None:
     _, notes = fit(z, memory)
     assert part.sizes == [(1, SIDE, SIDE)]
     assert (notes, memory.captures_given_up) == ([], 1)
+    useless = MeasuredMemory(needed // 2, in_captures=needed // 4)
+    _, notes = fit(z, useless)
+    assert (len(notes), useless.captures_given_up) == (1, 0)  # they would not have been enough
 
 
 def test_tiles_when_it_is_known_not_to_fit(vae: Any, fit: Fit, limit: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,8 +81,25 @@ def test_the_estimate_is_what_operators_make(
 
 
 def test_a_device_that_does_not_tell() -> None:
-    memory = DeviceMemory(object.__new__(AutoencoderKL))
+    memory = DeviceMemory(SimpleNamespace())
     assert memory.free_bytes(torch.device("cpu")) is None
+    assert memory.bytes_of_captures() == 0
+
+
+@pytest.mark.gpu
+def test_what_is_free_on_a_gpu() -> None:
+    device, memory = torch.device("cuda"), DeviceMemory(SimpleNamespace())
+    torch.cuda.empty_cache()
+    before = memory.free_bytes(device)
+    held = torch.empty(2**30, dtype=torch.uint8, device=device)
+    during = memory.free_bytes(device)
+    del held  # torch keeps it reserved, for whoever asks next
+    after = memory.free_bytes(device)
+    assert before is not None
+    assert during is not None
+    assert after is not None
+    assert before - during == pytest.approx(2**30, rel=0.1)
+    assert after == pytest.approx(before, abs=2**27)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,9 @@ class MeasuredMemory(DeviceMemory):
     def free_bytes(self, device: torch.device) -> int | None:
         return self._free
 
+    def bytes_of_captures(self) -> int:
+        return self._in_captures
+
     def give_up_captures(self) -> None:
         assert self._free is not None
         self._free += self._in_captures

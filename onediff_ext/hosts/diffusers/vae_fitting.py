@@ -115,7 +115,7 @@ class VaeFitting:
             return needed_bytes(part, channels, count, cells * cell_px**2, given.dtype)
 
         one, free = needs(1, height * width), self._memory.free_bytes(given.device)
-        if free is not None and one > free and self._tiling == "auto":
+        if free is not None and free < one <= free + self._memory.bytes_of_captures():
             self._memory.give_up_captures()
             free = self._memory.free_bytes(given.device)
         ways = []

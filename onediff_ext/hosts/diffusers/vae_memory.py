@@ -54,12 +54,15 @@ class DeviceMemory:
             return None
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + max(0, unused - self.bytes_of_captures())
+
+    def bytes_of_captures(self) -> int:
+        """What CUDA graphs hold, which can be made again."""
         state = compiled_state(self._pipe)
-        pool = 0 if state is None else state.session.captures.size_bytes
-        return int(free) + max(0, unused - pool)
+        return 0 if state is None else state.session.captures.size_bytes
 
     def give_up_captures(self) -> None:
-        """Drop CUDA graphs, which can be made again, for their memory."""
+        """Drop CUDA graphs for their memory."""
         state = compiled_state(self._pipe)
         if state is not None:
             state.session.captures.drop_all("the VAE needs their memory")
