@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.accumulation import accumulation
 from onediff_ext.engine.attributes import Attributes
 from onediff_ext.engine.capture.forward import CapturedForward
 from onediff_ext.engine.capture.ladder import MemoryLadder
@@ -186,7 +187,7 @@ class _ModelForward:
             self._captured.keeps = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._session.forward():
+        with self._session.forward(), accumulation(self._session.precision):
             output = self._forward(*args, **kwargs)
         self._session.after_forward()
         return output

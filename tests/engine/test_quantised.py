@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 
+from onediff_ext.engine.accumulation import accumulation
 from onediff_ext.engine.families.base import BlockCall
 from onediff_ext.engine.families.diffusers import TransformerFamily
 from onediff_ext.engine.quantised import (
@@ -141,3 +142,19 @@ def test_copies_are_the_weights_within_8_bits(precision: str) -> None:
 
 def test_a_cpu_is_told_why_it_gets_no_8_bits() -> None:
     assert unavailable_reason("fp8", CPU) == "fp8 is for GPUs"
+
+
+def test_accumulation_is_as_it_was_afterwards_on_errors_too() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_accumulation
+    with accumulation("exact"):
+        assert matmul.allow_fp16_accumulation == before
+    drawing = accumulation("fp16-accumulation")
+    with pytest.raises(ValueError, match="drawn"), drawing:
+        _fail_within(matmul)
+    assert matmul.allow_fp16_accumulation == before
+
+
+def _fail_within(matmul: object) -> None:
+    assert matmul.allow_fp16_accumulation  # type: ignore[attr-defined]
+    raise ValueError("drawn")

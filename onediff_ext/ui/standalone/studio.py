@@ -62,7 +62,7 @@ class Studio:
         self.painter: Painter | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
-        self._sessions: dict[tuple[str, bool], Session] = {}
+        self._sessions: dict[tuple[str, bool, str], Session] = {}
         self._applied: tuple[object, ...] | None = None
         self._why_eager = ""
         self._turn = threading.RLock()
@@ -184,7 +184,7 @@ class Studio:
         painter = self.loaded()
         wanted: tuple[object, ...] = (False,)
         if choices.enabled and why_eager is None:
-            wanted = (True, choices.backend, choices.captures, choices.ignores)
+            wanted = (True, self._session_key(choices), choices.ignores)
         self._why_eager = why_eager or ""
         if wanted == self._applied:
             return
@@ -218,8 +218,14 @@ class Studio:
             session.close()
 
     def _session_of(self, choices: Choices) -> Session:
-        key = (choices.backend, choices.captures)
+        key = self._session_key(choices)
         if key not in self._sessions:
-            options = replace(self.options, backend=choices.backend, captures=choices.captures)
-            self._sessions[key] = new_session(options)
+            backend, captures, precision = key
+            self._sessions[key] = new_session(
+                replace(self.options, backend=backend, captures=captures, precision=precision)
+            )
         return self._sessions[key]
+
+    @staticmethod
+    def _session_key(choices: Choices) -> tuple[str, bool, str]:
+        return choices.backend, choices.captures, choices.precision
