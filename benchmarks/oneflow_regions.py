@@ -80,7 +80,7 @@ def _measure(flow: Any, name: str, size: int) -> dict[str, Any]:
 
 
 def _best(run: Callable[[], object]) -> float:
-    return round(min(_seconds(run) for _ in range(REPEATS)), 4)
+    return round(min(_seconds(run) for _ in range(REPEATS)), 5)
 
 
 def _seconds(run: Callable[[], object]) -> float:
