@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("auto", "fp32", "fp16", "bf16")
+_VAE_TILING = ("auto", "on", "off")
 
 
 def default_model() -> Path:
@@ -108,6 +109,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--dtype", choices=_DTYPES, default="auto", help="auto: fp16 on GPUs")
+    group.add_argument(
+        "--vae-tiling",
+        choices=_VAE_TILING,
+        default="auto",
+        help="encode and decode in overlapping tiles, which changes a picture a little; auto: only"
+        " what would not fit into memory otherwise (default: auto)",
+    )
     compile_group = parser.add_argument_group("compilation")
     compile_group.add_argument("--backend", choices=BACKENDS, default=CompileOptions.backend)
     compile_group.add_argument("--eager", action="store_true", help="compile nothing at all")
@@ -277,7 +285,7 @@ def load_painter(arguments: argparse.Namespace) -> Painter:
     checkpoint = load_checkpoint(
         arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
     )
-    painter = Painter(checkpoint)
+    painter = Painter(checkpoint, arguments.vae_tiling)
     for path, weight in parse_loras(arguments.lora):
         load_lora(painter.pipe, path, weight)
     return painter

@@ -31,6 +31,8 @@ class Status:
         pays_off_after: Pictures after which the builds of this checkpoint's kinds have saved as
             much time as they took; None when not measured, or when graphs save nothing.
         problem: Why builds do not go on as they should (full disk, a worker that died), or ``""``.
+        deepcache: What DeepCache did for the last picture, or why it had nothing to do; ``""`` when
+            nobody wanted it.
         reasons: Why something runs eager, in plain words, most frequent first.
     """
 
@@ -48,13 +50,15 @@ class Status:
     speedup: float | None = None
     pays_off_after: int | None = None
     problem: str = ""
+    deepcache: str = ""
     reasons: tuple[str, ...] = ()
 
     def line(self) -> str:
         """One line for people, such as ``"eager, building 7 of 16 (18 s left)"``."""
         if self.running == "off":
             return self._because("off")
-        return f"{self._drawing()}{self._building()}{f'; {self.problem}' if self.problem else ''}"
+        more = "".join(f"; {text}" for text in (self.deepcache, self.problem) if text)
+        return f"{self._drawing()}{self._building()}{more}"
 
     def as_json(self) -> dict[str, Any]:
         """The fields, and the line for people under ``"line"``."""

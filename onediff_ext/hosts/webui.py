@@ -79,6 +79,12 @@ class WebUIHost(ABC):
         looked at anew and captures are dropped. Cheap, since it is asked before each step."""
         return None
 
+    def weights(self) -> Hashable:
+        """Whose weights the models have just now, as far as the host says: checkpoint and LoRAs.
+        Cheap, since it is asked before each step."""
+        checkpoint = self.checkpoint()
+        return None if checkpoint is None else (checkpoint.name, checkpoint.digest)
+
     def owner(self) -> object | None:
         """What dies when the host gives up the models that it draws with now; None if it
         keeps them for the next checkpoint. Only weak references to it are kept."""

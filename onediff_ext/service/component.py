@@ -12,6 +12,7 @@ from torch import nn
 
 from onediff_ext.engine.attributes import Attributes
 from onediff_ext.engine.capture.forward import CapturedForward
+from onediff_ext.engine.capture.ladder import MemoryLadder
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.patch import Patches
@@ -55,7 +56,10 @@ class Component:
             self._patches.set(block, family.method, runner)
             self.runners.append(runner)
         forward = self.model.forward
-        if not self.name.startswith("vae"):
+        within: Callable[..., Any] | None = None
+        if self.name.startswith("vae"):
+            within = MemoryLadder(forward, self._session.captures, self._without_graphs)
+        else:
             sources = sorted({s for family in self._session.families for s in family.sources})
             self.captured = CapturedForward(
                 self.model,
@@ -65,7 +69,7 @@ class Component:
                 sources,
                 self._session.rules,
             )
-        self._forward = _ModelForward(forward, self.captured, self._session)
+        self._forward = _ModelForward(forward, self.captured, self._session, within)
         self._patches.set(self.model, "forward", self._forward)
 
     def remove(self) -> None:
@@ -97,6 +101,13 @@ class Component:
             yield
         finally:
             self._set_active(True)
+
+    @contextmanager
+    def _without_graphs(self) -> Iterator[None]:
+        """`paused`, told."""
+        self._session.fell_back(self.name.replace("vae_", "VAE "), "memory is short")
+        with self.paused():
+            yield
 
     def _set_active(self, active: bool) -> None:
         parts: list[BlockRunner | CapturedForward] = [*self.runners]
@@ -142,10 +153,14 @@ class _ModelForward:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], captured: CapturedForward | None, session: Session
+        self,
+        forward: Callable[..., Any],
+        captured: CapturedForward | None,
+        session: Session,
+        within: Callable[..., Any] | None = None,
     ) -> None:
         self.eager, self._captured, self._session = forward, captured, session
-        self._forward: Callable[..., Any] = captured or forward
+        self._forward: Callable[..., Any] = captured or within or forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)

@@ -172,6 +172,8 @@ def _checked(field: Field, value: Any) -> Any:
         names = re.split(r"[+,]", value) if isinstance(value, str) else list(value)
         wanted = {_one_of(field, name) for name in names if str(name).strip()}
         return tuple(choice for choice in field.choices if choice in wanted)
+    if field.read is not None:
+        return field.read(value)
     if field.choices:
         return _one_of(field, value)
     return str(value)

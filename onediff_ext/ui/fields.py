@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from onediff_ext.core.deepcache import PRESETS as DEEPCACHE_LEVELS
+from onediff_ext.core.deepcache import DeepCacheOptions
 from onediff_ext.core.options import BACKENDS
 
 CUSTOM = "Custom"
@@ -27,6 +29,8 @@ DRAW_WITHOUT, STOP = "draw without OneDiff", "stop"
 ON_FAILURE_CHOICES = ("as in the settings", DRAW_WITHOUT, STOP)
 
 CHECKBOX, RADIO, CHECKBOXES, DROPDOWN, TEXT = "checkbox", "radio", "checkboxes", "dropdown", "text"
+COMBO = "combobox"
+"""A dropdown that takes a text of one's own as well."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Field:
         preset: Whether presets decide it.
         advanced: Whether it is in the closed part.
         placeholder: Example of a text.
+        read: Makes the value's text of whatever a front end has, for a combobox.
         feature: Entry of `FEATURES` that a host must have for it; ``""`` for none.
     """
 
@@ -57,7 +62,12 @@ class Field:
     preset: bool = False
     advanced: bool = False
     placeholder: str = ""
+    read: Callable[[object], str] | None = None
     feature: str = ""
+
+
+def _deepcache_label(value: object) -> str:
+    return DeepCacheOptions.parse(value).label
 
 
 ENABLED = Field(
@@ -161,13 +171,15 @@ FIELDS = (
     ),
     Field(
         "deepcache",
-        RADIO,
+        COMBO,
         "DeepCache",
-        "Reuses deep features between steps: small details change, more with each level.",
+        "Reuses deep features between steps: small details change, more with each level."
+        " Or write an interval of your own, such as 4.",
         "off",
         tuple(DEEPCACHE_LEVELS),
         infotext="OneDiff DeepCache",
         preset=True,
+        read=_deepcache_label,
         feature=DEEPCACHE,
     ),
 )

@@ -13,6 +13,7 @@ from onediff_ext.ui.fields import (
     BY_NAME,
     CHECKBOX,
     CHECKBOXES,
+    COMBO,
     CUSTOM,
     DROPDOWN,
     FIELDS,
@@ -123,6 +124,8 @@ def make_control(field: Field, elem_id: ElementId) -> Any:
         return gr.Checkbox(**common)
     if field.form == TEXT:
         return gr.Textbox(placeholder=field.placeholder, max_lines=1, **common)
+    if field.form == COMBO:
+        return gr.Dropdown(choices=list(field.choices), allow_custom_value=True, **common)
     make = {RADIO: gr.Radio, CHECKBOXES: gr.CheckboxGroup, DROPDOWN: gr.Dropdown}[field.form]
     return make(choices=list(field.choices), **common)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.core.deepcache import OFF, DeepCacheOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
@@ -19,6 +20,7 @@ from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.service.session import Session
 from onediff_ext.service.warmup import STAGES, WarmUp, WarmUpProgress, WarmUpReport
 from onediff_ext.webui.attachment import Attachment
+from onediff_ext.webui.reuse import Evaluation, ReuseTally
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Acceleration:
         self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
+        self._reused = ReuseTally()
         self._warm_up_running: WarmUp | None = None
         self._lock = threading.RLock()
 
@@ -65,6 +68,7 @@ class Acceleration:
         options: CompileOptions | None,
         ignores: frozenset[str] = frozenset(),
         *,
+        deepcache: DeepCacheOptions = OFF,
         picture: bool = True,
     ) -> None:
         """A job starts: call from the script's ``process`` hook, before anything is encoded.
@@ -76,14 +80,15 @@ class Acceleration:
             job: The host's processing object ``p``.
             options: What the user chose; None runs this job without graphs.
             ignores: Components to leave alone (`onediff_ext.core.options.parse_ignores`).
+            deepcache: How much of the UNet's work is reused between the job's steps.
             picture: Whether somebody waits for a picture, within which no graph may change.
         """
         with self._lock:
             self._forget(job)
             self._prune()
-            entry = _Job(weakref.ref(job), options, ignores)
+            entry = _Job(weakref.ref(job), options, ignores, deepcache)
             self._jobs.append(entry)
-            self._reasons = []
+            self._reasons, self._reused = [], ReuseTally()
             if picture:
                 self._open_picture(entry)
             with self._drawing_eager_on_failure():
@@ -103,12 +108,24 @@ class Acceleration:
                 with self._drawing_eager_on_failure():
                     self._serve(entry, sampling=True)
 
-    def before_step(self) -> None:
-        """One step starts: call from ``on_cfg_denoiser``; a refiner changes models mid-way."""
+    def before_step(self, parameters: Any = None) -> None:
+        """The sampler wants a prediction: call from ``on_cfg_denoiser``, with what that gets.
+
+        A refiner may have taken the model's place.
+        """
         with self._lock:
             if self._attached and self._jobs:
                 with self._drawing_eager_on_failure():
                     self._serve(self._jobs[-1], sampling=True)
+                    if parameters is not None:
+                        self._reuse(parameters)
+
+    def after_sampling(self, job: Any) -> None:
+        """All passes of a batch are sampled: call from ``post_sample``. The VAE has yet to decode,
+        and needs the memory."""
+        with self._lock:
+            if self._find(job) is not None:
+                self._end_runs()
 
     def end(self, job: Any) -> None:
         """A job is over: call from ``postprocess``. Doing it twice does nothing.
@@ -117,6 +134,7 @@ class Acceleration:
         is still running.
         """
         with self._lock:
+            self._end_runs()
             if not any(self._is_other(entry, job) for entry in self._jobs):
                 self._detach()
             self._forget(job)
@@ -158,6 +176,7 @@ class Acceleration:
             status,
             running="eager" if reasons else status.running,
             reasons=tuple(dict.fromkeys(reasons + status.reasons)),
+            deepcache=self._reused.line(),
         )
 
     def warm_up(
@@ -237,6 +256,27 @@ class Acceleration:
             # Blocks that are known already name their kinds no more: these are in use again.
             for kind in [k for a in self._attached for k in a.kinds()]:
                 session.find(kind.key, lambda kind=kind: kind)  # type: ignore[misc]
+
+    def _reuse(self, parameters: Any) -> None:
+        """Let DeepCache decide about the calls of the UNet that follow."""
+        job = getattr(getattr(parameters, "denoiser", None), "p", None)
+        entry = self._find(job) or self._jobs[-1]
+        unet = next((a for a in self._attached if a.component.name == "unet"), None)
+        if unet is not None:
+            checkpoint = self.host.checkpoint()
+            unet.reuse.begin_evaluation(
+                entry.deepcache,
+                Evaluation.read(parameters),
+                self.host.weights(),
+                "" if checkpoint is None else checkpoint.name,
+                self._reused,
+            )
+        elif entry.deepcache.is_on:
+            self._reused.reason = "DeepCache needs the UNet among the components"
+
+    def _end_runs(self) -> None:
+        for attachment in self._attached:
+            attachment.reuse.end_run()
 
     def _tell_checkpoint(self, session: Session, wanted: list[tuple[str, nn.Module]]) -> bool:
         """Have the session count and record what this checkpoint uses; whether it is another."""
@@ -404,6 +444,7 @@ class _Job:
     job: Callable[[], Any]
     options: CompileOptions | None
     ignores: frozenset[str]
+    deepcache: DeepCacheOptions
     picture: AbstractContextManager[None] | None = None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 from modules import scripts, shared, ui_components
 
+from onediff_ext.core.deepcache import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.ui import html
 from onediff_ext.ui.choices import Choices, from_arguments
@@ -95,6 +96,9 @@ class OneDiffScript(scripts.Script):
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         extension.current().acceleration.before_sampling(p)
 
+    def post_sample(self, p: Any, ps: Any, *args: Any) -> None:  # noqa: ARG002
+        extension.current().acceleration.after_sampling(p)
+
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
         extension.current().acceleration.end(p)
 
@@ -112,6 +116,19 @@ class OneDiffScript(scripts.Script):
                 self._sizes["width"], self._sizes["height"], self._sizes["batch_size"]
             )
             self._sizes = {}
+
+
+def deepcache_of_job(p: Any) -> DeepCacheOptions:
+    """What a job asks of DeepCache, which is what changes pictures; off if it cannot be read."""
+    for script in getattr(getattr(p, "scripts", None), "alwayson_scripts", ()):
+        if isinstance(script, OneDiffScript):
+            arguments = p.script_args[script.args_from : script.args_to]
+            try:
+                choices = Choices.parse({**from_arguments(arguments), **axis_values(p)})
+            except OneDiffError:
+                break  # drawn without
+            return DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF
+    return OFF
 
 
 def _header(elem_id: Callable[[str], str]) -> Any:

@@ -11,6 +11,7 @@ from onediff_ext.engine.patch import Patches
 from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.service.component import Component
 from onediff_ext.service.session import Session
+from onediff_ext.webui.reuse import Reuse
 
 
 class Attachment:
@@ -25,6 +26,7 @@ class Attachment:
 
     Attributes:
         component: The model with its runners and captures.
+        reuse: DeepCache around it, for a UNet that a job wants it for.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Attachment:
         self._host, self.session, self._state = host, session, state
         self._patches = Patches()
         self.component = Component(name, model, session)
+        self.reuse = Reuse(model)
 
     def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
         """Whether this is what that model needs now."""
@@ -59,11 +62,13 @@ class Attachment:
     def suspend(self) -> None:
         """Leave every attribute as it was before `install`, which may come again."""
         self._patches.undo()
+        self.reuse.remove()
         self.component.suspend()
 
     def undo(self) -> None:
         """The same for good: captures are dropped too."""
         self._patches.undo()
+        self.reuse.forget()
         self.component.remove()
 
     def kinds(self) -> list[Kind]:

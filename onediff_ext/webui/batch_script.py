@@ -11,6 +11,7 @@ from modules import processing, scripts, shared
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
 from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.webui.always_visible import deepcache_of_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob
 
 TITLE = "OneDiff: img2img batch across resolutions"
@@ -111,7 +112,7 @@ class BatchScript(scripts.Script):
                 choices,
                 process=processing.process_images,
                 state=shared.state,
-                identity=_identity(),
+                identity=_identity(p),
                 shown_limit=_shown_limit(),
             )
             result = job.run()
@@ -137,12 +138,14 @@ def _shown_limit() -> int:
     return 10_000 if limit < 0 else limit
 
 
-def _identity() -> dict[str, object]:
+def _identity(p: Any) -> dict[str, object]:
     """What decides a picture besides the job's own numbers."""
     opts = shared.opts
     info = getattr(shared.sd_model, "sd_checkpoint_info", None)
     names = ("sd_vae", "CLIP_stop_at_last_layers", "eta_noise_seed_delta", "randn_source")
-    return {
+    identity: dict[str, object] = {
         "checkpoint": getattr(info, "shorthash", None) or getattr(info, "name", ""),
         **{name: str(getattr(opts, name, "")) for name in names},
     }
+    deepcache = deepcache_of_job(p)
+    return {**identity, "deepcache": str(deepcache)} if deepcache.is_on else identity

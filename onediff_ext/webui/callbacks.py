@@ -53,8 +53,8 @@ def _add_routes(_: Any, app: Any) -> None:
         add_routes(app, PORT, shared.cmd_opts.api_auth, host_name())
 
 
-def _before_step(_: Any) -> None:
-    extension.current().acceleration.before_step()
+def _before_step(parameters: Any) -> None:
+    extension.current().acceleration.before_step(parameters)
 
 
 def _let_go(_: Any) -> None:

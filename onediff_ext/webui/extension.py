@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from onediff_ext.core.deepcache import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
@@ -64,7 +65,12 @@ class Extension:
             self._why_without = outside
             return outside
         self._jobs_seen = True
-        self.acceleration.begin(job, self.compile_options(choices), choices.ignores)
+        self.acceleration.begin(
+            job,
+            self.compile_options(choices),
+            choices.ignores,
+            deepcache=DeepCacheOptions.parse(choices.deepcache),
+        )
         return next(iter(self.acceleration.status().reasons), None)
 
     def refuse(self, job: Any, reason: str) -> None:

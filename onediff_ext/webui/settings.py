@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.options import BACKENDS, CompileOptions
-from onediff_ext.ui.fields import DRAW_WITHOUT, STOP
+from onediff_ext.ui.fields import DEEPCACHE, DRAW_WITHOUT, STOP
 
 SECTION = ("onediff", "OneDiff")
-HOST_FEATURES: frozenset[str] = frozenset()
+HOST_FEATURES: frozenset[str] = frozenset({DEEPCACHE})
 """Entries of `ui.fields.FEATURES` that work inside a WebUI."""
 BUILDS = {
     "in the background": "background",

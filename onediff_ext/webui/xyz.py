@@ -1,4 +1,4 @@
-"""X/Y/Z axes: enabled, preset, backend, VAE."""
+"""X/Y/Z axes: enabled, preset, backend, VAE, DeepCache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from onediff_ext.webui.settings import HOST_FEATURES
 AXIS_ATTRIBUTE = "onediff_axis_values"
 """On the host's ``p``: field → value, in place of the panel's. Copies of ``p`` carry it along."""
 
-AXES = ("enabled", "preset", "backend", "vae")
+AXES = ("enabled", "preset", "backend", "vae", "deepcache")
 _LABELS = {
     name: f"[OneDiff] {label}"
-    for name, label in zip(AXES, ("Enabled", "Preset", "Backend", "VAE"), strict=True)
+    for name, label in zip(AXES, ("Enabled", "Preset", "Backend", "VAE", "DeepCache"), strict=True)
 }
 
 
@@ -64,7 +64,7 @@ def _apply(name: str) -> Callable[[Any, Any, Any], None]:
     def apply(p: Any, value: Any, _: Any) -> None:
         values = axis_values(p)
         values[name] = value
-        if name in ("backend", "vae"):
+        if BY_NAME[name].preset:
             # A preset would decide these itself.
             values["preset"] = CUSTOM
         setattr(p, AXIS_ATTRIBUTE, values)

@@ -10,6 +10,7 @@ import torch
 
 from onediff_ext.core.deepcache import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.engine.capture.halves import run_in_halves
 from onediff_ext.engine.deepcache.adapters import adapter_for
 from onediff_ext.engine.deepcache.ldm_unet import LdmUNet
 from onediff_ext.engine.deepcache.reuse import DeepCache
@@ -28,6 +29,18 @@ def inputs(seed: int, height: int = 17, width: int = 25, batch: int = 2) -> dict
         "timesteps": torch.full((batch,), 900.0 - 40 * seed),
         "context": torch.randn(batch, 77, 24, generator=torch.Generator().manual_seed(99)),
     }
+
+
+class ShortOfMemory:
+    """A forward that some calls run in halves, as one that has no memory for the whole batch."""
+
+    def __init__(self, forward: Any) -> None:
+        self.forward, self.halved = forward, False
+
+    def __call__(self, **given: Any) -> Any:
+        if not self.halved:
+            return self.forward(**given)
+        return run_in_halves(self.forward, (), given, torch.OutOfMemoryError("none left"))
 
 
 def residuals(unet: CompvisUNet, given: dict[str, Any], seed: int) -> dict[str, list[Any]]:
@@ -253,3 +266,25 @@ def test_unets_of_other_forms_are_refused():
         adapter_for(torch.nn.Linear(2, 2))
     with pytest.raises(OptionError, match="does not know"):
         LdmUNet(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_call_that_has_to_be_halved(host: str):
+    """A full call in halves keeps nothing; a shallow one cannot be halved, and is full instead."""
+    unet = LDM_UNETS[host]()
+    expected = [unet(**inputs(seed)) for seed in range(6)]
+    memory = ShortOfMemory(unet.forward)
+    unet.forward = memory
+    cache = DeepCache(unet, adapter_for(unet))
+    cache.install()
+    cache.begin_picture(DeepCacheOptions(3))
+    made = []
+    with torch.no_grad():
+        for seed in range(6):
+            memory.halved = seed in (0, 3)  # the first full call, and what would be a shallow one
+            full = cache.counts["full"]
+            output = unet(**inputs(seed))
+            made.append("full" if cache.counts["full"] > full else "shallow")
+            if made[-1] == "full":
+                assert torch.allclose(output, expected[seed], atol=1e-5)
+    assert made == ["full", "full", "shallow", "full", "full", "shallow"]

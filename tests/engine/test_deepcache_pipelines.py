@@ -20,6 +20,7 @@ from diffusers import (
     LCMScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
 )
 
 from onediff_ext.core.deepcache import DeepCacheOptions
@@ -182,6 +183,31 @@ def test_image_to_image_at_low_strength():
     picture = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
     assert torch.isfinite(draw(pipe, steps=20, image=picture, strength=0.2)).all()
     assert counts(pipe) == {"full": 2, "shallow": 2}
+
+
+@pytest.mark.parametrize("channels", [4, 9])
+def test_inpainting(channels: int):
+    if channels == 9:
+        pipe = models.sd15_inpaint()
+    else:
+        parts = models.sd15().components
+        pipe = StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
+        pipe.set_progress_bar_config(disable=True)
+    picture = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
+    mask = torch.zeros(1, 1, 136, 200)
+    mask[..., 104:] = 1  # latent cells 13 to 24 are drawn anew
+    given = {"image": picture, "mask_image": mask, "strength": 0.9, "steps": 20}
+    plain = draw(pipe, **given)
+    enable_deepcache(pipe, 3)
+    found = draw(pipe, **given)
+    assert counts(pipe) == {"full": 6, "shallow": 12}
+    assert state_of(pipe).size_bytes == 0
+    assert torch.isfinite(found).all()
+    assert not torch.equal(found[..., 13:], plain[..., 13:])
+    if channels == 4:  # the other kind of checkpoint draws the rest as well
+        assert torch.equal(found[..., :13], plain[..., :13])
+    enable_deepcache(pipe, 1)
+    assert torch.equal(draw(pipe, **given), plain)
 
 
 def test_the_active_range_is_a_share_of_the_picture():

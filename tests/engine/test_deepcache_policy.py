@@ -227,6 +227,24 @@ def test_memory_is_given_back_after_the_picture_and_after_its_last_evaluation():
     assert host.cache.size_bytes == 0
 
 
+def test_the_last_evaluation_may_be_several_calls():
+    host = Host(3, evaluations=2)
+    x, long, short = torch.ones(1, 4, 8, 8), torch.zeros(1, 154, 8), torch.zeros(1, 77, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            host.cache.begin_evaluation()
+            host.unet(x, long)
+            host.unet(x, short)
+    assert dict(host.cache.counts) == {"full": 2, "shallow": 2}
+
+
+def test_a_picture_may_begin_in_the_middle():
+    host = Host("3 start=0.5", evaluations=8)
+    host.cache.begin_picture(evaluations=8, first=6)
+    host.calls(2)
+    assert dict(host.cache.counts) == {"full": 1, "shallow": 1}
+
+
 def test_a_capture_that_holds_its_feature_finds_it_again_at_the_same_address():
     host = Host()
     host.calls(2)

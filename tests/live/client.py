@@ -128,6 +128,10 @@ class WebUI:
             body["init_images"] = [encode(picture) for picture in body["init_images"]]
         if "mask" in body:
             body["mask"] = encode(body["mask"])
+        return self.draw_plainly(path, body)
+
+    def draw_plainly(self, path: str, body: Mapping[str, Any]) -> Drawn:
+        """Run one job that says no more than this."""
         started = time.monotonic()
         answer = self.post(f"/sdapi/v1/{path}", body)
         info = json.loads(answer["info"])

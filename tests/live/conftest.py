@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +86,33 @@ def graphs(webui: WebUI, checkpoints: list[str], photo: np.ndarray) -> None:
     for _ in range(2):
         webui.draw(True, "img2img", init_images=[photo], denoising_strength=0.6, steps=4)
         webui.settle()
+
+
+@pytest.fixture
+def unchanged(webui: WebUI) -> Iterator[None]:
+    """Every attribute of UNet and VAE is after the test what it was before."""
+    if not webui.has("/onediff-probe/attributes"):
+        pytest.skip("tests/live/probe is not among the WebUI's extensions")
+    webui.draw(False, steps=1)  # whatever the host itself does at a first picture
+    before = webui.get("/onediff-probe/attributes")
+    yield
+    after = webui.get("/onediff-probe/attributes")
+    assert before["modules"].keys() == after["modules"].keys()
+    for name, attributes in before["modules"].items():
+        assert after["modules"][name] == attributes, name
+    assert after["classes"] == before["classes"]
+
+
+@pytest.fixture
+def no_rebuild(webui: WebUI) -> Iterator[None]:
+    """Whatever the test does needs no kind that a plain picture does not need."""
+    webui.draw(True)
+    before = webui.status()
+    yield
+    webui.draw(True)
+    after = webui.status()
+    assert after["kinds_needed"] == before["kinds_needed"]
+    assert after["kinds_failed"] == before["kinds_failed"] == 0
 
 
 @pytest.fixture

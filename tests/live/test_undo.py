@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.live.client import Drawn, WebUI, WebUIError, assert_same
-
-
-@pytest.fixture
-def unchanged(webui: WebUI) -> Iterator[None]:
-    """Every attribute of UNet and VAE is after the test what it was before."""
-    if not webui.has("/onediff-probe/attributes"):
-        pytest.skip("tests/live/probe is not among the WebUI's extensions")
-    webui.draw(False, steps=1)  # whatever the host itself does at a first picture
-    before = webui.get("/onediff-probe/attributes")
-    yield
-    after = webui.get("/onediff-probe/attributes")
-    assert before["modules"].keys() == after["modules"].keys()
-    for name, attributes in before["modules"].items():
-        assert after["modules"][name] == attributes, name
-    assert after["classes"] == before["classes"]
 
 
 def breaking(forward: int) -> dict[str, Any]:

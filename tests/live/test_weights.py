@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.live.client import PROMPT, WebUI, assert_different, assert_same
-
-
-@pytest.fixture
-def no_rebuild(webui: WebUI) -> Iterator[None]:
-    """Whatever the test does needs no kind that a plain picture does not need."""
-    webui.draw(True)
-    before = webui.status()
-    yield
-    webui.draw(True)
-    after = webui.status()
-    assert after["kinds_needed"] == before["kinds_needed"]
-    assert after["kinds_failed"] == before["kinds_failed"] == 0
 
 
 @pytest.mark.usefixtures("no_rebuild")

@@ -19,6 +19,13 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.schedule import is_full, nonuniform_full_calls
 
 
+def test_more_evaluations_than_were_expected_go_on_at_the_interval() -> None:
+    for text in ("3", "3 schedule=nonuniform"):
+        options = DeepCacheOptions.parse(text)
+        assert [is_full(options, 10 + age, 10, 10) for age in (1, 2, 3)] == [False, False, True]
+    assert is_full(DeepCacheOptions.parse("3 end=0.8"), 11, 10, 10)
+
+
 @pytest.mark.parametrize(
     ("given_value", "interval"),
     [

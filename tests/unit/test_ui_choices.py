@@ -61,6 +61,32 @@ def test_a_host_without_deepcache_offers_no_preset_that_needs_it() -> None:
         fast.check_features(frozenset())
 
 
+@pytest.mark.parametrize(
+    ("given_value", "text"),
+    [
+        ("Medium", "medium"), (3, "medium"), ("5", "strong"), (1, "off"), (False, "off"),
+        ("4", "4"), ("3 depth=1", "3 depth=1"), ({"interval": 4, "end": 0.8}, "4 end=0.8"),
+    ],
+)  # fmt: skip
+def test_deepcache_is_a_level_or_a_text_of_ones_own(given_value: object, text: str) -> None:
+    choices = Choices.parse({"enabled": True, "preset": CUSTOM, "deepcache": given_value})
+    assert choices.deepcache == text
+    entries = choices.infotext()
+    assert entries.get("OneDiff DeepCache", "off") == text
+    assert from_infotext(BY_NAME["deepcache"], entries) == text
+
+
+@pytest.mark.parametrize("value", ["turbo", "0.5", -1, "3 colour=red", {"speed": 3}])
+def test_what_is_no_deepcache_setting_is_refused(value: object) -> None:
+    with pytest.raises(OptionError):
+        Choices.parse({"preset": CUSTOM, "deepcache": value})
+
+
+def test_an_infotext_with_an_unheard_of_deepcache_reads_as_off() -> None:
+    entries = {"OneDiff": "on", "OneDiff preset": CUSTOM, "OneDiff DeepCache": "warp 9"}
+    assert from_infotext(BY_NAME["deepcache"], entries) == "off"
+
+
 def test_what_a_host_may_lack_comes_last_so_that_positions_hold() -> None:
     lacking = [bool(field.feature) for field in FIELDS]
     assert lacking == sorted(lacking)

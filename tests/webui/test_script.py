@@ -27,6 +27,7 @@ def test_off_leaves_the_job_as_it_is(script: Any) -> None:
     for arguments in ((), (False,), ({"enabled": False},)):
         script.process(p, *arguments)
         script.process_before_every_sampling(p, *arguments)
+        script.post_sample(p, None, *arguments)
         script.postprocess(p, None, *arguments)
     assert {name: id(value) for name, value in vars(p).items()} == before
 
@@ -92,6 +93,47 @@ def test_a_refusal_stops_only_where_the_user_says_so(
     assert "fp8 weights" in host.extension.status().line()
 
 
+@pytest.mark.parametrize(
+    ("argument", "interval", "entries"),
+    [
+        ({"deepcache": "medium"}, 3, {"OneDiff preset": "Custom", "OneDiff DeepCache": "medium"}),
+        ({"deepcache": 4}, 4, {"OneDiff preset": "Custom", "OneDiff DeepCache": "4"}),
+        ({"preset": "Fast"}, 2, {"OneDiff preset": "Fast"}),
+        ({"preset": "Maximum"}, 3, {"OneDiff preset": "Maximum"}),
+        ({}, 1, {"OneDiff preset": "Balanced"}),
+    ],
+)
+def test_deepcache_reaches_the_job_and_its_infotext(
+    script: Any, host: Any, argument: Any, interval: int, entries: dict[str, str]
+) -> None:
+    p = StandInJob()
+    script.process(p, argument)
+    assert [job.deepcache.interval for job in host.extension.acceleration._jobs] == [interval]
+    assert p.extra_generation_params == {"OneDiff": "on", **entries}
+    script.post_sample(p, None, argument)
+    script.postprocess(p, None, argument)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((False, "Maximum"), "1"),
+        ((True, "Maximum"), "3"),
+        (({"deepcache": "4"},), "4"),
+        ((True, "Turbo"), "1"),
+    ],
+)
+def test_what_a_job_asks_of_deepcache(script: Any, arguments: tuple[Any, ...], text: str) -> None:
+    """A folder that was drawn with it is not done for a run without it."""
+    from onediff_ext.webui.always_visible import deepcache_of_job
+
+    p: Any = StandInJob()
+    assert str(deepcache_of_job(p)) == "1"
+    p.scripts, p.script_args = SimpleNamespace(alwayson_scripts=[object(), script]), (0, *arguments)
+    script.args_from, script.args_to = 1, 1 + len(arguments)
+    assert str(deepcache_of_job(p)) == text
+
+
 def test_axes_go_before_the_panel(script: Any, host: Any) -> None:
     from onediff_ext.webui.xyz import AXIS_ATTRIBUTE
 
@@ -120,6 +162,11 @@ def test_the_panel_has_an_argument_for_each_field_and_pastes_back(script: Any) -
     vae = controls[[f.name for f in FIELDS].index("vae")]
     assert readers[vae]({"OneDiff": "on", "OneDiff VAE": "ignore all"}) == "ignore all"
     assert readers[vae]({}) is None
+    deepcache = controls[[f.name for f in FIELDS].index("deepcache")]
+    custom = {"OneDiff": "on", "OneDiff preset": "Custom"}
+    assert readers[deepcache]({**custom, "OneDiff DeepCache": "3 depth=1"}) == "3 depth=1"
+    assert readers[deepcache]({"OneDiff": "on", "OneDiff preset": "Maximum"}) == "medium"
+    assert readers[deepcache](custom) == "off"
 
 
 def test_old_name_turns_it_on_for_that_job_only(host: Any) -> None:

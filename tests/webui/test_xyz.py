@@ -46,6 +46,16 @@ def test_every_value_of_every_axis_can_be_used() -> None:
             assert str(getattr(chosen, name)) == value
 
 
+def test_deepcache_takes_a_text_of_ones_own() -> None:
+    found = grid()
+    add_axes(found)
+    axis = next(option for option in found.axis_options if "DeepCache" in option.label)
+    p = StandInJob()
+    axis.apply(p, axis.type("4 depth=1"), [])
+    chosen = Choices.parse({"preset": "Maximum", **axis_values(p)})
+    assert (chosen.preset, chosen.deepcache) == ("Custom", "4 depth=1")
+
+
 def test_two_axes_add_up_and_copies_of_the_job_are_independent() -> None:
     found = grid()
     add_axes(found)

@@ -68,17 +68,24 @@ class UNetAdapter(ABC):
 
 
 class Replay:
-    """A forward that gives back a feature, whatever it is called with."""
+    """A forward that gives back a feature, whatever it is called with.
+
+    Raises:
+        torch.OutOfMemoryError: Short of memory, the model is run in halves, and which one this is
+            cannot be told.
+    """
 
     capturable = True
 
     def __init__(self, feature: Feature) -> None:
         self._feature = weakref.ref(feature)  # which holds us
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         feature = self._feature()
         assert feature is not None
         assert feature.tensor is not None
+        if hidden.shape[0] != feature.tensor.shape[0]:
+            raise torch.OutOfMemoryError("DeepCache: a shallow call cannot be halved")
         return feature.tensor.clone()  # hosts change hidden states in place (FreeU)
 
 

@@ -40,7 +40,8 @@ class _Zeros(nn.Module):
         self._shape = shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(self._shape)  # real memory: hosts add to it in place
+        # Real memory: hosts add to it in place. The batch may be a half of that which was noted.
+        return x.new_zeros((x.shape[0], *self._shape[1:]))
 
 
 class _Feature(nn.Module):

@@ -69,13 +69,20 @@ class DeepCache:
         self._inner = self.model.forward
         self._patches.set(self.model, "forward", self)
 
-    def remove(self) -> None:
-        """Leave the UNet as it was before `install`, and give all memory back."""
+    def remove(self) -> bool:
+        """Leave the UNet as it was before `install`, and give all memory back.
+
+        Returns:
+            Whether it could be; otherwise this passes calls on from now, and must not be installed
+            again.
+        """
         self.end_picture()
-        if self._patches.undo():
-            # Somebody has wrapped us since, and goes on calling us.
-            logger.warning("DeepCache: another extension has wrapped the UNet; now passing through")
-            self.options = OFF
+        if not self._patches.undo():
+            return True
+        # Somebody has wrapped us since, and goes on calling us.
+        logger.warning("DeepCache: another extension has wrapped the UNet; now passing through")
+        self.options = OFF
+        return False
 
     @property
     def is_installed(self) -> bool:
@@ -91,6 +98,7 @@ class DeepCache:
         options: DeepCacheOptions | None = None,
         *,
         evaluations: int | None = None,
+        first: int = 0,
         refusal: str | None = None,
     ) -> None:
         """Begin a picture, a pass of one, or a run of a sampler; features of another are void.
@@ -99,6 +107,7 @@ class DeepCache:
             options: For this picture and the next ones; None leaves them as they are.
             evaluations: How many there will be, if known: `start`, `end` and the nonuniform
                 schedule are shares of it.
+            first: Number of the first one: another model may have drawn those before.
             refusal: Why this picture has to do without; it becomes `reason`.
 
         Raises:
@@ -112,7 +121,7 @@ class DeepCache:
                 )
             self.options = options
         self._features.release()
-        self._index, self._total, self._position = -1, evaluations, 0
+        self._index, self._total, self._position = first - 1, evaluations, 0
         self._told = False
         self.counts.clear()
         self.reason, self.peak_bytes = refusal, 0
@@ -184,11 +193,16 @@ class DeepCache:
             if feature.state == state and not is_full(
                 self.options, self._index, self._total, feature.filled_at
             ):
-                return self._run_shallow(feature, args, kwargs)
+                try:
+                    return self._run_shallow(feature, args, kwargs)
+                except torch.OutOfMemoryError:
+                    logger.info("DeepCache: no memory for a shallow call, so a full one is run")
             return self._run_full(feature, state, args, kwargs)
         finally:
             self._tell(None)
-            if self._total is not None and self._index == self._total - 1:
+            # Where the host tells of evaluations, more calls may belong to the last one.
+            last = self._total is not None and self._index == self._total - 1
+            if last and (self.clock is not None or not self._told):
                 self._features.release()
 
     def _tell(self, current: tuple[str, Feature] | None) -> None:
@@ -216,11 +230,12 @@ class DeepCache:
         return output
 
     def _run_shallow(self, feature: Feature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.counts["shallow"] += 1
         self._tell(("shallow", feature))
         args, kwargs = self.adapter.shallow_arguments(self.options.depth, args, kwargs)
         with self.adapter.shallow(self.options.depth, feature):
-            return self._inner(*args, **kwargs)
+            output = self._inner(*args, **kwargs)
+        self.counts["shallow"] += 1
+        return output
 
 
 def deepcache_of(model: nn.Module) -> DeepCache | None:

@@ -16,7 +16,8 @@ def is_full(
     Args:
         options: What the user chose.
         index: Number of this evaluation of the model, from 0.
-        total: Evaluations of the whole picture, or None when that is not known.
+        total: Evaluations of the whole picture, or None when that is not known. It may be an
+            estimate: some samplers ask for more.
         filled_at: The evaluation whose feature is at hand, or None.
     """
     if filled_at is None:
@@ -24,9 +25,9 @@ def is_full(
     if total is None:
         if (options.start, options.end) != (0, 1) or options.schedule != "uniform":
             return True  # both are shares of a whole that is not known
-    elif not options.start * total <= index < options.end * total:
+    elif index < options.start * total or (options.end < 1 and index >= options.end * total):
         return True
-    if options.schedule == "uniform" or total is None:
+    if options.schedule == "uniform" or total is None or index >= total:
         return index - filled_at >= options.interval
     planned = nonuniform_full_calls(total, options.interval, options.centre, options.power)
     return any(filled_at < full <= index for full in planned)

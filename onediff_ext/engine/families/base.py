@@ -65,6 +65,8 @@ class BlockFamily(ABC):
     interfering: tuple[str, ...] = ()
     # Whether the block's own forward writes into its inputs; `run` must not.
     mutates_inputs = False
+    # Whether the block's linear layers may compute in 8 bits when the user wants that.
+    quantisable = False
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:

@@ -83,6 +83,7 @@ class TransformerFamily(_DiffusersFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     label = "BasicTransformerBlock"
+    quantisable = True
     path = "diffusers.models.attention:BasicTransformerBlock"
     unsupported = (
         "attention_mask",

@@ -183,6 +183,7 @@ class ForgeTransformer(_ForgeFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     class_name = "BasicTransformerBlock"
+    quantisable = True
     mutates_inputs = True  # Forge adds to x in place
 
     def module_name(self) -> str:

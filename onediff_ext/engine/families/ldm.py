@@ -102,6 +102,7 @@ class TransformerFamily(_LdmFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     class_name = "BasicTransformerBlock"
+    quantisable = True
     module = "modules.attention"
 
     def describe(self, block: Any) -> str:

@@ -13,7 +13,7 @@ from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.families.ldm import AttentionSetting, ldm_families
 from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.structure import WrapperRule
-from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks
+from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
 
@@ -86,6 +86,11 @@ class A1111Host(WebUIHost):
             ldm.modules.attention.CrossAttention.forward,
             sgm.modules.attention.CrossAttention.forward,
         )
+
+    def weights(self) -> Hashable:
+        loaded = getattr(lora_module(), "loaded_networks", ())
+        networks = [(n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in loaded]
+        return super().weights(), tuple(networks)
 
     def step(self, shape: BatchShape) -> None:
         from modules import devices

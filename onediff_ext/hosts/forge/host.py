@@ -6,7 +6,7 @@ pending while it draws; each block reads its weights anew at every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,13 @@ class ForgeHost(WebUIHost):
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         """Nothing: LoRAs are merged before the first call, and weights are read at each."""
+
+    def weights(self) -> Hashable:
+        objects = _objects(self.loaded_model())
+        unet = getattr(objects, "unet", None)
+        # Forge keeps LoRAs by file and strength; reForge gives a patcher a number for them.
+        loras = tuple(getattr(unet, "lora_patches", None) or ())
+        return super().weights(), loras, getattr(unet, "patches_uuid", None)
 
     def owner(self) -> object | None:
         model = self.loaded_model()

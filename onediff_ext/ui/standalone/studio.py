@@ -39,6 +39,7 @@ class Studio:
     Args:
         device, dtype: Of the weights.
         options: Store, limit and workers; the panel decides the rest.
+        vae_tiling: As `Painter` takes it.
 
     Attributes:
         painter: Of the loaded checkpoint; None before the first.
@@ -47,8 +48,17 @@ class Studio:
         is_busy: A job is running.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, options: CompileOptions) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: CompileOptions,
+        vae_tiling: str = "auto",
+    ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
+        self._vae_tiling = vae_tiling
+        # What is known of each checkpoint's VAE, as long as the process lives.
+        self._overflowing: dict[object, set[str]] = {}
         self.painter: Painter | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
@@ -107,7 +117,8 @@ class Studio:
             if self.painter is not None and identity == self.identity:
                 return
             checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
-            painter = Painter(checkpoint)
+            overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
+            painter = Painter(checkpoint, self._vae_tiling, overflowing)
             for path, weight in loras:
                 load_lora(painter.pipe, path, weight)
             self.painter, self.identity, self._applied = painter, identity, None

@@ -4,6 +4,8 @@ It belongs to `tests/live` and knows nothing of the extension that is tested. Se
 `tests/live/README.md` for how it gets into the WebUI.
 """
 
+import gc
+
 from modules import script_callbacks, scripts, shared
 
 
@@ -71,8 +73,15 @@ def attributes():
     return {"modules": found, "classes": classes}
 
 
+def features():
+    """Memory of the features that the tested extension keeps just now, in bytes."""
+    found = [one for one in gc.get_objects() if type(one).__name__ == "Feature"]
+    return sum(getattr(one, "size_bytes", 0) for one in found)
+
+
 def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
+    app.add_api_route("/onediff-probe/features", features, methods=["GET"])
     app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
 
 
