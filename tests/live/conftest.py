@@ -111,7 +111,9 @@ def no_rebuild(webui: WebUI) -> Iterator[None]:
     yield
     webui.draw(True)
     after = webui.status()
-    assert after["kinds_needed"] == before["kinds_needed"]
+    # Another checkpoint counts its own ones, which may not have met an img2img yet.
+    assert after["kinds_needed"] <= before["kinds_needed"]
+    assert after["waiting"] == 0
     assert after["kinds_failed"] == before["kinds_failed"] == 0
 
 

@@ -174,7 +174,7 @@ def test_a_lora_switched_between_pictures(webui: WebUI, loras: list[str]) -> Non
     plain = webui.draw(cached(), steps=STEPS)
     changed = webui.draw(cached(), **job)
     assert_different(changed, plain)
-    assert difference(changed, webui.draw(True, **job)) < difference(changed, plain)
+    assert_different(changed, webui.draw(True, **job))
     assert_identical(webui.draw(cached(), steps=STEPS), plain)
     assert_identical(webui.draw(cached(), **job), changed)
 
