@@ -22,6 +22,10 @@ DIM_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 # One name per dim of a tensor; None for a dim that is part of the kind.
 Dims = tuple[str | None, ...]
+IMAGE: Dims = ("batch", None, "height", "width")
+VECTOR: Dims = ("batch", None)
+TOKENS: Dims = ("batch", "tokens", None)
+CONTEXT: Dims = ("batch", "context", None)
 
 
 @dataclass(frozen=True)
