@@ -29,8 +29,10 @@ class Rerun(Recording):
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function, self.output = function, function()
+        self.replays = 0
 
     def replay(self) -> None:
+        self.replays += 1
         from torch.utils import _pytree as pytree
 
         old, new = pytree.tree_leaves(self.output), pytree.tree_leaves(self._function())
@@ -43,6 +45,7 @@ class RerunRecorder(Recorder):
 
     def __init__(self) -> None:
         self.recorded = self.forgotten = 0
+        self.latest: Rerun | None = None
         self.error: Exception | None = None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -52,7 +55,8 @@ class RerunRecorder(Recorder):
         if self.error is not None:
             raise self.error
         self.recorded += 1
-        return Rerun(function)
+        self.latest = Rerun(function)
+        return self.latest
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -177,6 +181,19 @@ def change_attribute(unet: Any) -> None:
 def change_module(unet: Any) -> None:
     unet.conv_out = nn.Conv2d(*unet.conv_out.weight.shape[1::-1], 3, padding=1)
     unet.conv_out.requires_grad_(False)
+
+
+@pytest.mark.parametrize("gone", [change_storage, change_block_weight])
+@torch.no_grad()
+def test_nothing_is_replayed_over_weights_that_are_gone(
+    pipe: Any, recorder: RerunRecorder, gone: Callable[[Any], None]
+) -> None:
+    settle(pipe)
+    assert recorder.latest is not None
+    replays = recorder.latest.replays
+    gone(pipe.unet)
+    step(pipe)
+    assert recorder.latest.replays == replays
 
 
 @pytest.mark.parametrize(

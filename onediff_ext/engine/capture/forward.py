@@ -91,8 +91,11 @@ class CapturedForward:
         with self._captures.lock:
             capture = self._captures.find(key)
             if capture is not None:
-                if self._unchanged(capture):
-                    return self._replay(key, capture, call, args, kwargs)
+                # Looking at all that the capture froze takes milliseconds, in which the replay
+                # can be on its way: it only must never read weights that are gone.
+                output = self._replay(capture, call) if self._reads_weights(capture) else None
+                if output is not None and self._unchanged(capture):
+                    return self._judged(key, capture, output, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
             output = self._within_memory(*args, **kwargs)
@@ -106,24 +109,27 @@ class CapturedForward:
             self._seen.clear()
             self._refused.clear()
 
-    def _replay(
-        self,
-        key: Hashable,
-        capture: Capture,
-        call: ForwardCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _replay(self, capture: Capture, call: ForwardCall) -> Any:
         for target, source in zip(capture.inputs, call.tensors, strict=True):
             target.copy_(source)
         for runner in self._runners:
             runner.refresh()
         capture.recording.replay()
+        # A copy, since the next replay of any capture writes over this one's memory.
+        return pytree.tree_map_only(torch.Tensor, torch.clone, capture.recording.output)
+
+    def _judged(
+        self,
+        key: Hashable,
+        capture: Capture,
+        output: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What a replay gave, or the forward's own result while the replay is being checked."""
         capture.replays += 1
         if capture.replays == _WORTH_REPLAYS:
             self._wasted = 0
-        # A copy, since the next replay of any capture writes over this one's memory.
-        output = pytree.tree_map_only(torch.Tensor, torch.clone, capture.recording.output)
         if capture.checks >= _CHECKS:
             self.reason = ""
             return output
@@ -191,6 +197,11 @@ class CapturedForward:
             watch = self._new_watch()
         self._refusals += bool(watch.refusal)
         return watch.refusal
+
+    def _reads_weights(self, capture: Capture) -> bool:
+        """Whether the weights lie where the capture reads them."""
+        watch = self._watches.get(self.variant)
+        return watch is not None and watch.places() == capture.snapshot.places
 
     def _unchanged(self, capture: Capture) -> bool:
         if self._graphs() != capture.graphs or self._look() != capture.snapshot:
