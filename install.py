@@ -11,8 +11,9 @@
 
 Set-up happens once: later runs start at once, and one that was interrupted is repaired.
 
-  ONEDIFF_TORCH      which torch to install instead of the tested one, as "torch==2.11.0"
-  ONEDIFF_PIP_ARGS   further arguments for pip, as "--index-url https://..."
+  ONEDIFF_TORCH         which torch to install instead of the tested one, as "torch==2.11.0"
+  ONEDIFF_PIP_ARGS      further arguments for pip, as "--index-url https://..."
+  ONEDIFF_ONEFLOW_VENV  where the environment with OneFlow lies, so that clones can share it
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def main(argv: list[str]) -> int:
             if sys.version_info[:2] != ONEFLOW_PYTHON:
                 python = find_python(ONEFLOW_PYTHON)
                 return hand_over([str(python), __file__, "test", "--oneflow", *arguments])
-            python, module = set_up(ROOT, ONEFLOW_EXTRAS, ONEFLOW_VENV), "tests.oneflow"
+            venv = os.environ.get("ONEDIFF_ONEFLOW_VENV", "").strip() or ONEFLOW_VENV
+            python, module = set_up(ROOT, ONEFLOW_EXTRAS, venv), "tests.oneflow"
         else:
             check_python(sys.version_info[:2])
             python = set_up(ROOT, extras)
@@ -199,6 +201,11 @@ def find_python(version: tuple[int, int]) -> Path:
 def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
     """Make sure that the environment ``root/name`` has the project with these extras installed.
 
+    Args:
+        root: Folder of the project.
+        extras: Of pyproject.toml.
+        name: Of the environment; an absolute path puts it elsewhere.
+
     Returns:
         Path of the environment's Python.
 
@@ -211,7 +218,7 @@ def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
     if extras <= installed_extras(venv, digest) and python.exists():
         return python
     state = root / f"{name}-setup"  # outside, so that it outlives an environment made anew
-    state.mkdir(exist_ok=True)
+    state.mkdir(parents=True, exist_ok=True)
     with only_one(state / "lock"):
         present = installed_extras(venv, digest)
         if extras <= present and python.exists():
@@ -227,12 +234,12 @@ def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
         arguments = [*index_arguments, *_pip_arguments()]
         if note:
             say(f"  {torch}: {note}")
-        _pip_install(python, log, f"{torch} (up to 3 GB: 2 to 15 minutes)", [torch, *arguments])
+        what = f"{torch} (up to 3 GB: 2 to 15 minutes)"
+        _pip_install(root, python, log, what, [torch, *arguments])
         wanted = ",".join(sorted(present | extras))
         # torch once more: its version must not change to please another package.
-        _pip_install(
-            python, log, f"onediff-ext[{wanted}]", ["-e", f".[{wanted}]", torch, *arguments]
-        )
+        what = f"onediff-ext[{wanted}]"
+        _pip_install(root, python, log, what, ["-e", f".[{wanted}]", torch, *arguments])
         unfinished.unlink()
         stamp = json.dumps({"digest": digest, "extras": wanted.split(",")})
         _stamp(venv).write_text(stamp, encoding="utf-8")
@@ -333,7 +340,7 @@ def make_venv(venv: Path) -> None:
         )
 
 
-def _pip_install(python: Path, log: Path, what: str, arguments: list[str]) -> None:
+def _pip_install(root: Path, python: Path, log: Path, what: str, arguments: list[str]) -> None:
     start = time.monotonic()
     say(f"  installing {what}")
     command = [str(python), "-I", "-m", "pip", "install", "--progress-bar", "off", *arguments]
@@ -341,7 +348,7 @@ def _pip_install(python: Path, log: Path, what: str, arguments: list[str]) -> No
         offset = output.tell()
         process = subprocess.Popen(
             command,
-            cwd=log.parent.parent,
+            cwd=root,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from benchmarks.fingerprint import fingerprint
+from benchmarks.models import DTYPES, make_unet
+from benchmarks.timing import held_bytes, synchronize
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.check import compare
-from onediff_ext.hosts.diffusers.architectures import read_architecture
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.hosts.diffusers.report import recompile_count
 from onediff_ext.hosts.diffusers.step_bench import paused
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NAMED_SIZES = ((1024, 1024), (960, 720), (720, 720), (512, 512), (1280, 1280), (136, 200))
 
 
@@ -71,10 +71,10 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         first = unet_inputs(pipe.unet, generator)
         pipe.unet(**first)  # finds the kinds, builds or loads them
-        _synchronize(device)
+        synchronize(device)
         ready_s = time.perf_counter() - start
         pipe.unet(**first)  # compares them with eager
-        _synchronize(device)
+        synchronize(device)
     figures: dict[str, Any] = {
         "what": "any size",
         "model": arguments.model,
@@ -103,23 +103,6 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def make_unet(model: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A UNet with random weights: of an architecture at full width, or a small one."""
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    config = dict(read_architecture("sd1" if model == "small" else model).unet)
-    if model == "small":
-        config |= {"block_out_channels": (64, 128, 128, 128), "cross_attention_dim": 128}
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            unet = UNet2DConditionModel.from_config(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return unet.eval().requires_grad_(False)
-
-
 def _sizes(count: int, largest_px: int) -> list[tuple[int, int, int]]:
     """Random (width, height, batch) with sides of multiples of 8, and the named ones."""
     chooser = random.Random(0)
@@ -144,7 +127,7 @@ def _measure_size(
             expected = pipe.unet(**inputs).sample
         start = time.perf_counter()
         found = pipe.unet(**inputs).sample
-        _synchronize(device)
+        synchronize(device)
         first_s = time.perf_counter() - start
         error = compare(found, expected).error
         fast, eager = [], []
@@ -161,30 +144,15 @@ def _measure_size(
         "slowest_ms": max(fast),
         "eager_ms": statistics.median(eager),
         "error": error,
-        "memory_bytes": _memory_bytes(device),
+        "memory_bytes": held_bytes(device),
     }
 
 
 def _timed_ms(unet: Any, inputs: dict[str, Any], device: torch.device) -> float:
     start = time.perf_counter()
     unet(**inputs)
-    _synchronize(device)
+    synchronize(device)
     return 1e3 * (time.perf_counter() - start)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Memory held now: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _run_again(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.fingerprint import fingerprint
+from benchmarks.timing import synchronize
 from onediff_ext.core.deepcache import DeepCacheOptions
 from onediff_ext.core.options import BACKENDS, CompileOptions
 from onediff_ext.engine.check import compare
@@ -235,12 +236,6 @@ def captured_reason(models: Any) -> str:
     compiled = compiled_state(models)
     captured = compiled.components[0].captured if compiled is not None else None
     return "" if captured is None else captured.reason
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Each is compared with float64 first; times are of CUDA-graph replays, so launche
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,11 @@ import torch
 from torch.nn import functional
 
 from benchmarks.fingerprint import fingerprint
+from benchmarks.models import DTYPES
+from benchmarks.results import check_mergeable, merge, now, read_result, write_result
+from benchmarks.timing import median_and_p95
+
+KEY = ("contender", "kernel", "shape", "dtype")
 
 # (batch, channels, height, width) of SDXL at 512 and 1024 px, SD1.5, and the VAE's last level.
 IMAGES = (
@@ -24,36 +28,49 @@ TOKENS = ((2, 256, 1280), (2, 1024, 1280), (2, 1024, 640), (2, 4096, 640), (2, 4
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--replace", action="store_true", help="forget what is in the JSON file")
+    arguments = parser.parse_args()
+    device, dtype = torch.device("cuda"), DTYPES[arguments.dtype]
+    head = {
+        "what": "kernels, microseconds of a replay",
+        "model": None,
+        "fingerprint": fingerprint(device),
+    }
+    keep = arguments.json is not None and not arguments.replace
+    old = read_result(arguments.json) if keep else None
+    check_mergeable(old, head)
+    figures = {**head, "rows": _rows(dtype, device)}
+    if arguments.json is not None:
+        write_result(arguments.json, merge(old, figures, key=KEY))
+    return 0
+
+
+def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each contender, kernel and shape."""
     from triton.testing import do_bench_cudagraph
 
     from onediff_ext.backends.kernels import geglu, group_norm, layer_norm  # noqa: F401
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype]
-    device = torch.device("cuda")
     rows = []
     for name, shape, ours, plain, inputs in _cases(dtype, device):
         exact = plain(*(t.double() for t in inputs))
         compiled = torch.compile(plain, dynamic=True)
-        times, errors = {}, {}
-        for who, function in (("ours", ours), ("inductor", compiled), ("eager", plain)):
-            errors[who] = float((function(*inputs).double() - exact).norm() / exact.norm())
-            times[who] = 1e3 * do_bench_cudagraph(lambda: function(*inputs))  # noqa: B023
-        figures = "  ".join(f"{who} {times[who]:7.1f} us {errors[who]:.1e}" for who in times)
-        print(f"{name:20} {shape!s:24} {figures}", flush=True)
-        rows.append({"kernel": name, "shape": shape, "us": times, "error_vs_float64": errors})
-    figures = {
-        "what": "kernels",
-        "dtype": arguments.dtype,
-        "fingerprint": fingerprint(device),
-        "rows": rows,
-    }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 0
+        shown = []
+        for who, function in (("ours-triton", ours), ("inductor", compiled), ("eager", plain)):
+            error = float((function(*inputs).double() - exact).norm() / exact.norm())
+            times = do_bench_cudagraph(lambda: function(*inputs), return_mode="all")  # noqa: B023
+            median, p95 = median_and_p95([1e3 * ms for ms in times])
+            rows.append({
+                "contender": who, "kernel": name, "shape": list(shape),
+                "dtype": str(dtype).removeprefix("torch."), "us_median": median, "us_p95": p95,
+                "error_vs_float64": error, "measured": now(),
+            })  # fmt: skip
+            shown.append(f"{who} {median:7.1f} us {error:.1e}")
+        print(f"{name:20} {shape!s:24} {'  '.join(shown)}", flush=True)
+    return rows
 
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Any:

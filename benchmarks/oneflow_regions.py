@@ -1,16 +1,21 @@
 """How much of a UNet one OneFlow graph should hold: whole UNets against blocks, on a CPU.
 
-  python -m benchmarks.oneflow_regions [--out FILE]      needs onediff-ext[oneflow]
+  python -m benchmarks.oneflow_regions [--json FILE]     needs onediff-ext[oneflow]
 
 Both run the same small UNet at the same size. "Whole" is one graph that holds the weights;
 "blocks" is one graph for each kind of block, which takes them, with the rest in torch. Times
 are processor seconds, since other work on the machine moves those least.
+
+"weights" is about blocks of usual width: what it costs that a graph takes its weights as inputs,
+which are shared with torch (`crossing_s`) and then copied by OneFlow (`copy_s`, the same copy by
+torch), as against the whole call (`call_s`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -21,6 +26,7 @@ import torch
 
 from benchmarks.fingerprint import fingerprint
 from onediff_ext.backends.oneflow import exchange
+from onediff_ext.backends.oneflow.availability import process_reason
 from onediff_ext.backends.oneflow.plans import Plans
 from onediff_ext.backends.oneflow.program import FlowProgram
 from onediff_ext.backends.oneflow.table import TABLE
@@ -37,24 +43,30 @@ CPU = torch.device("cpu")
 def main() -> None:
     """Measure each case and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    problem = process_reason()
+    if problem is not None:
+        parser.error(problem)
     import oneflow
 
     with torch.no_grad():
         rows = [_measure(oneflow, name, size) for name, size in CASES]
+        weights = [_weights(oneflow, *block) for block in _wide_blocks()]
     result = {
         "machine": fingerprint(CPU),
         "python": platform.python_version(),
         "oneflow": oneflow.__version__,
         "unit": "processor seconds",
+        "load_average": os.getloadavg()[0],
         "cases": rows,
+        "weights": weights,
     }
     text = json.dumps(result, indent=1)
     print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n", encoding="utf-8")
 
 
 def _measure(flow: Any, name: str, size: int) -> dict[str, Any]:
@@ -68,7 +80,7 @@ def _measure(flow: Any, name: str, size: int) -> dict[str, Any]:
 
 
 def _best(run: Callable[[], object]) -> float:
-    return round(min(_seconds(run) for _ in range(REPEATS)), 4)
+    return round(min(_seconds(run) for _ in range(REPEATS)), 5)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -156,6 +168,42 @@ def _replaced(
         return plans.run(programs[key][0], [*weights, *call.tensors])
 
     return forward
+
+
+def _wide_blocks() -> list[tuple[str, Any, Any, tuple[Any, ...]]]:
+    """Blocks of SD1.5's second level at 512x512, with CFG: name, family, block, inputs."""
+    from diffusers.models.attention import BasicTransformerBlock
+    from diffusers.models.resnet import ResnetBlock2D
+
+    resnet = ResnetBlock2D(in_channels=640, out_channels=640, temb_channels=1280)
+    transformer = BasicTransformerBlock(640, 8, 80, cross_attention_dim=768)
+    images, time_embedding = torch.randn(2, 640, 32, 32), torch.randn(2, 1280)
+    tokens, text = torch.randn(2, 1024, 640), torch.randn(2, 77, 768)
+    return [
+        ("resnet 640", ResnetFamily(), resnet.eval(), (images, time_embedding)),
+        ("transformer 640", TransformerFamily(), transformer.eval(), (tokens, None, text)),
+    ]
+
+
+def _weights(
+    flow: Any, name: str, family: Any, block: Any, inputs: tuple[Any, ...]
+) -> dict[str, Any]:
+    tree = BlockTree(block.requires_grad_(False), family.sources)
+    weights, call = tree.weights() or [], family.bind(block, inputs, {})
+    exported = export_block(tree.copy(), family, tree.names, weights, call, CPU)
+    program = FlowProgram(exported.run_decompositions({}).graph_module)
+    plans, arguments = Plans(flow), [*weights, *call.tensors]
+    error = _error(plans.run(program, arguments), block(*inputs))
+    copies = [torch.empty_like(weight) for weight in weights]
+    return {
+        "block": name,
+        "weights_mib": round(sum(w.numel() * w.element_size() for w in weights) / 2**20, 1),
+        "call_s": _best(lambda: plans.run(program, arguments)),
+        "crossing_s": _best(lambda: [exchange.to_flow(flow, tensor) for tensor in arguments]),
+        "copy_s": _best(lambda: [a.copy_(b) for a, b in zip(copies, weights, strict=True)]),
+        "torch_s": _best(lambda: block(*inputs)),
+        "error": error,
+    }
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -20,7 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.results import write_result
+
 _STARTED = time.time() - float(os.environ.get("ONEDIFF_BENCH_AGE_S", "0"))
+CONTENDERS = {"eager": "eager", "cold": "ours-empty-store", "warm": "ours-filled-store"}
 SIZES = ((1024, 1024), (960, 720), (512, 512), (896, 768), (720, 720))
 
 
@@ -28,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("small", "sd1", "sdxl"), default="small")
     parser.add_argument("--device", default=None, help="cuda where there is one")
+    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default=None)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pictures", type=int, default=60, help="at most, in the second process")
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
@@ -45,16 +49,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
         arguments.store = arguments.store or Path(folder) / "store"
         found = {role: _run(role, arguments) for role in ("eager", "cold", "warm")}
-    figures = _summary(found)
-    print(json.dumps({k: v for k, v in figures.items() if k != "processes"}, indent=1))
+    figures = summary(found, arguments.model, arguments.steps)
+    shown = {k: v for k, v in figures.items() if k not in ("rows", "contenders")}
+    print(json.dumps(shown, indent=1))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_result(arguments.json, figures)
     return 0
 
 
 def _run(role: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.start_up", "--role", role]
-    for name in ("model", "device", "steps", "pictures", "scale", "store"):
+    for name in ("model", "device", "dtype", "steps", "pictures", "scale", "store"):
         value = getattr(arguments, name)
         if value is not None:
             command += [f"--{name}", str(value)]
@@ -68,14 +73,14 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     """One process: its pictures with their sizes and seconds."""
     import torch
 
-    from benchmarks.any_size import make_unet
     from benchmarks.fingerprint import fingerprint
-    from benchmarks.vae import make_vae
+    from benchmarks.models import DTYPES, make_unet, make_vae
+    from benchmarks.timing import synchronize
     from onediff_ext.core.options import CompileOptions
     from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = DTYPES[arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")]
     session = None
     if arguments.role != "eager":
         session = new_session(CompileOptions(store=arguments.store))
@@ -92,7 +97,7 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def draw(size: tuple[int, int]) -> None:
         start = time.time()
-        _synchronize(device)
+        synchronize(device)
         with torch.no_grad(), one_picture(pipe):
             _one_picture(pipe, size, arguments.steps, device)
         now = time.time()
@@ -113,7 +118,11 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     for size in sizes:
         for _ in range(4):
             draw(size)
-    found: dict[str, Any] = {"fingerprint": fingerprint(device), "rows": rows}
+    found: dict[str, Any] = {
+        "fingerprint": fingerprint(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "rows": rows,
+    }
     if session is not None:
         found |= {"built": session.count("built"), "loaded": session.count("loaded")}
         found["fallbacks"] = [vars(f) for f in session.fallbacks()]
@@ -124,6 +133,7 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
 def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> None:
     import torch
 
+    from benchmarks.timing import synchronize
     from onediff_ext.hosts.diffusers.probe import unet_inputs
 
     width, height = size[0] // 8, size[1] // 8
@@ -135,17 +145,17 @@ def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> N
         noise = pipe.unet(**inputs).sample
         inputs["sample"] = inputs["sample"] - 0.01 * noise
     pipe.vae.decode(inputs["sample"][:1].to(pipe.vae.dtype))
-    _synchronize(device)
+    synchronize(device)
 
 
-def _synchronize(device: Any) -> None:
-    import torch
+def summary(found: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
+    """The figures of the three processes, as the JSON file has them.
 
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _summary(found: dict[str, Any]) -> dict[str, Any]:
+    Args:
+        found: "eager", "cold" and "warm": what `_draw` gave.
+        model: Name of the model.
+        steps: UNet steps of a picture.
+    """
     eager, cold, warm = (found[role]["rows"] for role in ("eager", "cold", "warm"))
     ready = next((row for row in cold if 0 < row["kinds_needed"] == row["kinds_ready"]), None)
 
@@ -160,6 +170,9 @@ def _summary(found: dict[str, Any]) -> dict[str, Any]:
         new_sizes.append(seconds[0] - seconds[-1])
     return {
         "what": "first pictures",
+        "model": model,
+        "dtype": found["cold"]["dtype"],
+        "steps": steps,
         "fingerprint": found["cold"]["fingerprint"],
         "first_picture_s": cold[0]["seconds"],
         "first_picture_eager_s": eager[0]["seconds"],
@@ -185,7 +198,15 @@ def _summary(found: dict[str, Any]) -> dict[str, Any]:
             }
             for row in eager[::4]
         ],
-        "processes": found,
+        "contenders": {
+            name: {k: v for k, v in found[role].items() if k not in ("rows", "fingerprint")}
+            for role, name in CONTENDERS.items()
+        },
+        "rows": [
+            {"contender": name, "dtype": found[role]["dtype"], **row}
+            for role, name in CONTENDERS.items()
+            for row in found[role]["rows"]
+        ],
     }  # fmt: skip
 
 

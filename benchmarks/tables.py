@@ -1,11 +1,13 @@
-"""Write the README's tables from the result files: ``python -m benchmarks.tables``."""
+"""Write the README's tables from the result files: ``python -m benchmarks.tables [--check]``."""
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,29 +17,74 @@ UNET_COLUMNS = {
     "eager": "eager",
     "ours-captured-eager": "eager, captured",
     "compile_repeated_blocks": "repeated blocks",
+    "torch.compile dynamic": "`torch.compile`, dynamic",
+    "torch.compile": "default",
+    "torch.compile reduce-overhead": "captured",
+    "torch.compile max-autotune": "max-autotune",
+    "stable-fast": "stable-fast",
+    "torch-tensorrt": "torch-tensorrt",
     "ours-exact": "OneDiff",
+    "ours-fp8": "OneDiff, fp8",
 }
+PIPELINE_NAMES = {
+    "eager": "diffusers, eager",
+    "ours-empty-store": "OneDiff, empty store",
+    "ours-filled-store": "OneDiff, filled store",
+}
+
+TITLES = {"sdxl": "SDXL", "sd15": "SD1.5", "sd1": "SD1.5"}
+
+Figures = dict[str, Any]
+
+
+class NotMeasured(Exception):  # noqa: N818
+    """A result file is not there."""
 
 
 def main(check: bool = False) -> int:
     """Rewrite the README, or with `check` only say whether it is up to date."""
     readme = ROOT / "README.md"
     before = readme.read_text(encoding="utf-8")
-    after = with_tables(before)
+    after = with_tables(before, RESULTS)
     if check:
         return 0 if after == before else 1
     readme.write_text(after, encoding="utf-8")
     return 0
 
 
-def with_tables(text: str) -> str:
-    """The text with each marked section made anew."""
-    sections = {
-        "unet sdxl": lambda: _unet("sdxl"),
-        "unet sd1": lambda: _unet("sd1"),
-        "vae": _vae,
-        "deepcache": _deepcache,
-        "one set of graphs": _one_set,
+def with_tables(text: str, results: Path) -> str:
+    """The text with each marked section made anew; what is not measured leaves its section empty.
+
+    Args:
+        text: With ``<!-- figures: NAME -->`` and ``<!-- end -->`` around each section.
+        results: Folder of result files.
+    """
+
+    def result(name: str) -> Figures:
+        figures = read_result(results / f"{name}.json")
+        if figures is None:
+            raise NotMeasured(name)
+        return figures
+
+    sections: dict[str, Callable[[], str]] = {
+        "unet sdxl": lambda: unet_table(result("unet-sdxl-h200")),
+        "unet sd1": lambda: unet_table(result("unet-sd1-h200")),
+        "unet sdxl bf16": lambda: unet_table(result("unet-sdxl-h200"), "bfloat16"),
+        "unet sdxl first": lambda: first_steps(result("unet-sdxl-h200")),
+        "unet sd1 first": lambda: first_steps(result("unet-sd1-h200")),
+        "vae": lambda: vae_table(result("vae-sdxl-h200")),
+        "vae encode": lambda: vae_table(result("vae-sdxl-h200"), "encode"),
+        "pipeline sdxl": lambda: pipeline_table(result("pipeline-sdxl-h200")),
+        "pipeline sd15": lambda: pipeline_table(result("pipeline-sd15-h200")),
+        "start-up": lambda: start_up_table(result("start-up-sdxl-h200")),
+        "never wait": lambda: never_wait_table(result("never-wait-onediff-demo-cpu")),
+        "kernels": lambda: kernel_table(result("kernels-h200")),
+        "deepcache": lambda: deepcache_table(
+            [result("deepcache-sdxl-h200"), result("deepcache-sd15-h200")]
+        ),
+        "one set of graphs": lambda: one_set_table(
+            [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]
+        ),
     }
     for name, make in sections.items():
         begin = BEGIN.format(name)
@@ -45,94 +92,192 @@ def with_tables(text: str) -> str:
             continue
         head, rest = text.split(begin, 1)
         _, tail = rest.split(END, 1)
-        text = f"{head}{begin}\n{make()}\n{END}{tail}"
+        try:
+            made = f"\n{make()}"
+        except NotMeasured:
+            made = ""
+        text = f"{head}{begin}{made}\n{END}{tail}"
     return text
 
 
-def _unet(model: str) -> str:
+def unet_table(figures: Figures, dtype: str = "float16") -> str:
     """Milliseconds of a UNet step, a column for each contender, and eager's share."""
-    figures = _result(f"unet-{model}")
-    columns = {
-        name: title
-        for name, title in UNET_COLUMNS.items()
-        if any(row["contender"] == name for row in figures["rows"])
-    }
-    lines = [
-        "| size | " + " | ".join(columns.values()) + " | times faster |",
-        "| --- " * (len(columns) + 2) + "|",
-    ]
+    rows = [row for row in figures["rows"] if row["dtype"] == dtype and "ms_median" in row]
+    if not rows:
+        raise NotMeasured(dtype)
+    ms = {(r["contender"], r["width"], r["height"]): r["ms_median"] for r in rows}
+    columns = {n: title for n, title in UNET_COLUMNS.items() if any(key[0] == n for key in ms)}
+    lines = []
     for width, height in SIZES:
-        ms = {
-            row["contender"]: row["ms_median"]
-            for row in figures["rows"]
-            if (row["width"], row["height"]) == (width, height)
-        }
-        cells = [f"{ms[name]:.1f}" for name in columns]
-        gain = ms["eager"] / ms["ours-exact"]
-        lines.append(f"| {width}x{height} | " + " | ".join(cells) + f" | {gain:.1f} |")
-    return "\n".join(lines)
+        of_size = {name: ms.get((name, width, height)) for name in columns}
+        eager, ours = of_size.get("eager"), of_size.get("ours-exact")
+        gain = f"{eager / ours:.1f}" if eager and ours else "-"
+        cells = ["-" if value is None else f"{value:.1f}" for value in of_size.values()]
+        lines.append([f"{width}x{height}", *cells, gain])
+    return _table(["size", *columns.values(), "times faster"], lines)
 
 
-def _vae() -> str:
-    """Milliseconds of a VAE decode."""
-    rows = _result("vae-sdxl")["rows"]
-    lines = ["| size | eager | OneDiff | times faster |", "| --- | --- | --- | --- |"]
-    for eager, ours in zip(rows[::2], rows[1::2], strict=True):
-        size, before, after = (
-            f"{eager['width']}x{eager['height']}",
-            eager["ms_median"],
-            ours["ms_median"],
-        )
-        lines.append(f"| {size} | {before:.1f} | {after:.1f} | {before / after:.1f} |")
-    return "\n".join(lines)
+def first_steps(figures: Figures, dtype: str = "float16") -> str:
+    """How long each contender keeps one waiting, and what could not be measured."""
+    lines, left_out = [], []
+    # Older rows are of contenders that shared a process, and what was compiled in it.
+    measured = [r for r in figures["rows"] if r["dtype"] == dtype and "measured" in r]
+    if not measured:
+        raise NotMeasured(dtype)
+    for name, title in UNET_COLUMNS.items():
+        found = figures.get("contenders", {}).get(name, {})
+        rows = [r for r in measured if r["contender"] == name]
+        first = [row["first_s"] for row in rows if "first_s" in row]
+        if "not_installed" in found:
+            left_out.append(f"{title} is not installed there ({found['not_installed']})")
+        for row in rows:
+            reason = row.get("failed", row.get("stopped"))
+            if reason:
+                left_out.append(f"{title} at {row['width']}x{row['height']}: {reason}")
+        if first and name != "eager":
+            start = found.get("ready_s", first[0])
+            later = max(first[1:], default=None)
+            lines.append([
+                title, f"{start:.1f}", "-" if later is None else f"{later:.2f}", len(first),
+            ])  # fmt: skip
+    intro = (
+        "How long each keeps one waiting, with no cache of earlier runs: before its first step, and"
+        " at the slowest of the other sizes."
+    )
+    table = _table(["", "first step, s", "another size, s", "sizes measured"], lines)
+    end = f"\n\nWithout figures: {'; '.join(left_out)}." if left_out else ""
+    return f"{intro}\n\n{table}{end}"
 
 
-def _deepcache() -> str:
-    """Seconds of a picture of 50 steps, with and without DeepCache."""
+def vae_table(figures: Figures, part: str = "decode", dtype: str = "bfloat16") -> str:
+    """Milliseconds of the VAE's work on one picture."""
+    rows = [r for r in figures["rows"] if r.get("part", "decode") == part and r["dtype"] == dtype]
+    if not rows:
+        raise NotMeasured(part)
+    ms = {(r["contender"], r["width"], r["height"]): r["ms_median"] for r in rows}
+    lines = []
+    for name, width, height in ms:
+        if name == "eager":
+            before, after = ms[name, width, height], ms["ours-exact", width, height]
+            size = f"{width}x{height}"
+            lines.append([size, f"{before:.1f}", f"{after:.1f}", f"{before / after:.1f}"])
+    return _table(["size", "eager", "OneDiff", "times faster"], lines)
+
+
+def pipeline_table(figures: Figures) -> str:
+    """Pictures a minute of whole processes."""
+    lines = []
+    for name, found in figures["contenders"].items():
+        known = next((n for n in PIPELINE_NAMES if name == n or name.startswith(f"{n} ")), None)
+        if known is None:
+            continue
+        title = ", ".join([PIPELINE_NAMES[known], *name.removeprefix(known).split()])
+        ratio, without = found.get("ratio"), found.get("ratio_without_start_up")
+        lines.append([
+            title, f"{found['start_up_s']:.1f}", f"{found['pictures_per_minute']:.1f}",
+            "1.0" if name == "eager" else _or_dash(ratio),
+            "1.0" if name == "eager" else _or_dash(without),
+        ])  # fmt: skip
+    sizes = len({(row["width"], row["height"]) for row in figures["rows"]})
+    batch = figures["batch_size"]
+    intro = (
+        f"{TITLES.get(figures['model'], figures['model'])}, image to image from the command line:"
+        f" {figures['pictures']} pictures of {sizes} sizes, {figures['unet_steps']} UNet steps"
+        f" each, {'one' if batch == 1 else batch} at a time; whole processes from start to end,"
+        " imports and loading of the model included (`python -m benchmarks.pipeline`):"
+    )
+    header = ["", "start-up, s", "pictures a minute", "times faster", "start-up left out"]
+    return f"{intro}\n\n{_table(header, lines)}"
+
+
+def start_up_table(figures: Figures) -> str:
+    """The first pictures of a new machine and of a restart."""
+    seconds, times = "{:.1f}".format, "{:.2f}".format
     lines = [
-        "| interval | SDXL 1024x1024, s | times faster | SD1.5 512x512, s | times faster |",
-        "| --- | --- | --- | --- | --- |",
+        ["eager: start to first picture, s", seconds(figures["eager_start_first_picture_s"])],
+        ["restart: start to first picture, s", seconds(figures["restart_first_picture_s"])],
+        ["restart: what a new size costs, s", times(figures["new_size_costs_s"])],
+        ["empty store: first picture, times eager's", times(figures["first_picture_ratio"])],
+        ["empty store: slowest later one, times eager's", times(figures["longest_ratio"])],
+        ["empty store: all kinds in use after, s", _or_dash(figures["all_kinds_ready_s"])],
     ]
-    found = [_result("deepcache-sdxl")["rows"], _result("deepcache-sd15")["rows"]]
-    for rows in zip(*found, strict=True):
-        cells = [f"{row['picture_s']:.2f} | {row['speedup']:.1f}" for row in rows]
-        lines.append(f"| {rows[0]['setting']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    intro = (
+        "The first pictures on a new machine and after a restart, each a new process"
+        f" (`python -m benchmarks.start_up`, pictures of {figures['steps']} steps):"
+    )
+    return f"{intro}\n\n" + _table(["", TITLES.get(figures["model"], figures["model"])], lines)
 
 
-def _one_set() -> str:
-    """What the graphs cost, and that no size costs anything more."""
+def never_wait_table(figures: Figures) -> str:
+    """Pictures drawn while graphs are built and things go wrong."""
     lines = [
-        "| | SDXL | SD1.5 |",
-        "| --- | --- | --- |",
+        ["pictures, sizes", f"{figures['pictures']}, {figures['sizes']}"],
+        ["the slowest picture, times eager's at its size", f"{figures['longest_ratio']:.2f}"],
+        ["the median picture", f"{figures['median_ratio']:.2f}"],
+        ["kinds, all of them in use at picture",
+         f"{figures['kinds_needed']}, {figures['kinds_ready_at_picture'] or '-'}"],
+        ["pictures equal to eager's", f"{figures['pictures_equal_eager']}"],
+        ["what went wrong meanwhile", "; ".join(figures["faults"])],
+    ]  # fmt: skip
+    intro = (
+        "Nobody waits: pictures drawn on a CPU while graphs are built and things go wrong"
+        " (`python -m benchmarks.never_wait`):"
+    )
+    return f"{intro}\n\n" + _table(["", figures["model"]], lines)
+
+
+def kernel_table(figures: Figures, dtype: str = "float16") -> str:
+    """Microseconds of our kernels beside Inductor's code for the same."""
+    us: dict[tuple[str, str], dict[str, float]] = {}
+    for row in figures["rows"]:
+        if row["dtype"] == dtype:
+            key = (row["kernel"], "x".join(map(str, row["shape"])))
+            us.setdefault(key, {})[row["contender"]] = row["us_median"]
+    lines = [
+        [kernel, shape, *(f"{of[n]:.1f}" for n in ("eager", "inductor", "ours-triton"))]
+        for (kernel, shape), of in us.items()
     ]
-    found = [_read("sdxl"), _read("sd1")]
-    rows: list[tuple[str, Any]] = [
+    return _table(["kernel", "shape", "eager", "Inductor", "OneDiff"], lines)
+
+
+def deepcache_table(figures: list[Figures]) -> str:
+    """Seconds of a picture of 50 steps, with and without DeepCache: SDXL and SD1.5."""
+    lines = []
+    for rows in zip(*(found["rows"] for found in figures), strict=True):
+        cells = [c for row in rows for c in (f"{row['picture_s']:.2f}", f"{row['speedup']:.1f}")]
+        lines.append([rows[0]["setting"], *cells])
+    return _table(
+        ["interval", "SDXL 1024x1024, s", "times faster", "SD1.5 512x512, s", "times faster"], lines
+    )
+
+
+def one_set_table(figures: list[Figures]) -> str:
+    """What the graphs cost, and that no size costs anything more: SDXL and SD1.5."""
+    cells: list[tuple[str, Callable[[Figures], Any]]] = [
         ("graphs", lambda r: r["kinds"]),
         ("empty store: all built, s", lambda r: f"{r['ready_s']:.1f}"),
         ("new process: all loaded, s", lambda r: f"{r['second_process']['ready_s']:.1f}"),
         ("sizes drawn afterwards", lambda r: len(r["rows"])),
         ("recompiles for them", lambda r: r["recompiles"]),
-        ("slowest first step at a new size, s", _slowest_first_step),
+        (
+            "slowest first step at a new size, s",
+            lambda r: f"{max(row['first_s'] for row in r['rows']):.2f}",
+        ),
         ("largest difference to eager", lambda r: f"{r['largest_error']:.1e}"),
     ]
-    for label, cell in rows:
-        lines.append(f"| {label} | " + " | ".join(str(cell(r)) for r in found) + " |")
-    return "\n".join(lines)
+    lines = [[label, *(cell(found) for found in figures)] for label, cell in cells]
+    return _table(["", "SDXL", "SD1.5"], lines)
 
 
-def _slowest_first_step(figures: dict[str, Any]) -> str:
-    return f"{max(row['first_s'] for row in figures['rows']):.2f}"
+def _table(header: list[str], lines: list[list[Any]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join(
+        "|" + "".join(f" {cell} |" if cell != "" else " |" for cell in r) for r in rows
+    )
 
 
-def _read(model: str) -> dict[str, Any]:
-    return _result(f"any-size-{model}")
-
-
-def _result(name: str) -> dict[str, Any]:
-    path = RESULTS / f"{name}-h200.json"
-    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return figures
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 if __name__ == "__main__":

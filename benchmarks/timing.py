@@ -1,11 +1,13 @@
-"""Milliseconds of consecutive calls."""
+"""Milliseconds of consecutive calls, and memory."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,3 +40,31 @@ def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
     """The middle value, and the one that one in twenty exceeds."""
     ordered = sorted(values)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the most memory used so far."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most GPU memory allocated since `reset_peak`; 0 on a CPU, which does not tell."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def held_bytes(device: torch.device) -> int:
+    """Memory held now: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,249 +1,231 @@
 """UNet steps of ours and of peers: ``python -m benchmarks.unet --model sdxl --json FILE``.
 
-All contenders run the same weights in one process, in turn, size by size; parity with eager is
-checked at each size before anything is timed.
+All contenders run the same weights; parity with eager is checked at each size before anything
+is timed. Ours and eager run in one process, in turn. Each peer has a process of its own, where
+it takes turns with eager again (``eager_ms``), and a time limit; what it had measured by then
+is kept. Peers that compile for one size take minutes for each: they run at ``--peer-sizes`` only.
+Rows are added to those that the JSON file has from the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.any_size import DTYPES, make_unet
+from benchmarks.contenders import Contender, Eager, Step, chosen_contenders
 from benchmarks.fingerprint import fingerprint
-from benchmarks.timing import median_and_p95, step_times_ms
-from onediff_ext.core.options import CompileOptions
-from onediff_ext.core.shapes import parse_sizes
+from benchmarks.models import DTYPES, make_unet, twin
+from benchmarks.results import check_mergeable, merge, now, read_result, write_result
+from benchmarks.streams import gather
+from benchmarks.timing import median_and_p95, peak_bytes, reset_peak, step_times_ms, synchronize
+from onediff_ext.core.shapes import BatchShape, parse_sizes
 from onediff_ext.engine.check import compare
-from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
-from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
+from onediff_ext.hosts.diffusers.probe import unet_inputs
 
 SIZES = (
     "512x512, 640x640, 720x720, 896x768, 960x720, 720x960, 768x1152, 832x1216, "
     "1024x1024, 1152x896, 1280x1280, 2048x512"
 )
-
-
-class Contender(ABC):
-    """One way to run a UNet step."""
-
-    name: str
-    sizes: str | None = None  # only these, when each one takes a minute to compile
-
-    @abstractmethod
-    def make(self, unet: Any, store: Path) -> Callable[..., Any]:
-        """A callable that takes the UNet's arguments. `unet` shares its weights with others."""
-
-    def figures(self) -> dict[str, Any]:
-        """What else is worth keeping: graphs built, captures."""
-        return {}
-
-
-class Eager(Contender):
-    name = "eager"
-
-    def make(self, unet: Any, store: Path) -> Callable[..., Any]:
-        return unet
-
-
-class Ours(Contender):
-    """Graphs of blocks, captures, or both."""
-
-    def __init__(self, name: str, **options: Any) -> None:
-        self.name, self._options = name, options
-
-    def make(self, unet: Any, store: Path) -> Callable[..., Any]:
-        self.session = new_session(CompileOptions(store=store, **self._options))
-        pipe = SimpleNamespace(unet=unet)
-        start = time.perf_counter()
-        compile_pipe(pipe, session=self.session)
-        probe(pipe)
-        self._ready_s = time.perf_counter() - start
-        probe(pipe)
-        return unet
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            "ready_s": self._ready_s,
-            "kinds": len(self.session.kinds),
-            "built": self.session.count("built"),
-            "loaded": self.session.count("loaded"),
-            "captures": self.session.captures.made,
-            "dropped": list(self.session.captures.dropped),
-            "states": sorted({kind.state.value for kind in self.session.kinds}),
-            "fallbacks": [vars(f) for f in self.session.fallbacks()],
-        }
-
-
-class Compiled(Contender):
-    """`torch.compile` of the whole UNet."""
-
-    def __init__(self, name: str, sizes: str | None = None, **arguments: Any) -> None:
-        self.name, self.sizes, self._arguments = name, sizes, arguments
-
-    def make(self, unet: Any, store: Path) -> Callable[..., Any]:
-        compiled = torch.compile(unet, **self._arguments)
-
-        def step(**inputs: Any) -> Any:
-            torch.compiler.cudagraph_mark_step_begin()
-            return compiled(**inputs)
-
-        return step
-
-
-class RepeatedBlocks(Contender):
-    """diffusers' own regional compilation."""
-
-    name = "compile_repeated_blocks"
-
-    def make(self, unet: Any, store: Path) -> Callable[..., Any]:
-        unet.compile_repeated_blocks(dynamic=True)
-        return unet
-
-
-def contenders(names: str, peer_sizes: str) -> list[Contender]:
-    """All contenders whose name is among `names` (comma-separated, "all" for all)."""
-    known: list[Contender] = [
-        Eager(),
-        Ours("ours-captured-eager", build="never"),
-        Ours("ours-graphs", build="wait", captures=False),
-        Ours("ours-exact", build="wait"),
-        RepeatedBlocks(),
-        Compiled("torch.compile", peer_sizes),
-        Compiled("torch.compile reduce-overhead", peer_sizes, mode="reduce-overhead"),
-        Compiled("torch.compile max-autotune", peer_sizes, mode="max-autotune"),
-        Compiled("torch.compile dynamic", dynamic=True),
-    ]
-    if names == "all":
-        return known
-    chosen = names.split(",")
-    return [contender for contender in known if contender.name in chosen]
+_SUFFIXES = {"fp16": "", "fp32": "", "bf16": " bf16"}  # of names under "contenders"
+PEER_SIZES = "1024x1024, 512x512, 960x720"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=("small", "sd1", "sd2", "sdxl"), default="small")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("tiny", "small", "sd1", "sd2", "sdxl"), default="small")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default=None)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=None)
     parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--peer-sizes", default="1024x1024, 512x512")
-    parser.add_argument("--contenders", default="all")
+    parser.add_argument("--peer-sizes", default=PEER_SIZES, help="of peers that are compiled anew")
+    parser.add_argument("--contenders", default="ours", help="all, ours, peers, or names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="in each round")
+    parser.add_argument("--limit-s", type=float, default=500, help="for each process")
     parser.add_argument("--store", type=Path)
     parser.add_argument("--profile", type=Path, help="file for tables of GPU kernels")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--replace", action="store_true", help="forget what is in the JSON file")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--stream", type=Path, help=argparse.SUPPRESS)  # a process of `Run`
     arguments = parser.parse_args()
     if arguments.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
+    if arguments.dtype is None:
+        arguments.dtype = "fp16" if arguments.device.startswith("cuda") else "fp32"
     with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
         arguments.store = arguments.store or Path(folder) / "store"
-        figures = run(arguments)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        if arguments.stream is not None:
+            with arguments.stream.open("a", encoding="utf-8", buffering=1) as stream:
+                Measurement(arguments, stream).run()
+        else:
+            Run(arguments, Path(folder)).run()
     return 0
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all contenders at all sizes."""
-    device = torch.device(arguments.device)
-    dtype = DTYPES[arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")]
-    unet = make_unet(arguments.model, device, dtype).to(memory_format=torch.channels_last)
-    figures: dict[str, Any] = {
-        "what": "UNet step, CFG batch 2",
-        "model": arguments.model,
-        "dtype": str(dtype).removeprefix("torch."),
-        "fingerprint": fingerprint(device),
-        "timing": "consecutive steps, times between events in the GPU's stream",
-        "rows": [],
-        "contenders": {},
-    }
-    chosen = contenders(arguments.contenders, arguments.peer_sizes)
-    steps: dict[str, Callable[..., Any]] = {}
-    with torch.no_grad():
-        for contender in chosen:
-            start = time.perf_counter()
-            steps[contender.name] = contender.make(twin(unet), arguments.store)
-            print(f"{contender.name}: made in {time.perf_counter() - start:.1f} s", flush=True)
-        for size in parse_sizes(arguments.sizes):
-            at_size = [c for c in chosen if c.sizes is None or size in parse_sizes(c.sizes)]
-            _measure_size(arguments, unet, at_size, steps, size, device, figures)
-        if arguments.profile is not None:
-            _profile(arguments, unet, steps, device)
-    figures["contenders"] = {c.name: c.figures() for c in chosen}
-    return figures
+class Run:
+    """One call of the benchmark: a process for eager and ours, one for each peer."""
 
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self._head = {
+            "what": "UNet step, CFG batch 2",
+            "model": arguments.model,
+            "fingerprint": fingerprint(torch.device(arguments.device)),
+            "timing": "consecutive steps, times between events in the GPU's stream",
+        }
+        path = arguments.json
+        self._figures = None if path is None or arguments.replace else read_result(path)
+        check_mergeable(self._figures, self._head)
+        if self._figures is not None:
+            self._figures.pop("dtype", None)  # rows have theirs
 
-def twin(module: Any) -> Any:
-    """A copy of a module that shares every tensor with it."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(t): t for t in tensors})
+    def run(self) -> None:
+        """Measure; the file is written after each process."""
+        chosen = chosen_contenders(self._arguments.contenders)
+        groups = [[c] for c in chosen if c.is_peer]
+        together = [c for c in chosen if not c.is_peer]
+        for group in [together, *groups] if together else groups:
+            missing = group[0].missing()
+            if missing:
+                print(f"{group[0].name}: not installed, {missing}", flush=True)
+                new = {"rows": [], "contenders": {group[0].name: {"not_installed": missing}}}
+            else:
+                new = self._measure(group)
+            self._figures = merge(self._figures, {**self._head, **new})
+            if self._arguments.json is not None:
+                write_result(self._arguments.json, self._figures)
 
-
-def _measure_size(
-    arguments: argparse.Namespace,
-    unet: Any,
-    contenders: list[Contender],
-    steps: dict[str, Callable[..., Any]],
-    size: Any,
-    device: torch.device,
-    figures: dict[str, Any],
-) -> None:
-    inputs = inputs_at(unet, size)
-    expected = unet(**inputs).sample
-    first, errors, peaks, failed = {}, {}, {}, {}
-    for contender in contenders:
-        step = steps[contender.name]
-        _reset_peak(device)
+    def _measure(self, group: list[Contender]) -> dict[str, Any]:
+        """Run a group in a process of its own, which is stopped at the time limit."""
+        given = self._arguments
+        stream = self._folder / f"{group[0].name.replace(' ', '-')}.jsonl"
+        stream.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-m", "benchmarks.unet", "--stream", str(stream),
+            "--contenders", ",".join(c.name for c in group), "--store", str(given.store),
+        ]  # fmt: skip
+        for name in ("model", "device", "dtype", "sizes", "peer_sizes", "rounds", "steps"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
+        command += ["--profile", str(given.profile)] if given.profile else []
+        command += ["--verbose"] if given.verbose else []
+        caches = self._folder / f"caches-{group[0].name.replace(' ', '-')}"  # first_s is of none
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+        }
+        child = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
-            start = time.perf_counter()
-            found = step(**inputs).sample.clone()
-            _synchronize(device)
-            first[contender.name] = time.perf_counter() - start
-            errors[contender.name] = compare(found, expected).error
-            for _ in range(4):  # a size is captured at its second step and checked at its third
+            status = child.wait(given.limit_s)
+            end = "" if status == 0 else f"the process ended with status {status}"
+        except subprocess.TimeoutExpired:
+            end = f"stopped at the time limit of {given.limit_s:g} s"
+        finally:
+            if child.poll() is None:  # its compilers go with it
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        dtype = str(DTYPES[given.dtype]).removeprefix("torch.")
+        return gather(stream, end, [c.name for c in group], dtype, _SUFFIXES[given.dtype])
+
+
+class Measurement:
+    """What one process does; it writes each figure down as soon as it has it."""
+
+    def __init__(self, arguments: argparse.Namespace, stream: Any) -> None:
+        self._arguments, self._stream = arguments, stream
+        self._device = torch.device(arguments.device)
+        self._dtype = DTYPES[arguments.dtype]
+        self._chosen = chosen_contenders(arguments.contenders)
+        self._reported = [c.name for c in self._chosen]
+        if not any(isinstance(c, Eager) for c in self._chosen):
+            self._chosen.insert(0, Eager())  # beside a peer, to see that the machine is the same
+
+    def run(self) -> None:
+        """Measure all contenders at all sizes."""
+        given, device = self._arguments, self._device
+        unet = make_unet(given.model, device, self._dtype).to(memory_format=torch.channels_last)
+        steps: dict[str, Step] = {}
+        sizes = parse_sizes(given.sizes)
+        if all(c.static or isinstance(c, Eager) for c in self._chosen) and len(self._chosen) > 1:
+            sizes = parse_sizes(given.peer_sizes)
+        with torch.no_grad():
+            for contender in self._chosen:
+                start = time.perf_counter()
+                steps[contender.name] = contender.make(twin(unet), given.store)
+                seconds = time.perf_counter() - start
+                print(f"{contender.name}: made in {seconds:.1f} s", flush=True)
+            for size in sizes:
+                self._size(unet, steps, size)
+            if given.profile is not None:
+                _profile(given.profile, unet, steps, device)
+        for contender in self._chosen:
+            if contender.name in self._reported:
+                found = {**contender.figures(), "measured": now()}
+                name = f"{contender.name}{_SUFFIXES[given.dtype]}"
+                self._write({"contenders": {name: found}})
+
+    def _size(self, unet: Any, steps: dict[str, Step], size: BatchShape) -> None:
+        where = {"width": size.width_px, "height": size.height_px}
+        self._write({"begun": where})
+        device = self._device
+        inputs = inputs_at(unet, size)
+        expected = unet(**inputs).sample.clone()
+        rows: dict[str, dict[str, Any]] = {}
+        for name, step in steps.items():
+            row = rows[name] = {
+                "contender": name, "dtype": str(self._dtype).removeprefix("torch."), **where,
+            }  # fmt: skip
+            reset_peak(device)
+            try:
+                start = time.perf_counter()
                 found = step(**inputs).sample.clone()
-            errors[contender.name] = max(errors[contender.name], compare(found, expected).error)
-            peaks[contender.name] = _peak(device)
-        except Exception as exc:
-            failed[contender.name] = f"{type(exc).__name__}: {str(exc)[:300]}"
-            print(f"{contender.name} at {size}: {failed[contender.name]}", flush=True)
-    times: dict[str, list[float]] = {name: [] for name in errors}
-    for _ in range(arguments.rounds):
-        for name in times:
-            step = steps[name]
-            times[name] += step_times_ms(lambda: step(**inputs), arguments.steps, device)  # noqa: B023
-    for name, measured in times.items():
-        median, p95 = median_and_p95(measured)
-        figures["rows"].append({
-            "contender": name, "dtype": figures["dtype"],
-            "width": size.width_px, "height": size.height_px,
-            "first_s": first[name], "ms_median": median, "ms_p95": p95,
-            "peak_bytes": peaks[name], "error_vs_eager": errors[name],
-        })  # fmt: skip
-        print(f"{size!s:>10} {name:32} {median:8.2f} ms  p95 {p95:8.2f}  first {first[name]:6.2f} s"
-              f"  error {errors[name]:.1e}", flush=True)  # fmt: skip
-    for name, reason in failed.items():
-        figures["rows"].append({
-            "contender": name, "dtype": figures["dtype"],
-            "width": size.width_px, "height": size.height_px, "failed": reason,
-        })  # fmt: skip
+                synchronize(device)
+                row["first_s"] = time.perf_counter() - start
+                error = compare(found, expected).error
+                for _ in range(4):  # a size is captured at its second step, checked at its third
+                    found = step(**inputs).sample.clone()
+                row["error_vs_eager"] = max(error, compare(found, expected).error)
+                row["peak_bytes"] = peak_bytes(device)
+            except Exception as exc:
+                row["failed"] = f"{type(exc).__name__}: {str(exc)[:300]}"
+                print(f"{name} at {size}: {row['failed']}", flush=True)
+        times: dict[str, list[float]] = {n: [] for n, row in rows.items() if "failed" not in row}
+        for _ in range(self._arguments.rounds):
+            for name in times:
+                step = steps[name]
+                times[name] += step_times_ms(
+                    lambda: step(**inputs),  # noqa: B023
+                    self._arguments.steps,
+                    device,
+                )
+        for name, measured in times.items():
+            rows[name]["ms_median"], rows[name]["ms_p95"] = median_and_p95(measured)
+        for name in self._reported:
+            row = rows[name]
+            if name != "eager":
+                row["eager_ms"] = rows["eager"].get("ms_median")
+            self._write({"row": row})
+            if "failed" not in row:
+                print(f"{size!s:>10} {name:32} {row['ms_median']:8.2f} ms"
+                      f"  p95 {row['ms_p95']:8.2f}  first {row['first_s']:6.2f} s"
+                      f"  error {row['error_vs_eager']:.1e}", flush=True)  # fmt: skip
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(entry) + "\n")
 
 
-def inputs_at(unet: Any, size: Any) -> dict[str, Any]:
+def inputs_at(unet: Any, size: BatchShape) -> dict[str, Any]:
     """Noise for one step with CFG."""
     return unet_inputs(
         unet, torch.Generator().manual_seed(1), batch=2 * size.batch,
@@ -251,12 +233,7 @@ def inputs_at(unet: Any, size: Any) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _profile(
-    arguments: argparse.Namespace,
-    unet: Any,
-    steps: dict[str, Callable[..., Any]],
-    device: torch.device,
-) -> None:
+def _profile(path: Path, unet: Any, steps: dict[str, Step], device: torch.device) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     tables = []
@@ -268,27 +245,12 @@ def _profile(
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
                 for _ in range(3):
                     step(**inputs)
-                _synchronize(device)
+                synchronize(device)
             table = seen.key_averages().table(
                 sort_by="self_cuda_time_total", row_limit=80, max_name_column_width=110
             )
             tables.append(f"{name} at {size}\n{table}")
-    arguments.profile.write_text("\n\n".join(tables), encoding="utf-8")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _reset_peak(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    path.write_text("\n\n".join(tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,10 @@ def in_child(work: Callable[[], int]) -> int:
         status = 99
         try:
             status = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(status)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
@@ -184,7 +188,9 @@ def quick_builds() -> Iterator[None]:
         for kind in kinds:
             if kind.key.digest not in _BUILT:
                 _BUILT[kind.key.digest] = kind.export()
-            builder.accept(kind, _BUILT[kind.key.digest], 0.0)
+            payload = _BUILT[kind.key.digest]
+            builder.keep(kind, payload, 0.0)
+            kind.accept(builder.load(payload, kind), "built")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Builder, "build", build)

@@ -39,7 +39,7 @@ CUDA_CONFIG: Mapping[str, Any] = {
 _loads = itertools.count()
 
 # Raised whenever the kernels in `backends/kernels` change.
-KERNELS = "3"
+KERNELS = "4"
 
 
 class InductorBackend(Backend):

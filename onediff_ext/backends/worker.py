@@ -75,7 +75,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         return {"error": text, "blame": blame, "spent": backend.spent}
 
     try:
-        program = load_program(Path(request["program"]).read_bytes())
+        program = load_program(Path(request["program"]).read_bytes(), device)
         is_new = request["task"] == "build"
         payload = backend.build(program, device) if is_new else graph.read_bytes()
         problem = try_out(program, backend.load(payload, device), device)

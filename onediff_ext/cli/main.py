@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_out_of_memory(exc: BaseException) -> bool:
-    from onediff_ext.hosts.diffusers.drawing import is_out_of_memory
+    from onediff_ext.engine.out_of_memory import is_out_of_memory
 
     return is_out_of_memory(exc)
 

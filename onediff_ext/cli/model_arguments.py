@@ -16,6 +16,7 @@ from onediff_ext.core.options import (
     BACKENDS,
     BUILD_POLICIES,
     COMPONENTS,
+    PRECISIONS,
     CompileOptions,
     parse_ignores,
 )
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("auto", "fp32", "fp16", "bf16")
+_VAE_TILING = ("auto", "on", "off")
 
 
 def default_model() -> Path:
@@ -108,8 +110,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--dtype", choices=_DTYPES, default="auto", help="auto: fp16 on GPUs")
+    group.add_argument(
+        "--vae-tiling",
+        choices=_VAE_TILING,
+        default="auto",
+        help="encode and decode in overlapping tiles, which changes a picture a little; auto: only"
+        " what would not fit into memory otherwise (default: auto)",
+    )
     compile_group = parser.add_argument_group("compilation")
     compile_group.add_argument("--backend", choices=BACKENDS, default=CompileOptions.backend)
+    compile_group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=CompileOptions.precision,
+        help="of linear layers: fp8 and int8 are faster on GPUs that have them, and change pictures"
+        " a little (default: exact, which is as without OneDiff)",
+    )
     compile_group.add_argument("--eager", action="store_true", help="compile nothing at all")
     compile_group.add_argument("--ignore-vae", action="store_true", help="leave the VAE alone")
     compile_group.add_argument(
@@ -158,6 +174,7 @@ def parse_options(arguments: argparse.Namespace) -> CompileOptions:
     """
     return CompileOptions(
         backend=arguments.backend,
+        precision=arguments.precision,
         build="never" if arguments.no_build else (arguments.build or CompileOptions.build),
         store=arguments.store,
         store_limit_bytes=int(arguments.store_limit_gb * 2**30),
@@ -184,12 +201,15 @@ def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
         f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}"
         for path, weight in parse_loras(arguments.lora)
     ]
-    return {
+    identity: dict[str, object] = {
         "checkpoint": hashes.content_hash(arguments.model),
         "vae": None if arguments.vae is None else hashes.content_hash(arguments.vae),
         "loras": loras,
         "dtype": arguments.dtype,
     }
+    if arguments.precision != CompileOptions.precision and not arguments.eager:
+        identity["precision"] = arguments.precision
+    return identity
 
 
 def parse_loras(texts: list[str]) -> list[tuple[Path, float]]:
@@ -277,7 +297,7 @@ def load_painter(arguments: argparse.Namespace) -> Painter:
     checkpoint = load_checkpoint(
         arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
     )
-    painter = Painter(checkpoint)
+    painter = Painter(checkpoint, arguments.vae_tiling)
     for path, weight in parse_loras(arguments.lora):
         load_lora(painter.pipe, path, weight)
     return painter

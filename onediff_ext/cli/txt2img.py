@@ -95,14 +95,14 @@ def _write(
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.drawing import overflow_error
     from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
     from onediff_ext.hosts.diffusers.report import PictureResult
     from onediff_ext.pictures.writing import write_png
 
-    for image, seed in zip(drawn.images, seeds, strict=True):
+    report.take_notes(drawn.notes)
+    for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
-            report.skipped.append({"input": f"seed {seed}", "reason": str(overflow_error())})
+            report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})
             continue
         path = _free(folder / f"{seed:05d}-{image.width}x{image.height}.png")
         text = infotext(model.painter, settings, seed, image, lora_field(model.identity))

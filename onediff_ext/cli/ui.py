@@ -50,5 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         open_browser=not arguments.no_browser,
+        vae_tiling=arguments.vae_tiling,
     )
     return 0

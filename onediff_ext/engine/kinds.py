@@ -13,6 +13,7 @@ from torch import nn
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import Comparison
 from onediff_ext.engine.port import Graph
+from onediff_ext.engine.quantised import Quantisation
 
 
 class KindState(Enum):
@@ -32,15 +33,17 @@ class Kind:
         key: Identifies the kind on disk.
         label: A few words for people.
         device: Where its blocks live.
-        prepare_export: Readies everything for the export and returns what does it: the
-            serialised program to build from. The first part needs the device, the second none.
+        prepare_export: Readies everything for the export on a device, its own or the CPU, and
+            returns what does it: the serialised program to build from.
+        quantisation: Which of its weights are 8-bit copies; None for none.
         work: Multiplications of one call at the size it was first met with, for ordering builds.
     """
 
     key: KindKey
     label: str
     device: torch.device
-    prepare_export: Callable[[], Callable[[], bytes]]
+    prepare_export: Callable[[torch.device], Callable[[], bytes]]
+    quantisation: Quantisation | None = None
     work: float = 0.0
     state: KindState = KindState.MISSING
     graph: Graph | None = None
@@ -63,7 +66,7 @@ class Kind:
         Raises:
             ExportError: The block cannot be expressed as a graph.
         """
-        return self.prepare_export()()
+        return self.prepare_export(self.device)()
 
     def accept(self, graph: Graph, source: str) -> None:
         """Take a graph into use; its first run will be compared with eager."""

@@ -13,11 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import BlockGoneError, MachineError
+from onediff_ext.core.errors import BlockGoneError, ExportError, MachineError
 from onediff_ext.core.keys import KindKey
-from onediff_ext.engine.check import as_exact_as, compare
+from onediff_ext.engine.check import QUANTISED_TOLERANCE, as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.out_of_memory import is_out_of_memory
+from onediff_ext.engine.quantised import (
+    PRECISIONS,
+    Quantisation,
+    QuantisedWeights,
+    outlines,
+    plan,
+    unavailable_reason,
+)
 from onediff_ext.engine.structure import BlockTree, WrapperRule
 from onediff_ext.engine.trace import (
     Autocast,
@@ -40,6 +49,12 @@ class Kinds(ABC):
     """Who knows the kinds of this process; the session implements it."""
 
     rules: Sequence[WrapperRule]
+    precision = "exact"  # of the linear layers, as in `CompileOptions`
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Differs after any moment in which weights may have changed without a trace."""
 
     @abstractmethod
     def key_entries(self, device: torch.device) -> dict[str, str]:
@@ -79,6 +94,7 @@ class BlockRunner:
         self.used: Kind | None = None
         self.tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
+        self._quantised: QuantisedWeights | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model has weights of its own: its blocks run their own forward, eager.
@@ -100,23 +116,61 @@ class BlockRunner:
             if kind.state is KindState.FAILED:
                 self._kinds.fell_back(kind.label, kind.reason)
             return self.eager(*args, **kwargs)
+        output: torch.Tensor | None = None
         try:
-            output = graph([*weights, *call.tensors])
-        except torch.OutOfMemoryError:
-            raise
+            output = graph([*self._taken_by(kind, weights), *call.tensors])
         except Exception as exc:
-            kind.fail(f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}")
-            logger.warning("%s runs eager: %s", kind.label, kind.reason)
-            if not isinstance(exc, MachineError):
-                self._kinds.rejected(kind)
-            return self.eager(*args, **kwargs)
-        if kind.state is KindState.READY:
+            if is_out_of_memory(exc):
+                if kind.state is KindState.READY:
+                    raise torch.OutOfMemoryError(str(exc)) from None  # whatever class it had
+            else:
+                kind.fail(
+                    f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}"
+                )
+                logger.warning("%s runs eager: %s", kind.label, kind.reason)
+                if not isinstance(exc, MachineError):
+                    self._kinds.rejected(kind)
+                return self.eager(*args, **kwargs)
+        if output is not None and kind.state is KindState.READY:
             return self.family.output_of(self.block, output)
         if self.family.mutates_inputs:
             call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
-        self._check(kind, output, self.family.tensor_of(eager), call, weights)
+        if not self._was_checked(kind, output, self.family.tensor_of(eager), call, weights):
+            self._kinds.fell_back(kind.label, "no memory yet to compare its graph with eager")
         return eager
+
+    def refresh(self) -> None:
+        """Make 8-bit copies anew whose weights may have changed: before a CUDA graph is replayed
+        that points to them."""
+        if self._quantised is not None:
+            self._quantised.refresh(self._kinds.epoch)
+
+    def _taken_by(self, kind: Kind, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The weights as a kind's graph takes them."""
+        if kind.quantisation is None:
+            return weights
+        if self._quantised is None or self._quantised.quantisation != kind.quantisation:
+            self._quantised = QuantisedWeights(kind.quantisation)
+        return self._quantised.apply(weights, self._kinds.epoch)
+
+    def _was_checked(
+        self,
+        kind: Kind,
+        output: torch.Tensor | None,
+        eager: torch.Tensor,
+        call: BlockCall,
+        weights: Sequence[torch.Tensor],
+    ) -> bool:
+        """Judge a graph's first run, unless that takes more memory than there is: a comparison
+        that can wait must not cost the picture."""
+        if output is None:
+            return False
+        try:
+            self._check(kind, output, eager, call, weights)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _check(
         self,
@@ -127,7 +181,8 @@ class BlockRunner:
         weights: Sequence[torch.Tensor],
     ) -> None:
         """Judge the first run of a graph in this process."""
-        comparison = compare(output, eager)
+        allowed = None if kind.quantisation is None else QUANTISED_TOLERANCE
+        comparison = compare(output, eager, allowed)
         if comparison.problem is not None and comparison.error < _DOUBTFUL:
             comparison = as_exact_as(output, eager, self._exact(call, weights))
         kind.comparison = comparison
@@ -209,6 +264,11 @@ class BlockRunner:
             "call": repr(call.statics),
             "autocast": "off" if autocast is None else str(autocast[1]),
         }
+        quantisation = None
+        if self.family.quantisable and self._kinds.precision in PRECISIONS:
+            quantisation = self._quantise(tree, weights, device)
+        if quantisation is not None:
+            entries["precision"] = repr(quantisation)
         key, block, family = KindKey(entries), weakref.ref(self.block), self.family
         rules = self._kinds.rules
         # Only shapes, dtypes and layouts of the example matter: keep none of its memory.
@@ -218,13 +278,29 @@ class BlockRunner:
             call.statics,
         )
 
-        def prepare_export() -> Callable[[], bytes]:
-            return _prepare_export(block(), tree, family, rules, outline, autocast, device)
+        def prepare_export(on: torch.device) -> Callable[[], bytes]:
+            return _prepare_export(
+                block(), tree, family, rules, outline, autocast, quantisation, on
+            )
 
         label, work = family.describe(self.block), _work(call, weights)
-        kind = self._kinds.find(key, lambda: Kind(key, label, device, prepare_export, work))
+        if quantisation is not None:
+            label = f"{label} {quantisation.precision}"
+        kind = self._kinds.find(
+            key, lambda: Kind(key, label, device, prepare_export, quantisation, work)
+        )
         kind.blocks.add(self.block)
         return kind
+
+    def _quantise(
+        self, tree: BlockTree, weights: Sequence[torch.Tensor], device: torch.device
+    ) -> Quantisation | None:
+        precision = self._kinds.precision
+        reason = unavailable_reason(precision, device)
+        if reason is not None:
+            self._kinds.fell_back(f"the {precision} precision", reason)
+            return None
+        return plan(tree.names, weights, precision)
 
 
 def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
@@ -241,6 +317,7 @@ def _prepare_export(
     rules: Sequence[WrapperRule],
     outline: BlockCall,
     autocast: Autocast,
+    quantisation: Quantisation | None,
     device: torch.device,
 ) -> Callable[[], bytes]:
     if block is None:
@@ -249,14 +326,18 @@ def _prepare_export(
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise BlockGoneError("The block has changed since its kind was named.")
+    if autocast is not None and autocast[0] != device.type:
+        raise ExportError(f"Autocast for {autocast[0]} is traced there only.")
     traced = tree.copy()
     family.prepare(traced)
     examples = make_examples(outline, device)
-    weights = [stand_in(weight) for weight in weights]
+    weights = [stand_in(weight, device) for weight in weights]
+    if quantisation is not None:
+        weights = outlines(weights, quantisation)
 
     def export() -> bytes:
         program = export_block(
-            traced, family, tree.names, weights, outline, device, autocast, examples
+            traced, family, tree.names, weights, outline, device, autocast, examples, quantisation
         )
         return save_program(program)
 

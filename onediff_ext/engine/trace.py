@@ -10,9 +10,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
+from torch.export.passes import move_to_device_pass
 
 from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily, Dims
+from onediff_ext.engine.quantised import Quantisation, QuantisedLinears
 
 Autocast = tuple[str, torch.dtype] | None
 
@@ -31,18 +33,23 @@ class BlockFunction(nn.Module):
         names: Sequence[str],
         statics: Mapping[str, Hashable],
         autocast: Autocast,
+        quantisation: Quantisation | None = None,
     ) -> None:
         super().__init__()
         caller = _Caller(block, family, statics)
         object.__setattr__(self, "_caller", caller)
         self._caller: nn.Module
         self._names = [f"block.{name}" for name in names]
-        self._autocast = autocast
+        self._autocast, self._quantisation = autocast, quantisation
 
     def forward(self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        linears: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._quantisation is not None:
+            linears = QuantisedLinears(self._quantisation, weights)
+            weights = weights[: len(self._names)]  # scales stand behind
         named = dict(zip(self._names, weights, strict=True))
         # Tracing under an outer autocast does not record it, so it stands inside.
-        with _autocast_context(self._autocast):
+        with _autocast_context(self._autocast), linears:
             output: torch.Tensor = torch.func.functional_call(self._caller, named, tensors)
             return output
 
@@ -67,6 +74,7 @@ def export_block(
     device: torch.device,
     autocast: Autocast = None,
     examples: Sequence[torch.Tensor] | None = None,
+    quantisation: Quantisation | None = None,
 ) -> torch.export.ExportedProgram:
     """Export one block with batch, height, width and tokens symbolic.
 
@@ -77,6 +85,7 @@ def export_block(
             tensors may be on the meta device.
         device: Where the block runs.
         examples: From `make_examples`, when they are made already.
+        quantisation: Which of the weights are 8-bit copies.
 
     Raises:
         ExportError: The block cannot be traced, or tracing froze a dim that must vary.
@@ -86,7 +95,7 @@ def export_block(
     import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
 
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
-    pure = BlockFunction(block, family, names, dict(call.statics), autocast)
+    pure = BlockFunction(block, family, names, dict(call.statics), autocast, quantisation)
     try:
         with (
             torch.inference_mode(False),  # hosts build in the middle of their sampling
@@ -95,7 +104,10 @@ def export_block(
         ):
             program = torch.export.export(
                 pure,
-                ([stand_in(w) for w in weights], *(examples or make_examples(call, device))),
+                (
+                    [stand_in(w, w.device) for w in weights],
+                    *(examples or make_examples(call, device)),
+                ),
                 dynamic_shapes=([None] * len(weights), dynamic),
                 strict=False,
             )
@@ -124,9 +136,22 @@ def save_program(program: torch.export.ExportedProgram) -> bytes:
     return buffer.getvalue()
 
 
-def load_program(serialised: bytes) -> torch.export.ExportedProgram:
-    """The inverse of `save_program`."""
-    return torch.export.load(io.BytesIO(serialised))
+def load_program(
+    serialised: bytes, device: torch.device | None = None
+) -> torch.export.ExportedProgram:
+    """The inverse of `save_program`.
+
+    Args:
+        device: Where it shall run, if not where it was traced.
+    """
+    program = torch.export.load(io.BytesIO(serialised))
+    if device is None or all(fake.device.type == device.type for fake in input_fakes(program)):
+        return program
+    program = move_to_device_pass(program, device)
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            module.recompile()  # the pass changes nodes only (torch 2.13)
+    return program
 
 
 def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
@@ -135,14 +160,14 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
 
 
-def stand_in(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form that can be traced, which those made under inference mode
-    cannot: they have no version counter."""
-    if not weight.is_inference():
+def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same form on this device that can be traced, which those made under
+    inference mode cannot: they have no version counter."""
+    if not weight.is_inference() and weight.device == device:
         return weight.detach()
     with torch.inference_mode(False):
         tensor = torch.empty_strided(
-            weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+            weight.shape, weight.stride(), dtype=weight.dtype, device=device
         )
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -45,6 +45,7 @@ class _Job:
         attempts: Workers that were lost over it.
         started_at: When its worker took it; monotonic.
         reason: Why it is built.
+        news: What to note once its graph is loaded, as (event, reason).
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class _Job:
     attempts: int = 0
     started_at: float = 0.0
     reason: str = ""
+    news: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ class _Answer:
     payload: bytes | None
     seconds: float
     error: OneDiffError | None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Whether a job's graph is loaded; neither so nor an error when the run was stopped."""
+
+    job: _Job
+    done: bool
+    error: BackendError | None
 
 
 class BuildRun:
@@ -88,17 +99,19 @@ class BuildRun:
         self._exporting: dict[int, _Job] = {}
         self._waiting: list[_Job] = []
         self._working: list[_Job] = []
+        self._loading: list[_Job] = []
         self._seen = {id(kind) for kind in kinds}
         self._done = 0
         self._spent: list[float] = []
         self._one_at_a_time = False
-        self._events: queue.SimpleQueue[Exported | _Answer] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Exported | _Answer | _Loaded] = queue.SimpleQueue()
         self._exporter: threading.Thread | None = None
         self._halt = threading.Event()  # for the exporter: stop, or leaving by an error
         self._folder = BuildFolder()
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
         self._pool = ThreadPoolExecutor(builder.worker_count, thread_name_prefix="onediff-build")
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="onediff-load")
         self._machine_at_fault: MachineError | None = None
 
     def __enter__(self) -> BuildRun:
@@ -109,9 +122,11 @@ class BuildRun:
         for worker in self._workers:
             worker.close()  # an interrupted build ends at once
         self._pool.shutdown()
+        self._loader.shutdown(cancel_futures=True)
         if self._exporter is not None:
             self._exporter.join()
-        for job in (*self._exporting.values(), *self._waiting, *self._working):
+        unfinished = (*self._exporting.values(), *self._waiting, *self._working, *self._loading)
+        for job in unfinished:
             job.locks.close()
         self._folder.remove()
 
@@ -161,7 +176,7 @@ class BuildRun:
             if self._machine_at_fault is not None:
                 self._blame_the_machine(self._machine_at_fault)
                 return
-            if self._exporting or self._waiting or self._working:
+            if self._exporting or self._waiting or self._working or self._loading:
                 self._handle_events()
                 self._add(more())
                 continue
@@ -215,17 +230,9 @@ class BuildRun:
             stored = builder.stored(kind)
             if stored is not None and stored.payload is not None:
                 if builder.is_harmless(stored, kind):
-                    try:
-                        background = self._in_background
-                        builder.take(kind, stored.payload, "loaded", in_background=background)
-                    except BackendError as exc:
-                        builder.mark_bad(kind, stored.header.payload_sha256, exc.message)
-                        reason = f"the stored one cannot be loaded: {exc.message}"
-                        stored = None
-                    else:
-                        builder.journal.note("loaded", kind.label, "another process built it")
-                        self._finished(kind)
-                        return
+                    job = _Job(kind, locks.pop_all(), reason=reason)
+                    self._start_load(job, stored, "loaded", "another process built it")
+                    return
             elif not builder.may_build:
                 kind.fail(reason)
                 self._finished(kind)
@@ -268,9 +275,10 @@ class BuildRun:
         if self._one_at_a_time:
             return 1
         jobs = self._working or self._waiting or list(self._exporting.values())
-        device = jobs[0].kind.device.type if jobs else "cpu"
+        if not jobs:
+            return self._builder.worker_count
         drawing = self._in_background and self._builder.gate.is_drawing
-        return self._builder.workers_beside(device, drawing)
+        return self._builder.workers_beside(jobs[0].kind.device, drawing, len(self._working))
 
     def _dispatch(self) -> None:
         while self._waiting and len(self._working) < self._limit():
@@ -314,6 +322,9 @@ class BuildRun:
         if isinstance(event, Exported):
             self._exported(event)
             return
+        if isinstance(event, _Loaded):
+            self._loaded(event)
+            return
         job = event.job
         self._working.remove(job)
         if self._stop.is_set():
@@ -344,20 +355,49 @@ class BuildRun:
         if isinstance(error, WorkerLostError):
             self._try_again(job, error)
             return
+        if error is not None or answer.payload is None:
+            with job.locks:
+                error = error or BackendError("The worker gave no graph.")
+                self._fail(job.kind, error, attempts=job.attempts + 1, lasting=True)
+            return
+        builder.keep(job.kind, answer.payload, answer.seconds)
+        self._spent.append(answer.seconds)
+        job.news = ("built", f"in {answer.seconds:.1f} s: {job.reason}")
+        self._loading.append(job)
+        self._loader.submit(self._load, job, answer.payload, "built")
+
+    def _start_load(self, job: _Job, stored: StoredGraph, what: str, reason: str) -> None:
+        """Have a stored graph loaded that is known to be harmless."""
+        job.unproved, job.news = stored, (what, reason)
+        self._loading.append(job)
+        self._loader.submit(self._load, job, stored.payload or b"", "loaded")
+
+    def _load(self, job: _Job, payload: bytes, source: str) -> None:
+        done, error = False, None
+        try:
+            background = self._in_background
+            done = self._builder.intake.take(
+                job.kind, payload, source, in_background=background, stop=self._halt
+            )
+        except BackendError as exc:
+            error = exc
+        except Exception as exc:  # would be lost in the pool, and the run would wait for ever
+            error = BackendError(f"{type(exc).__name__}: {exc}")
+        self._events.put(_Loaded(job, done, error))
+
+    def _loaded(self, event: _Loaded) -> None:
+        job, error = event.job, event.error
+        self._loading.remove(job)
+        if error is not None and job.unproved is not None:
+            self._is_bad(job, job.unproved, f"cannot be loaded: {error.message}")
+            return
         with job.locks:
-            if error is None and answer.payload is not None:
-                try:
-                    background = self._in_background
-                    payload, seconds = answer.payload, answer.seconds
-                    builder.accept(job.kind, payload, seconds, in_background=background)
-                except BackendError as exc:
-                    error = exc
             if error is not None:
                 self._fail(job.kind, error, attempts=job.attempts + 1, lasting=True)
-                return
-        self._spent.append(answer.seconds)
-        builder.journal.note("built", job.kind.label, f"in {answer.seconds:.1f} s: {job.reason}")
-        self._finished(job.kind)
+            elif event.done:
+                what, reason = job.news
+                self._builder.journal.note(what, job.kind.label, reason)
+                self._finished(job.kind)
 
     def _try_again(self, job: _Job, error: WorkerLostError) -> None:
         """A worker was lost: once more, alone, since memory may have been short."""
@@ -373,32 +413,32 @@ class BuildRun:
 
     def _proved(self, job: _Job, stored: StoredGraph, error: OneDiffError | None) -> None:
         builder = self._builder
-        assert stored.payload is not None
-        if error is None:
-            builder.verdicts.record_proof(
-                stored.digest,
-                job.kind.label,
-                machine=machine_digest(job.kind.device),
-                payload_sha256=stored.header.payload_sha256,
-            )
-            try:
-                background = self._in_background
-                builder.take(job.kind, stored.payload, "loaded", in_background=background)
-            except BackendError as exc:
-                error = exc
-        if error is None:
-            job.locks.close()
-            builder.journal.note("proved", job.kind.label, "loads and gives eager's results here")
-            self._finished(job.kind)
+        if error is not None:
+            self._is_bad(job, stored, error.message)
             return
-        builder.mark_bad(job.kind, stored.header.payload_sha256, error.message)
+        builder.verdicts.record_proof(
+            stored.digest,
+            job.kind.label,
+            machine=machine_digest(job.kind.device),
+            payload_sha256=stored.header.payload_sha256,
+        )
+        self._start_load(job, stored, "proved", "loads and gives eager's results here")
+
+    def _is_bad(self, job: _Job, stored: StoredGraph, problem: str) -> None:
+        """Never use a stored graph here again; build another one."""
+        builder = self._builder
+        builder.mark_bad(job.kind, stored.header.payload_sha256, problem)
+        reason = f"the stored one is bad here: {problem}"
         if not builder.may_build:
             job.locks.close()
-            job.kind.fail(f"the stored one is bad here: {error.message}")
+            job.kind.fail(reason)
             self._finished(job.kind)
             return
-        job.unproved, job.reason = None, f"the stored one is bad here: {error.message}"
-        self._waiting.append(job)
+        job.unproved, job.reason = None, reason
+        if job.program:
+            self._waiting.append(job)
+        else:
+            self._exporting[id(job.kind)] = job
 
     def _blame_the_machine(self, error: MachineError) -> None:
         """Nothing can be built here now: the kinds stay missing, and are tried later."""
@@ -407,7 +447,7 @@ class BuildRun:
             return
         builder.problem = str(error)
         builder.journal.note("failed", "all builds", str(error), level=logging.WARNING)
-        left = [*self._waiting, *self._working, *self._exporting.values()]
+        left = [*self._waiting, *self._working, *self._loading, *self._exporting.values()]
         for kind in [*(job.kind for job in left), *self._elsewhere, *self._new]:
             if self._in_background:
                 kind.reason = error.message

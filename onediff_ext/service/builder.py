@@ -22,6 +22,7 @@ from onediff_ext.engine.machine import machine_digest
 from onediff_ext.engine.port import Backend, Graph
 from onediff_ext.service.exporting import TORCH_LOCK
 from onediff_ext.service.gate import DrawingGate
+from onediff_ext.service.intake import Intake
 from onediff_ext.service.journal import Journal
 from onediff_ext.service.workers import Built, WorkerProcess
 from onediff_ext.store import GraphLibrary, History, StoredGraph, Verdicts
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROVED_ON = "proved on"  # in a graph's details: the machine whose worker built and tried it
-_FIRST_LOAD_S = 0.05
-_PREPARE_S = 0.4
-_USE_EVERY_S = 5.0
+# A worker's CUDA context, its kernels and its trial; small GPUs would have no room for many.
+_WORKER_GPU_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,7 @@ class Builder:
         self.export_children: int | None = None
         self.run: BuildRun | None = None
         self._running = threading.Lock()
-        self._load_s = _FIRST_LOAD_S
-        self._ready: list[tuple[Kind, Graph, str]] = []
-        self._ready_lock = threading.Lock()
-        self._ready_since = 0.0
-        self._prepared: set[torch.device] = set()
+        self.intake = Intake(backend, self.gate, self.load_bytes)
 
     @property
     def worker_count(self) -> int:
@@ -111,11 +107,18 @@ class Builder:
         """Whether new graphs may be made; stored ones are proved in any case."""
         return self.options.build != "never"
 
-    def workers_beside(self, device_type: str, is_drawing: bool) -> int:
-        """Workers at the same time beside a picture that may need the same cores."""
-        if self.options.workers or not is_drawing or device_type != "cpu":
-            return self.worker_count
-        return 1
+    def workers_beside(self, device: torch.device, is_drawing: bool, running: int = 0) -> int:
+        """Workers at the same time beside a picture that may need the same cores and memory.
+
+        Args:
+            device: What they build for.
+            is_drawing: Whether a picture is being drawn.
+            running: How many are at work, and have their memory already.
+        """
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            return max(1, min(self.worker_count, running + free // _WORKER_GPU_BYTES))
+        return 1 if is_drawing and not self.options.workers else self.worker_count
 
     def build(
         self,
@@ -162,7 +165,7 @@ class Builder:
                     run.work(more or (lambda: ()))
                 finally:
                     self.run = None
-                    self.use_ready()
+                    self.intake.use_ready()
 
     def lock(self, kind: Kind, timeout_s: float) -> AbstractContextManager[None]:
         """The kind's build lock; no lock at all where the store cannot be written."""
@@ -226,14 +229,8 @@ class Builder:
         with TORCH_LOCK:
             return self.backend.load(payload, device)
 
-    def accept(
-        self, kind: Kind, payload: bytes, seconds: float, *, in_background: bool = False
-    ) -> None:
-        """Keep a new graph on disk, if that is possible, and take it into use.
-
-        Raises:
-            BackendError: It cannot be loaded.
-        """
+    def keep(self, kind: Kind, payload: bytes, seconds: float) -> None:
+        """Put a new graph on disk, if that is possible, with what its build took."""
         machine = machine_digest(kind.device)
         try:
             stored = self.library.put(
@@ -254,54 +251,6 @@ class Builder:
                 )
         if seconds:
             self.history.record_build(machine, kind.label, seconds)
-        self.take(kind, payload, "built", in_background=in_background)
-
-    def take(self, kind: Kind, payload: bytes, source: str, *, in_background: bool) -> None:
-        """Load a graph and use it from the next picture on.
-
-        Raises:
-            BackendError: It cannot be loaded.
-        """
-        if not in_background:
-            kind.accept(self.load(payload, kind), source)
-            return
-        self._prepare_to_load(kind.device)
-        with self.gate.turn(self._load_s):
-            start = time.monotonic()
-            graph = self.load(payload, kind)
-            self._load_s = time.monotonic() - start
-        kind.is_coming = True
-        self._use_later(kind, graph, source)
-
-    def _use_later(self, kind: Kind, graph: Graph, source: str) -> None:
-        """Use a graph from a next picture on; on a GPU several at a time.
-
-        Each change there costs the picture after it a comparison and new captures, some 0.4 s.
-        """
-        with self._ready_lock:
-            self._ready.append((kind, graph, source))
-            waiting_s = time.monotonic() - self._ready_since
-        if kind.device.type == "cpu" or waiting_s >= _USE_EVERY_S:
-            self.use_ready()
-
-    def use_ready(self) -> None:
-        """Use what is loaded, from the next picture on."""
-        with self._ready_lock:
-            ready, self._ready = self._ready, []
-            self._ready_since = time.monotonic()
-
-        def accept() -> None:
-            for kind, graph, source in ready:
-                kind.accept(graph, source)
-
-        if ready:
-            self.gate.between_pictures(accept)
-
-    def _prepare_to_load(self, device: torch.device) -> None:
-        if device not in self._prepared:
-            self._prepared.add(device)
-            with self.gate.turn(_PREPARE_S):
-                self.backend.prepare_to_load(device)
 
     def give_up(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
         """Run a kind eager from now on; with `lasting`, in later processes too."""

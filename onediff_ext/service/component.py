@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.accumulation import accumulation
 from onediff_ext.engine.attributes import Attributes
 from onediff_ext.engine.capture.forward import CapturedForward
+from onediff_ext.engine.capture.ladder import MemoryLadder
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.patch import Patches
@@ -55,7 +57,10 @@ class Component:
             self._patches.set(block, family.method, runner)
             self.runners.append(runner)
         forward = self.model.forward
-        if not self.name.startswith("vae"):
+        within: Callable[..., Any] | None = None
+        if self.name.startswith("vae"):
+            within = MemoryLadder(forward, self._session.captures, self._without_graphs)
+        else:
             sources = sorted({s for family in self._session.families for s in family.sources})
             self.captured = CapturedForward(
                 self.model,
@@ -65,7 +70,7 @@ class Component:
                 sources,
                 self._session.rules,
             )
-        self._forward = _ModelForward(forward, self.captured, self._session)
+        self._forward = _ModelForward(forward, self.captured, self._session, within)
         self._patches.set(self.model, "forward", self._forward)
 
     def remove(self) -> None:
@@ -97,6 +102,13 @@ class Component:
             yield
         finally:
             self._set_active(True)
+
+    @contextmanager
+    def _without_graphs(self) -> Iterator[None]:
+        """`paused`, told."""
+        self._session.fell_back(self.name.replace("vae_", "VAE "), "memory is short")
+        with self.paused():
+            yield
 
     def _set_active(self, active: bool) -> None:
         parts: list[BlockRunner | CapturedForward] = [*self.runners]
@@ -142,10 +154,14 @@ class _ModelForward:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], captured: CapturedForward | None, session: Session
+        self,
+        forward: Callable[..., Any],
+        captured: CapturedForward | None,
+        session: Session,
+        within: Callable[..., Any] | None = None,
     ) -> None:
         self.eager, self._captured, self._session = forward, captured, session
-        self._forward: Callable[..., Any] = captured or forward
+        self._forward: Callable[..., Any] = captured or within or forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
@@ -171,7 +187,7 @@ class _ModelForward:
             self._captured.keeps = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._session.forward():
+        with self._session.forward(), accumulation(self._session.precision):
             output = self._forward(*args, **kwargs)
         self._session.after_forward()
         return output

@@ -4,8 +4,10 @@
 does: it replaces `builtins.max` and `math.pow`, and `torch.compiler.is_compiling()` turns true in
 every thread (torch 2.13). A picture that is drawn meanwhile waits, and may take other branches.
 On Linux a forked child exports, which has the host's classes as they are now, patches of other
-extensions included; torch's own DataLoader forks the same way beside CUDA. Elsewhere, or when the
-child fails, this process does it while no picture is being drawn.
+extensions included; torch's own DataLoader forks the same way beside CUDA. A child cannot reach the
+GPU, so it traces as if on the CPU, and the worker puts the program on the GPU. Elsewhere, under
+autocast, whose rules are the device's own, or when the child fails, this process does it while no
+picture is being drawn.
 """
 
 from __future__ import annotations
@@ -115,14 +117,11 @@ def _export_in_children(
 ) -> Iterator[Exported]:
     ready: list[tuple[Kind, Callable[[], bytes]]] = []
     for kind in kinds:
-        if kind.device.type == "cpu":
-            ready.append((kind, kind.export))
-            continue
-        try:  # what needs the device is done here: a child cannot reach it
+        try:  # the tracing is the child's, on the CPU: of a GPU it cannot even ask the number
             with gate.turn(_PREPARE_S, stop=stop) as granted:
                 if stop.is_set() or not granted:
                     return
-                ready.append((kind, kind.prepare_export()))
+                ready.append((kind, kind.prepare_export(torch.device("cpu"))))
         except OneDiffError as exc:
             yield Exported(kind, None, exc)
     shares = [ready[i::count] for i in range(count) if ready[i::count]]
@@ -228,18 +227,6 @@ def _leave_the_parent(in_background: bool) -> None:
     if in_background:
         os.nice(10)
     torch.set_num_threads(1)  # the parent's threads do not exist here
-    _pretend_cuda()
-
-
-def _pretend_cuda() -> None:
-    """Let tracing believe in a GPU that a forked process cannot touch, and does not need to."""
-    if not getattr(torch.cuda, "_initialized", False):
-        return
-    import torch._subclasses.fake_tensor as fake_tensor
-
-    vars(fake_tensor)["init_gpu_context"] = lambda device: None  # noqa: ARG005
-    # torch.autocast("cuda") switches itself off where this says no.
-    vars(torch.cuda)["is_available"] = lambda: True
 
 
 def _write_all(pipe: int, message: bytes) -> None:

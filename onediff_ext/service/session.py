@@ -117,6 +117,14 @@ class Session(Kinds):
     def listener(self, listener: ProgressListener | None) -> None:
         self._listener = self.background.listener = listener
 
+    @property
+    def precision(self) -> str:  # type: ignore[override]
+        return self.options.precision
+
+    @property
+    def epoch(self) -> int:
+        return self.gate.epoch
+
     def key_entries(self, device: torch.device) -> dict[str, str]:
         if device not in self._entries:
             self._entries[device] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onediff_ext.core.deepcache import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.core.shapes import BatchShape, parse_sizes
@@ -42,6 +43,7 @@ class Choices:
     size_box: str = ""
     batch_range: str = ""
     on_failure: str = "as in the settings"
+    precision: str = "exact"
     deepcache: str = "off"
 
     @classmethod
@@ -110,7 +112,25 @@ class Choices:
         """The options of a session; `more` are further fields of `CompileOptions`."""
         if store_limit_bytes is not None:
             more["store_limit_bytes"] = store_limit_bytes
-        return CompileOptions(backend=self.backend, captures=self.captures, store=store, **more)
+        return CompileOptions(
+            backend=self.backend,
+            captures=self.captures,
+            precision=self.precision,
+            store=store,
+            **more,
+        )
+
+    def changes(self) -> dict[str, str]:
+        """What of this makes other pictures than the model's own."""
+        if not self.enabled:
+            return {}
+        found = {}
+        deepcache = DeepCacheOptions.parse(self.deepcache)
+        if deepcache.is_on:
+            found["deepcache"] = str(deepcache)
+        if self.precision != CompileOptions.precision:
+            found["precision"] = self.precision
+        return found
 
     def infotext(self) -> dict[str, str]:
         """Entries for a picture that was drawn with this; what is at its default is left out."""

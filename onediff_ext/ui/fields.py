@@ -8,7 +8,7 @@ from typing import Any
 
 from onediff_ext.core.deepcache import PRESETS as DEEPCACHE_LEVELS
 from onediff_ext.core.deepcache import DeepCacheOptions
-from onediff_ext.core.options import BACKENDS
+from onediff_ext.core.options import BACKENDS, PRECISIONS
 
 CUSTOM = "Custom"
 PRESETS: dict[str, dict[str, object]] = {
@@ -167,6 +167,17 @@ FIELDS = (
         ON_FAILURE_CHOICES[0],
         ON_FAILURE_CHOICES,
         infotext="OneDiff on failure",
+        advanced=True,
+    ),
+    Field(
+        "precision",
+        DROPDOWN,
+        "Precision",
+        "fp8 and int8 multiply in 8 bits, on GPUs that can: faster, and pictures change a little.",
+        PRECISIONS[0],
+        PRECISIONS,
+        infotext="OneDiff precision",
+        preset=True,
         advanced=True,
     ),
     Field(

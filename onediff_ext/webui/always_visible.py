@@ -9,7 +9,6 @@ from typing import Any
 import gradio as gr
 from modules import scripts, shared, ui_components
 
-from onediff_ext.core.deepcache import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.ui import html
 from onediff_ext.ui.choices import Choices, from_arguments
@@ -118,8 +117,8 @@ class OneDiffScript(scripts.Script):
             self._sizes = {}
 
 
-def deepcache_of_job(p: Any) -> DeepCacheOptions:
-    """What a job asks of DeepCache, which is what changes pictures; off if it cannot be read."""
+def changes_of_job(p: Any) -> dict[str, str]:
+    """What a job asks for that changes pictures; empty for none, or if it cannot be read."""
     for script in getattr(getattr(p, "scripts", None), "alwayson_scripts", ()):
         if isinstance(script, OneDiffScript):
             arguments = p.script_args[script.args_from : script.args_to]
@@ -127,8 +126,8 @@ def deepcache_of_job(p: Any) -> DeepCacheOptions:
                 choices = Choices.parse({**from_arguments(arguments), **axis_values(p)})
             except OneDiffError:
                 break  # drawn without
-            return DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF
-    return OFF
+            return choices.changes()
+    return {}
 
 
 def _header(elem_id: Callable[[str], str]) -> Any:

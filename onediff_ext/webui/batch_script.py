@@ -11,7 +11,7 @@ from modules import processing, scripts, shared
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
 from onediff_ext.pictures.sizing import parse_size_rule
-from onediff_ext.webui.always_visible import deepcache_of_job
+from onediff_ext.webui.always_visible import changes_of_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob
 
 TITLE = "OneDiff: img2img batch across resolutions"
@@ -143,9 +143,8 @@ def _identity(p: Any) -> dict[str, object]:
     opts = shared.opts
     info = getattr(shared.sd_model, "sd_checkpoint_info", None)
     names = ("sd_vae", "CLIP_stop_at_last_layers", "eta_noise_seed_delta", "randn_source")
-    identity: dict[str, object] = {
+    return {
         "checkpoint": getattr(info, "shorthash", None) or getattr(info, "name", ""),
         **{name: str(getattr(opts, name, "")) for name in names},
+        **changes_of_job(p),
     }
-    deepcache = deepcache_of_job(p)
-    return {**identity, "deepcache": str(deepcache)} if deepcache.is_on else identity

@@ -1,4 +1,4 @@
-"""X/Y/Z axes: enabled, preset, backend, VAE, DeepCache."""
+"""X/Y/Z axes: enabled, preset, backend, VAE, DeepCache, precision."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from onediff_ext.webui.settings import HOST_FEATURES
 AXIS_ATTRIBUTE = "onediff_axis_values"
 """On the host's ``p``: field → value, in place of the panel's. Copies of ``p`` carry it along."""
 
-AXES = ("enabled", "preset", "backend", "vae", "deepcache")
+AXES = ("enabled", "preset", "backend", "vae", "deepcache", "precision")
 _LABELS = {
     name: f"[OneDiff] {label}"
-    for name, label in zip(AXES, ("Enabled", "Preset", "Backend", "VAE", "DeepCache"), strict=True)
+    for name, label in zip(
+        AXES, ("Enabled", "Preset", "Backend", "VAE", "DeepCache", "Precision"), strict=True
+    )
 }
 
 

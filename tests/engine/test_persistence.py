@@ -137,11 +137,22 @@ def test_an_interrupt_ends_the_workers_at_once(make_session, tmp_path):
     pipe = models.sd15()
     session = make_session(store=tmp_path, backend="inductor", workers=1)
     compile_pipe(pipe, session=session, ignores="vae")
-    timer = threading.Timer(12, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        draw_latents(pipe)
-    timer.cancel()
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not _descendants():
+            if ended.wait(0.1):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            draw_latents(pipe)
+    finally:
+        ended.set()
+        thread.join()
     children = _descendants()
     assert children == []
 

@@ -101,7 +101,8 @@ class StoppedRun:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_while_drawing(command_line: CommandLine, tmp_path: Path, number: signal.Signals) -> None:
     options = ("--report", tmp_path / "report.json") if number is signal.SIGINT else ("--eager",)
-    run = StoppedRun(command_line, tmp_path, *options)
+    slow = ("--steps", 40)  # so that the signal comes before the last picture
+    run = StoppedRun(command_line, tmp_path, *options, *slow)
     run.stop_at("pictures 3/", number)
     done = list(run.out.iterdir())
     assert 2 <= len(done) < COUNT
@@ -111,7 +112,7 @@ def test_while_drawing(command_line: CommandLine, tmp_path: Path, number: signal
         assert len(done) == (tmp_path / "report.json").read_text().count('"output"')
     run.go_on()
     if number is signal.SIGINT:  # and what came out of both halves is what one run makes
-        whole = StoppedRun(command_line, tmp_path / "whole", "--eager")
+        whole = StoppedRun(command_line, tmp_path / "whole", "--eager", *slow)
         whole.go_on()
         for path in run.out.iterdir():
             assert difference(path, whole.out / path.name) <= 1

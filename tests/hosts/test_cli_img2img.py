@@ -441,7 +441,38 @@ def test_numbers_that_run_over_are_no_black_picture(
     report = run(folder, "-o", tmp_path / "out", "--eager", status=1)
     assert list(sizes(report)) == ["b.png"]
     assert "NaN" in report["skipped"][0]["reason"]
-    assert "--dtype" in report["skipped"][0]["reason"]
+    assert "another VAE" in report["skipped"][0]["reason"]
+
+
+def test_a_vae_that_runs_over_in_fp16(run: Run, tmp_path: Path) -> None:
+    from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
+    from tests import models
+    from tests.hosts.vae_stand_ins import overflowing_vae
+
+    pipe = models.sd15()
+    pipe.vae = overflowing_vae("decoder")
+    model = save_ldm(pipe, tmp_path / "overflowing.safetensors")
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
+    few = ("--steps", "1", "--strength", "1", "--eager", "-m", model)
+    report = run(folder, "-o", tmp_path / "out", *few, "--dtype", "fp16")
+    assert report["warnings"] == ["VAE decoded in fp32: its numbers run over in fp16"]
+    exact = run(folder, "-o", tmp_path / "exact", *few)
+    assert exact["warnings"] == []
+    for one, two in zip(outputs(report), outputs(exact), strict=True):
+        assert difference(one, two) < 40  # the UNet's fp16
+
+
+def test_vae_tiling(run: Run, tmp_path: Path) -> None:
+    folder = save_pictures(tmp_path / "in", a=(531, 101))
+    few = ("--steps", "1", "--strength", "1")
+    report = run(folder, "-o", tmp_path / "tiled", *few, "--vae-tiling", "on")
+    assert sizes(report) == {"a.png": (531, 101)}
+    # Tiles are sizes like any others: the graphs that there are serve them.
+    assert (report["graphs"]["built"], report["fallbacks"], report["warnings"]) == (0, [], [])
+    whole = run(folder, "-o", tmp_path / "whole", *few)
+    assert difference(*outputs(report), *outputs(whole)) > 1
+    eager = run(folder, "-o", tmp_path / "eager", *few, "--vae-tiling", "on", "--eager")
+    assert difference(*outputs(report), *outputs(eager)) <= 1
 
 
 @pytest.mark.parametrize("error", ["OutOfMemoryError", "DefaultCPUAllocator"])

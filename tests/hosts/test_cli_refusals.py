@@ -51,6 +51,7 @@ def folder(tmp_path: Path) -> Path:
         (["--workers", "0"], "argument --workers: '0'", "--help"),
         (["--store-limit-gb", "nan"], "argument --store-limit-gb: 'nan'", "--help"),
         (["--store-limit-gb", "0"], "argument --store-limit-gb: '0' is not above zero", "--help"),
+        (["--vae-tiling", "much"], "argument --vae-tiling: invalid choice: 'much'", "--help"),
         (["--backend", "magic"], "argument --backend: invalid choice: 'magic'", "--help"),
         (["--lora", "no.safetensors"], "There is no file no.safetensors", "nothing is downloaded"),
         (["-m", "no.safetensors"], "There is no file no.safetensors", "nothing is downloaded"),

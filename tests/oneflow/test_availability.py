@@ -108,6 +108,53 @@ def test_a_missing_library_is_named_with_its_package():
     )
 
 
+_TEXT = "libcudnn_cnn_infer.so.8: cannot open shared object file: No such file or directory"
+# What is installed, what importing OneFlow raises, and the reason that is shown.
+BROKEN = {
+    "another OneFlow": ({"oneflow": "1.0.0"}, "", "OneFlow needs oneflow 0.9.0; 1.0.0 is inst"),
+    "numpy 2": ({"numpy": "2.2.6"}, "", "OneFlow needs numpy 1; 2.2.6 is installed"),
+    "protobuf": ({"protobuf": "5.29.1"}, "", "OneFlow needs protobuf 3.20; 5.29.1 is installed"),
+    "a library": (
+        {}, f"ImportError({_TEXT!r})", "OneFlow needs the library libcudnn_cnn_infer.so.8 (pip",
+    ),
+    "its import": (
+        {}, "AttributeError('two\\nlines')", "OneFlow cannot be imported (AttributeError: two)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_whatever_is_wrong_the_usual_backend_draws(broken, installed, tmp_path, monkeypatch):
+    """From what is installed to the one line that a user reads, on any Python."""
+    versions, error, expected = BROKEN[broken]
+    for package, version in {
+        "oneflow": "0.9.0", "numpy": "1.26.4", "protobuf": "3.20.3", **versions
+    }.items():  # fmt: skip
+        installed(package, version)
+    (tmp_path / "oneflow").mkdir()
+    (tmp_path / "oneflow/__init__.py").write_text(f"raise {error or 'AssertionError'}\n")
+    monkeypatch.delitem(sys.modules, "oneflow", raising=False)
+    monkeypatch.setattr(availability, "PYTHON", sys.version_info[:2])
+    availability.process_reason.cache_clear()
+    try:
+        session = new_session({"backend": "oneflow", "store": tmp_path, "build": "never"})
+    finally:
+        availability.process_reason.cache_clear()
+    assert session.backend.name == "inductor"
+    (fallback,) = session.fallbacks()
+    assert fallback.reason.startswith(expected)
+    assert fallback.reason.endswith("; inductor builds the graphs")
+    assert "\n" not in fallback.reason
+
+
+def test_a_gpu_without_code_is_a_reason(monkeypatch):
+    monkeypatch.setattr(availability, "process_reason", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = make_backend("oneflow").unavailable_reason(torch.device("cuda"))
+    assert reason.startswith("OneFlow 0.9.0 has no code for GPUs of capability 9.0, only 6.0, ")
+    assert "\n" not in reason
+
+
 def test_a_wheel_without_its_libraries(flow, run_apart, tmp_path):
     """The real import, from a folder that has everything but NVIDIA's libraries."""
     packages = Path(flow.__file__).parents[1]

@@ -46,7 +46,16 @@ def client(page: SimpleNamespace) -> Iterator[Any]:
     """Presses the page's buttons over HTTP, as a browser does."""
     from gradio_client import Client
 
-    page.blocks.queue().launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
+    for attempt in range(3):
+        try:
+            page.blocks.queue().launch(
+                prevent_thread_lock=True, quiet=True, server_name="127.0.0.1"
+            )
+            break
+        except ValueError:  # a busy machine does not answer itself within two seconds
+            page.blocks.close(verbose=False)
+            if attempt == 2:
+                raise
     try:
         yield Client(page.blocks.local_url, verbose=False)
     finally:

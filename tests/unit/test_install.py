@@ -32,6 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """install.py as a module of its own, with no settings from the shell."""
     monkeypatch.delenv("ONEDIFF_TORCH", raising=False)
     monkeypatch.delenv("ONEDIFF_PIP_ARGS", raising=False)
+    monkeypatch.delenv("ONEDIFF_ONEFLOW_VENV", raising=False)
     spec = importlib.util.spec_from_file_location("onediff_install", ROOT / "install.py")
     assert spec is not None
     assert spec.loader is not None
@@ -368,7 +369,12 @@ def test_oneflow_s_tests_go_to_the_python_that_oneflow_has_wheels_for(
         ["python3.10", install.__file__, "test", "--oneflow", "plans"],
         ["venv-python", "-m", "tests.oneflow", "plans"],
     ]
-    assert made == [(ROOT, {"test-oneflow"}, ".venv-oneflow")]
+    monkeypatch.setenv("ONEDIFF_ONEFLOW_VENV", "/shared/by/clones")
+    install.main(["test", "--oneflow"])
+    assert made == [
+        (ROOT, {"test-oneflow"}, ".venv-oneflow"),
+        (ROOT, {"test-oneflow"}, "/shared/by/clones"),
+    ]
 
 
 def _interpreter(path: Path, version: str) -> Path:

@@ -128,6 +128,7 @@ def test_each_entry_belongs_to_a_field_of_the_table() -> None:
         size_box="64x64 - 512x512",
         batch_range="1",
         on_failure="stop",
+        precision="fp8",
         deepcache="light",
     )
     assert set(everything.infotext()) == {f.infotext for f in FIELDS if f.infotext}

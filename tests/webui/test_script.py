@@ -115,23 +115,26 @@ def test_deepcache_reaches_the_job_and_its_infotext(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "changes"),
     [
-        ((False, "Maximum"), "1"),
-        ((True, "Maximum"), "3"),
-        (({"deepcache": "4"},), "4"),
-        ((True, "Turbo"), "1"),
+        ((False, "Maximum"), {}),
+        ((True, "Maximum"), {"deepcache": "3"}),
+        (({"deepcache": "4"},), {"deepcache": "4"}),
+        (({"precision": "fp8"},), {"precision": "fp8"}),
+        ((True, "Turbo"), {}),
     ],
 )
-def test_what_a_job_asks_of_deepcache(script: Any, arguments: tuple[Any, ...], text: str) -> None:
+def test_what_a_job_asks_for_that_changes_pictures(
+    script: Any, arguments: tuple[Any, ...], changes: dict[str, str]
+) -> None:
     """A folder that was drawn with it is not done for a run without it."""
-    from onediff_ext.webui.always_visible import deepcache_of_job
+    from onediff_ext.webui.always_visible import changes_of_job
 
     p: Any = StandInJob()
-    assert str(deepcache_of_job(p)) == "1"
+    assert changes_of_job(p) == {}
     p.scripts, p.script_args = SimpleNamespace(alwayson_scripts=[object(), script]), (0, *arguments)
     script.args_from, script.args_to = 1, 1 + len(arguments)
-    assert str(deepcache_of_job(p)) == text
+    assert changes_of_job(p) == changes
 
 
 def test_axes_go_before_the_panel(script: Any, host: Any) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-_BLOCK = 1024
+_BLOCK = 512
 
 
 @triton.jit
@@ -36,6 +36,6 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
     batch, tokens, channels = x.shape
     out = x.new_empty((batch, tokens, channels // 2))
     wrap_triton(geglu_kernel)[(batch * tokens, -(-(channels // 2) // _BLOCK))](
-        x, out, channels // 2, BLOCK=_BLOCK, num_warps=4
+        x, out, channels // 2, BLOCK=_BLOCK, num_warps=2
     )
     return out

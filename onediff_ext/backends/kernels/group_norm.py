@@ -97,7 +97,7 @@ def scale_kernel(
         m2 = tl.load(m2_ptr + address, mask=mask, other=0.0)
         delta = tl.where(mask, mean + added[None, :] - group_mean, 0.0)
         squares += m2 + delta * delta * count[:, None]
-    inverse = 1.0 / tl.sqrt(tl.sum(squares) / elements + eps)
+    inverse = (1.0 / tl.sqrt(tl.sum(squares) / elements + eps)).to(tl.float32)  # eps is float64
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     scale = weight * inverse

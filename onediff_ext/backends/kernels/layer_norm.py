@@ -11,13 +11,16 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
+from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, quantise, warps
+
 
 @triton.jit
 def layer_norm_kernel(
-    x_ptr, other_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, channels, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, other_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, channels, eps,
+    ADD: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: (x + other), rounded as it is stored, and its normalised self."""
+    """One row: (x + other), rounded as it is stored, and its normalised self; with a LIMIT above
+    zero in 8 bits."""
     row = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     inside = channel < channels
@@ -30,10 +33,14 @@ def layer_norm_kernel(
         x = rounded.to(tl.float32)
     mean = tl.sum(x, axis=0) / channels
     away = tl.where(inside, x - mean, 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(away * away, axis=0) / channels + eps)
+    # torch hands numbers over as float64, and all that follows would be.
+    inverse = (1.0 / tl.sqrt(tl.sum(away * away, axis=0) / channels + eps)).to(tl.float32)
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     y = away * inverse * weight + bias
+    if LIMIT > 0:
+        quantise(y, inside, out_ptr, scale_ptr, row, address, LIMIT)
+        return
     tl.store(out_ptr + address, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -53,10 +60,26 @@ def layer_norm(
     out = torch.empty_like(x)
     block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
-        x, x, x, weight, bias, out, channels, eps,
-        ADD=False, BLOCK=block, num_warps=_warps(block),
+        x, x, x, weight, bias, out, x, channels, eps,
+        ADD=False, LIMIT=0.0, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return out
+
+
+@triton_op("onediff::layer_norm_in_8_bits", mutates_args={})
+def layer_norm_in_8_bits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer_norm`, as `rows_in_8_bits` gives it."""
+    x = x.contiguous()
+    batch, tokens, channels = x.shape
+    q, scale = empty_rows(x, channels, dtype)
+    block = triton.next_power_of_2(channels)
+    wrap_triton(layer_norm_kernel)[(batch * tokens,)](
+        x, x, x, weight, bias, q, scale, channels, eps,
+        ADD=False, LIMIT=LIMITS[dtype], BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
+    return q, scale
 
 
 @triton_op("onediff::add_layer_norm", mutates_args={})
@@ -69,11 +92,29 @@ def add_layer_norm(
     total, out = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
-        x, other, total, weight, bias, out, channels, eps,
-        ADD=True, BLOCK=block, num_warps=_warps(block),
+        x, other, total, weight, bias, out, x, channels, eps,
+        ADD=True, LIMIT=0.0, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return total, out
 
 
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
+@triton_op("onediff::add_layer_norm_in_8_bits", mutates_args={})
+def add_layer_norm_in_8_bits(
+    x: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x + other, and its `layer_norm` as `rows_in_8_bits` gives it)."""
+    x, other = x.contiguous(), other.contiguous()
+    batch, tokens, channels = x.shape
+    total = torch.empty_like(x)
+    q, scale = empty_rows(x, channels, dtype)
+    block = triton.next_power_of_2(channels)
+    wrap_triton(layer_norm_kernel)[(batch * tokens,)](
+        x, other, total, weight, bias, q, scale, channels, eps,
+        ADD=True, LIMIT=LIMITS[dtype], BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
+    return total, q, scale

@@ -16,9 +16,12 @@ _ATEN = torch.ops.aten
 
 def with_kernels(graph_module: GraphModule) -> GraphModule:
     """A copy of an exported graph that calls our kernels where they are of use."""
-    from onediff_ext.backends.kernels import geglu, group_norm, layer_norm  # noqa: F401
+    from onediff_ext.backends.kernels import geglu, group_norm, layer_norm, rows  # noqa: F401
 
     rewritten = copy.deepcopy(graph_module)
+    for node in list(rewritten.graph.nodes):
+        if node.target is _ATEN._assert_tensor_metadata.default:
+            rewritten.graph.erase_node(node)  # would count as a use of what it looks at
     for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
             rewrite(node)
@@ -139,6 +142,59 @@ def _geglu(node: Any) -> None:
         _replace(node, torch.ops.onediff.geglu.default, (first[0],))
 
 
+def _product_in_8_bits(node: Any) -> None:
+    """Have the rows of an 8-bit product written by what computes them.
+
+    They come as `onediff_ext.engine.quantised.quantise_rows` traces them: reshape, to float32,
+    division by the scale, rounding, and the cast.
+    """
+    cast = node.args[0]
+    division, steps = cast, 0
+    while division.target is not _ATEN.div.Tensor:
+        division, steps = division.args[0], steps + 1
+        if steps > 4 or not isinstance(division, Node):
+            return
+    wide, scale = division.args
+    reshaped = wide.args[0]
+    if wide.target is not _ATEN.to.dtype or reshaped.target not in _RESHAPES:
+        return
+    x = reshaped.args[0]
+    if x.meta["val"].ndim != 3 or x.meta["val"].shape[-1] > 8192:
+        return
+    alone = len(x.users) == 1 and len(reshaped.users) == 1
+    dtype = cast.meta["val"].dtype
+    source = x.args[0] if x.target is operator.getitem else None
+    with cast.graph.inserting_before(cast):
+        if alone and x.target is torch.ops.onediff.layer_norm.default:
+            both = cast.graph.call_function(
+                torch.ops.onediff.layer_norm_in_8_bits.default, (*x.args, dtype)
+            )
+        elif (
+            alone
+            and source is not None
+            and source.target is torch.ops.onediff.add_layer_norm.default
+        ):
+            with cast.graph.inserting_before(source):
+                both = cast.graph.call_function(
+                    torch.ops.onediff.add_layer_norm_in_8_bits.default, (*source.args, dtype)
+                )
+                total = cast.graph.call_function(operator.getitem, (both, 0))
+            total.meta["val"] = x.meta["val"]
+            for user in list(source.users):
+                if user is not x:
+                    user.replace_all_uses_with(total)
+        else:
+            both = cast.graph.call_function(torch.ops.onediff.rows_in_8_bits.default, (x, dtype))
+        first = 1 if both.target is torch.ops.onediff.add_layer_norm_in_8_bits.default else 0
+        rows = cast.graph.call_function(operator.getitem, (both, first))
+        scales = cast.graph.call_function(operator.getitem, (both, first + 1))
+    rows.meta["val"], scales.meta["val"] = cast.meta["val"], scale.meta["val"]
+    cast.replace_all_uses_with(rows)
+    for user in list(scale.users):
+        if user is not division:
+            user.replace_input_with(scale, scales)
+
+
 def _half(node: Any) -> tuple[Node, int] | None:
     """The tensor that a node is one half of, by its last dim, and which half."""
     if node.target is not operator.getitem:
@@ -195,8 +251,11 @@ def _replace(node: Node, target: Callable[..., object], arguments: tuple[Any, ..
     node.replace_all_uses_with(new)
 
 
+_RESHAPES = (_ATEN.reshape.default, _ATEN.view.default)
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _ATEN.div.Tensor: _division,
+    _ATEN._int_mm.default: _product_in_8_bits,
+    _ATEN._scaled_mm.default: _product_in_8_bits,
     _ATEN.mul.Tensor: _geglu,
     _ATEN.group_norm.default: _group_norm,
     _ATEN.layer_norm.default: _layer_norm,

@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+from onediff_ext.backends.oneflow.launch_order import order_launches
+
 INSTALL = 'pip install "onediff-ext[oneflow]", see docs/oneflow.md'
 TESTED = "0.9.0"
 PYTHON = (3, 10)
@@ -86,7 +88,7 @@ def _import_reason() -> str | None:
         import oneflow  # noqa: F401
     except Exception as exc:  # a foreign package's import may raise anything
         return import_error_reason(exc)
-    return None
+    return order_launches()
 
 
 def _no_cuda_reason() -> str | None:

@@ -58,6 +58,9 @@ def _normalise(flow: Any, x: Any, dims: list[int], eps: float) -> Any:
     if x.is_cuda:
         axis = dims[0]
         return flow._C.layer_norm(x, begin_norm_axis=axis, begin_params_axis=axis, epsilon=eps)
+    if x.dtype in (flow.float16, flow.bfloat16):  # its own words speak of "no floating type"
+        name = str(x.dtype).removeprefix("oneflow.")
+        raise BackendError(f"OneFlow has no kernel for norms in {name} on this CPU")
     mean = x.mean(dim=dims, keepdim=True)
     variance = x.var(dim=dims, unbiased=False, keepdim=True)
     return (x - mean) * (variance + eps).rsqrt()

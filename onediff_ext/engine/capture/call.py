@@ -73,6 +73,7 @@ def _modes(device: torch.device) -> Hashable:
         torch.get_autocast_dtype(device.type) if autocast else None,
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        getattr(cuda.matmul, "allow_fp16_accumulation", False),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.benchmark,

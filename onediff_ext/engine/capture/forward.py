@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.capture.call import ForwardCall, read_call
 from onediff_ext.engine.capture.captures import Capture, Captures
-from onediff_ext.engine.capture.halves import run_in_halves
+from onediff_ext.engine.capture.ladder import MemoryLadder
 from onediff_ext.engine.capture.recorder import Recorder
 from onediff_ext.engine.capture.watch import ModelWatch, Snapshot
 from onediff_ext.engine.check import compare
@@ -71,6 +70,7 @@ class CapturedForward:
     ) -> None:
         self._model, self._forward, self._runners = model, forward, runners
         self._captures, self._sources, self._rules = captures, sources, rules
+        self._within_memory = MemoryLadder(forward, captures)
         self._watches: OrderedDict[Hashable, ModelWatch] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
@@ -86,7 +86,7 @@ class CapturedForward:
         call = read_call(args, kwargs)
         if isinstance(call, str) or (reason := self._captures.unavailable_reason(call.device)):
             self.reason = call if isinstance(call, str) else str(reason)
-            return self._within_memory(args, kwargs)
+            return self._within_memory(*args, **kwargs)
         key = (id(self._model), self.variant, call.key)
         with self._captures.lock:
             capture = self._captures.find(key)
@@ -95,7 +95,7 @@ class CapturedForward:
                     return self._replay(key, capture, call, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
-            output = self._within_memory(args, kwargs)
+            output = self._within_memory(*args, **kwargs)
             self._consider(key, call, output)
             return output
 
@@ -116,6 +116,8 @@ class CapturedForward:
     ) -> Any:
         for target, source in zip(capture.inputs, call.tensors, strict=True):
             target.copy_(source)
+        for runner in self._runners:
+            runner.refresh()
         capture.recording.replay()
         capture.replays += 1
         if capture.replays == _WORTH_REPLAYS:
@@ -125,7 +127,7 @@ class CapturedForward:
         if capture.checks >= _CHECKS:
             self.reason = ""
             return output
-        expected = self._within_memory(args, kwargs)
+        expected = self._within_memory(*args, **kwargs)
         self._check(key, capture, output, expected)
         return expected
 
@@ -221,22 +223,6 @@ class CapturedForward:
     def _refuse(self, key: Hashable, reason: str) -> None:
         self._refused[key] = self.reason = reason
         logger.info("%s runs without a capture: %s", type(self._model).__name__, reason)
-
-    def _within_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own forward; short of memory, captures go first, then the batch is halved."""
-        try:
-            return self._forward(*args, **kwargs)
-        except torch.OutOfMemoryError as exc:
-            error = exc.with_traceback(None)  # its frames hold the activations
-        dropped = self._captures.drop_all("memory is short")
-        logger.info("Short of memory: %d captures dropped, once more", dropped)
-        gc.collect()
-        torch.cuda.empty_cache()
-        try:
-            return self._forward(*args, **kwargs)
-        except torch.OutOfMemoryError as exc:
-            error = exc.with_traceback(None)
-        return run_in_halves(self._forward, args, kwargs, error)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

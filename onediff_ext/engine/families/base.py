@@ -22,6 +22,10 @@ DIM_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 # One name per dim of a tensor; None for a dim that is part of the kind.
 Dims = tuple[str | None, ...]
+IMAGE: Dims = ("batch", None, "height", "width")
+VECTOR: Dims = ("batch", None)
+TOKENS: Dims = ("batch", "tokens", None)
+CONTEXT: Dims = ("batch", "context", None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class BlockFamily(ABC):
     interfering: tuple[str, ...] = ()
     # Whether the block's own forward writes into its inputs; `run` must not.
     mutates_inputs = False
+    # Whether the block's linear layers may compute in 8 bits when the user wants that.
+    quantisable = False
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.engine.families.base import BlockCall, BlockFamily, Dims, Refusal
+from onediff_ext.engine.families.base import (
+    CONTEXT,
+    IMAGE,
+    TOKENS,
+    VECTOR,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+)
 from onediff_ext.engine.families.torch import GroupNormFamily
-
-IMAGE: Dims = ("batch", None, "height", "width")
-VECTOR: Dims = ("batch", None)
-TOKENS: Dims = ("batch", "tokens", None)
-CONTEXT: Dims = ("batch", "context", None)
 
 # Attention that is a pure function of its arguments. Others (IP-Adapter,
 # attention stores, slicing, xformers) keep state or freeze shapes.
@@ -83,6 +86,7 @@ class TransformerFamily(_DiffusersFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     label = "BasicTransformerBlock"
+    quantisable = True
     path = "diffusers.models.attention:BasicTransformerBlock"
     unsupported = (
         "attention_mask",

@@ -17,12 +17,15 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.families.attention import attend, attend_image
-from onediff_ext.engine.families.base import BlockCall, BlockFamily, Dims, Refusal
-
-IMAGE: Dims = ("batch", None, "height", "width")
-VECTOR: Dims = ("batch", None)
-TOKENS: Dims = ("batch", "tokens", None)
-CONTEXT: Dims = ("batch", "context", None)
+from onediff_ext.engine.families.base import (
+    CONTEXT,
+    IMAGE,
+    TOKENS,
+    VECTOR,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+)
 
 _UNKNOWN = Refusal("called with arguments that are not known")
 
@@ -183,6 +186,7 @@ class ForgeTransformer(_ForgeFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     class_name = "BasicTransformerBlock"
+    quantisable = True
     mutates_inputs = True  # Forge adds to x in place
 
     def module_name(self) -> str:

@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from onediff_ext.engine.families.base import BlockCall, BlockFamily, Dims, Refusal
-
-IMAGE: Dims = ("batch", None, "height", "width")
-VECTOR: Dims = ("batch", None)
-TOKENS: Dims = ("batch", "tokens", None)
-CONTEXT: Dims = ("batch", "context", None)
+from onediff_ext.engine.families.attention import attend, attend_image
+from onediff_ext.engine.families.base import (
+    CONTEXT,
+    IMAGE,
+    TOKENS,
+    VECTOR,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+)
 
 # Cross-attention of both packages; the second is the same with xformers' kernel.
 _ATTENTION = frozenset({"CrossAttention", "MemoryEfficientCrossAttention"})
@@ -102,6 +105,7 @@ class TransformerFamily(_LdmFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     class_name = "BasicTransformerBlock"
+    quantisable = True
     module = "modules.attention"
 
     def describe(self, block: Any) -> str:
@@ -209,7 +213,7 @@ class VaeAttentionFamily(_LdmFamily):
         return BlockCall((args[0],), (IMAGE,), (("upcast", self.attention.upcast()),))
 
     def prepare(self, block: Any) -> None:
-        block.forward = partial(_attend_image, block)
+        block.forward = partial(attend_image, block)
 
     def run(
         self,
@@ -244,39 +248,10 @@ def _attend(
     upcast: bool = False,
     **extra: Any,
 ) -> torch.Tensor:
-    """Cross-attention by PyTorch's own kernel, which leaves every size symbolic.
-
-    x [B, N, D], context [B, M, C] → [B, N, D].
-    """
+    """`attend`, for a forward that knows more arguments than it is given."""
     if any(extra.values()):
         raise NotImplementedError(f"attention with {', '.join(extra)}")
-    source = x if context is None else context
-    heads = attention.heads
-    q, k, v = (
-        projected.unflatten(-1, (heads, -1)).transpose(1, 2)
-        for projected in (attention.to_q(x), attention.to_k(source), attention.to_v(source))
-    )
-    dtype = q.dtype
-    if upcast:
-        q, k, v = q.float(), k.float(), v.float()
-    mixed = scaled_dot_product_attention(q, k, v).to(dtype)
-    output: torch.Tensor = attention.to_out(mixed.transpose(1, 2).flatten(2))
-    return output
-
-
-def _attend_image(block: Any, x: torch.Tensor, *, upcast: bool = False) -> torch.Tensor:
-    """Self-attention of one head over all cells. x [B, C, H, W] → [B, C, H, W]."""
-    normed = block.norm(x)
-    q, k, v = (
-        part(normed).flatten(2).transpose(1, 2).unsqueeze(1) for part in (block.q, block.k, block.v)
-    )
-    dtype = q.dtype
-    if upcast:
-        q, k, v = q.float(), k.float(), v.float()
-    mixed = scaled_dot_product_attention(q, k, v).to(dtype)
-    image = mixed.squeeze(1).transpose(1, 2).reshape(*normed.shape)
-    output: torch.Tensor = x + block.proj_out(image)
-    return output
+    return attend(attention, x, context, upcast=upcast)
 
 
 def _tensors(values: Any) -> bool:

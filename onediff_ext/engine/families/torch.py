@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.families.base import IMAGE, BlockCall, BlockFamily, Refusal
 
 
 class GroupNormFamily(BlockFamily):
@@ -38,7 +38,7 @@ class GroupNormFamily(BlockFamily):
     ) -> BlockCall | Refusal:
         if len(args) != 1 or kwargs or args[0].ndim != 4:
             return Refusal("called with something else than an image batch")
-        return BlockCall((args[0],), (("batch", None, "height", "width"),))  # x [B, C, H, W]
+        return BlockCall((args[0],), (IMAGE,))
 
     def run(
         self,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
 from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
-from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.core.errors import OptionError
+from onediff_ext.hosts.diffusers.careful_vae import CarefulVae
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
@@ -20,7 +20,9 @@ from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_schedule
 if TYPE_CHECKING:
     from PIL import Image
 
+    from onediff_ext.core.errors import PictureError
     from onediff_ext.hosts.diffusers.checkpoint import LoadedCheckpoint
+    from onediff_ext.hosts.diffusers.vae_fitting import VaeNote
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,28 @@ class Drawn:
     """The result of one batch.
 
     Args:
-        images: RGB pictures in the order of the seeds; None where the model's numbers ran over
+        images: RGB pictures in the order of the seeds; None where a model's numbers ran over
             (NaN), which would have been a black picture.
         seconds: Of the whole batch, from prompt to pixels.
         step_seconds: Of each sampling step but the first, whose start is not seen; all of a
             batch of one step is its only entry.
         uneven: Some steps do more than others (DeepCache).
+        errors: For each picture why there is none, or None.
+        notes: What is worth knowing of how the VAE ran, such as tiles for lack of memory.
     """
 
     images: list[Image.Image | None]
     seconds: float
     step_seconds: list[float] = field(default_factory=list)
     uneven: bool = False
+    errors: list[PictureError | None] = field(default_factory=list)
+    notes: list[VaeNote] = field(default_factory=list)
+
+    def error(self, index: int) -> PictureError:
+        """Why the picture of this index is None."""
+        error = self.errors[index]
+        assert error is not None
+        return error
 
     @property
     def seconds_per_step(self) -> float:
@@ -92,21 +104,6 @@ class Drawn:
         if self.uneven:
             return sum(self.step_seconds) / len(self.step_seconds)
         return sorted(self.step_seconds)[len(self.step_seconds) // 2]
-
-
-def overflow_error() -> PictureError:
-    """Why an image of `Drawn` is None."""
-    return PictureError(
-        "The model's numbers ran over (NaN), so there is no picture.",
-        "Use --dtype fp32 or bf16, or another VAE.",
-    )
-
-
-def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether a smaller batch might do: torch has no error of its own for the CPU's memory."""
-    if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
 
 
 class _StepClock:
@@ -131,15 +128,28 @@ class Painter:
 
     Args:
         checkpoint: From `load_checkpoint`.
+        vae_tiling: Whether the VAE runs over tiles: "auto" (when a picture would not fit into
+            memory otherwise), "on" or "off".
+        overflowing: Parts of the VAE ("encoder", "decoder") that run over in float16, as far as
+            that was seen before; what is found out is added.
+
+    Raises:
+        OptionError: `vae_tiling` is unknown.
 
     Attributes:
         on_step: Called with the number of each finished sampling step; what it raises ends the
             drawing and reaches the caller.
     """
 
-    def __init__(self, checkpoint: LoadedCheckpoint) -> None:
+    def __init__(
+        self,
+        checkpoint: LoadedCheckpoint,
+        vae_tiling: str = "auto",
+        overflowing: set[str] | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
         self.pipe = checkpoint.pipeline
+        self.vae = CarefulVae(self.pipe, vae_tiling, overflowing)
         self._noise_config = dict(self.pipe.scheduler.config)
         self._pipes: dict[str, Any] = {}
         self.on_step: Callable[[int], None] = lambda _: None
@@ -244,7 +254,8 @@ class Painter:
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         clock = _StepClock(self.device, self.on_step)
         start = time.perf_counter()
-        with one_picture(self.pipe), deepcache_for(pipe, settings.deepcache):
+        deepcache = deepcache_for(pipe, settings.deepcache)
+        with one_picture(self.pipe), deepcache, self.vae.drawing() as vae:
             result = pipe(
                 prompt=list(prompts or [settings.prompt] * len(seeds)),
                 negative_prompt=[settings.negative_prompt] * len(seeds),
@@ -255,10 +266,16 @@ class Painter:
                 output_type="np",
                 **inputs,
             )
-        images = [_to_image(pipe, pixels) for pixels in result.images]
+        errors = [vae.error(index) for index in range(len(seeds))]
+        images = [
+            pipe.image_processor.numpy_to_pil(pixels)[0] if error is None else None
+            for pixels, error in zip(result.images, errors, strict=True)
+        ]
         seconds = time.perf_counter() - start
         steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
-        return Drawn(images, seconds, steps or [seconds], settings.deepcache.is_on)
+        return Drawn(
+            images, seconds, steps or [seconds], settings.deepcache.is_on, errors, vae.notes
+        )
 
     def _pipe(self, task: str) -> Any:
         if task not in self._pipes:
@@ -280,11 +297,3 @@ class Painter:
             made.set_progress_bar_config(disable=True)
             self._pipes[task] = made
         return self._pipes[task]
-
-
-def _to_image(pipe: Any, pixels: Any) -> Image.Image | None:
-    # pixels [H, W, 3] in 0 to 1, or NaN
-    if numpy.isnan(pixels).any():
-        return None
-    image: Image.Image = pipe.image_processor.numpy_to_pil(pixels)[0]
-    return image

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import PictureError
-from onediff_ext.hosts.diffusers.drawing import (
-    Drawn,
-    DrawSettings,
-    Painter,
-    is_out_of_memory,
-    overflow_error,
-)
+from onediff_ext.engine.out_of_memory import is_out_of_memory
+from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
 from onediff_ext.hosts.diffusers.report import PictureResult, ReuseCounter, RunReport
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
 from onediff_ext.pictures.captions import read_caption
@@ -181,6 +176,7 @@ def run_job(
             for batch in read_batches(group, job.batch_size, report=skipped):
                 had = reuse.before()
                 for part, drawn in _draw(job, painter, batch, skipped):
+                    report.take_notes(drawn.notes)
                     written = _write(job, painter, part, drawn, outputs, results, skipped)
                     report.reused += reuse.after(*size, had)
                     on_batch(BatchDone(*size, drawn, written))
@@ -229,10 +225,10 @@ def _write(
     skipped: Report,
 ) -> list[Path]:
     written = []
-    for loaded, image in zip(batch, drawn.images, strict=True):
+    for index, (loaded, image) in enumerate(zip(batch, drawn.images, strict=True)):
         planned = loaded.planned
         if image is None:
-            skipped.skip(planned.facts.path, overflow_error())
+            skipped.skip(planned.facts.path, drawn.error(index))
             continue
         result = from_canvas(image, planned.fit)
         path = outputs[planned.index].path

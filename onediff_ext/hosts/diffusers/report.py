@@ -6,13 +6,17 @@ import importlib.metadata
 import platform
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.service.session import Session
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.vae_fitting import VaeNote
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,14 @@ class RunReport:
     warnings: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     ready_seconds: float = 0.0
+    _noted: set[str] = field(default_factory=set, repr=False)
+
+    def take_notes(self, notes: Sequence[VaeNote]) -> None:
+        """Note how the VAE ran, once for each kind of note: the first stands for the others."""
+        for note in notes:
+            if note.what not in self._noted:
+                self._noted.add(note.what)
+                self.warnings.append(str(note))
 
     def take_session(self, session: Session | None, device: torch.device) -> None:
         """Note what became of the kinds, and how much memory was used."""

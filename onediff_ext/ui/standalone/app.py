@@ -39,6 +39,7 @@ def serve(
     host: str,
     port: int | None,
     open_browser: bool,
+    vae_tiling: str = "auto",
 ) -> None:
     """Load a checkpoint and serve the page until the process ends.
 
@@ -46,7 +47,7 @@ def serve(
         OneDiffError: The checkpoint or a LoRA cannot be loaded, or the output folder not used.
     """
     make_folder(output_dir)
-    studio = Studio(device, dtype, options)
+    studio = Studio(device, dtype, options, vae_tiling)
     studio.load(model, loras)
     page = make_page(studio, output_dir.resolve())
     try:

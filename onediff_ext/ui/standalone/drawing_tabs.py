@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import nearest_side_px
-from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter, overflow_error
+from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
 from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
 from onediff_ext.pictures.fitting import from_canvas, to_canvas
 from onediff_ext.pictures.sizing import fit_size, parse_size_rule
@@ -114,10 +114,9 @@ def from_picture(
         job,
         lambda step: on_step(step, int(settings.steps * settings.strength)),
     )
-    drawn = Drawn(
-        [None if image is None else from_canvas(image, fit) for image in drawn.images],
-        drawn.seconds,
-        drawn.step_seconds,
+    drawn = replace(
+        drawn,
+        images=[None if image is None else from_canvas(image, fit) for image in drawn.images],
     )
     extra: dict[str, object] = {"Denoising strength": settings.strength}
     return _keep(studio, choices, settings, drawn, seeds, output_dir, extra)
@@ -134,9 +133,9 @@ def _keep(
 ) -> Result:
     paths = []
     painter = studio.loaded()
-    for image, seed in zip(drawn.images, seeds, strict=True):
+    for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
-            raise overflow_error()
+            raise drawn.error(index)
         used = choices.infotext() if studio.session is not None else {}
         text = infotext(
             painter, settings, seed, image, {**extra, **lora_field(studio.identity), **used}
@@ -148,7 +147,7 @@ def _keep(
     said = (
         f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step. Seed {seeds[0]}."
     )
-    said = " ".join([said, *painter.ignored_text(settings)])
+    said = " ".join([said, *painter.ignored_text(settings), *(f"{n}." for n in drawn.notes)])
     return Result(paths, said)
 
 

@@ -88,7 +88,8 @@ def run_folder(studio: Studio, choices: Choices, job: Img2ImgJob) -> Iterator[Fo
         progress.paths += event.outputs
         progress.skipped = [str(entry) for entry in report.failures]
         size = f"{event.width_px}x{event.height_px}"
-        progress.note = f"{size}, {event.drawn.seconds_per_step:.3f} s a step"
+        notes = "".join(f". {note}" for note in event.drawn.notes)
+        progress.note = f"{size}, {event.drawn.seconds_per_step:.3f} s a step{notes}"
         yield progress
     progress.skipped = [str(entry) for entry in report.failures]
     yield progress

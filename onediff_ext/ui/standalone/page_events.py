@@ -199,7 +199,7 @@ class PageEvents:
             inputs=[Path(own["source"]).expanduser()],
             output_dir=Path(own["target"]).expanduser(),
             settings=_settings(choices, picture, own["strength"]),
-            identity=self.studio.identity,
+            identity={**self.studio.identity, **choices.changes()},
             seed=chosen_seed(picture["seed"]),
             size_rule=parse_size_rule(own["size"]),
             vary_seed=own["vary_seed"],

@@ -39,6 +39,7 @@ class Studio:
     Args:
         device, dtype: Of the weights.
         options: Store, limit and workers; the panel decides the rest.
+        vae_tiling: As `Painter` takes it.
 
     Attributes:
         painter: Of the loaded checkpoint; None before the first.
@@ -47,12 +48,21 @@ class Studio:
         is_busy: A job is running.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, options: CompileOptions) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: CompileOptions,
+        vae_tiling: str = "auto",
+    ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
+        self._vae_tiling = vae_tiling
+        # What is known of each checkpoint's VAE, as long as the process lives.
+        self._overflowing: dict[object, set[str]] = {}
         self.painter: Painter | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
-        self._sessions: dict[tuple[str, bool], Session] = {}
+        self._sessions: dict[tuple[str, bool, str], Session] = {}
         self._applied: tuple[object, ...] | None = None
         self._why_eager = ""
         self._turn = threading.RLock()
@@ -107,7 +117,8 @@ class Studio:
             if self.painter is not None and identity == self.identity:
                 return
             checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
-            painter = Painter(checkpoint)
+            overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
+            painter = Painter(checkpoint, self._vae_tiling, overflowing)
             for path, weight in loras:
                 load_lora(painter.pipe, path, weight)
             self.painter, self.identity, self._applied = painter, identity, None
@@ -173,7 +184,7 @@ class Studio:
         painter = self.loaded()
         wanted: tuple[object, ...] = (False,)
         if choices.enabled and why_eager is None:
-            wanted = (True, choices.backend, choices.captures, choices.ignores)
+            wanted = (True, self._session_key(choices), choices.ignores)
         self._why_eager = why_eager or ""
         if wanted == self._applied:
             return
@@ -207,8 +218,14 @@ class Studio:
             session.close()
 
     def _session_of(self, choices: Choices) -> Session:
-        key = (choices.backend, choices.captures)
+        key = self._session_key(choices)
         if key not in self._sessions:
-            options = replace(self.options, backend=choices.backend, captures=choices.captures)
-            self._sessions[key] = new_session(options)
+            backend, captures, precision = key
+            self._sessions[key] = new_session(
+                replace(self.options, backend=backend, captures=captures, precision=precision)
+            )
         return self._sessions[key]
+
+    @staticmethod
+    def _session_key(choices: Choices) -> tuple[str, bool, str]:
+        return choices.backend, choices.captures, choices.precision

@@ -1,0 +1,232 @@
+"""Ways to run a UNet step: eager, ours, and the peers."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
+from onediff_ext.hosts.diffusers.probe import probe
+
+Step = Callable[..., Any]
+
+# Dynamo gives up on a code object after 8 graphs and runs it eager without a word.
+PEER_RECOMPILE_LIMIT = 64
+
+
+class Contender(ABC):
+    """One way to run a UNet step.
+
+    Attributes:
+        name: As it stands in rows; ours begin with "ours-".
+        static: Compiles for one size, which takes a minute: only some sizes are measured.
+    """
+
+    name: str
+    static = False
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it runs in a process of its own, since compilers share state within one."""
+        return True
+
+    def missing(self) -> str:
+        """Why it cannot run here: a package that is not installed; else ""."""
+        return ""
+
+    @abstractmethod
+    def make(self, unet: Any, store: Path) -> Step:
+        """A callable that takes the UNet's arguments. `unet` shares its weights with others."""
+
+    def figures(self) -> dict[str, Any]:
+        """What else is worth keeping: graphs built, captures."""
+        return {}
+
+
+class Eager(Contender):
+    """The UNet as it is."""
+
+    name = "eager"
+    is_peer = False
+
+    def make(self, unet: Any, store: Path) -> Step:
+        return unet
+
+
+class Ours(Contender):
+    """Graphs of blocks, captures, or both."""
+
+    is_peer = False
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name, self._options = name, options
+
+    def make(self, unet: Any, store: Path) -> Step:
+        self.session = new_session(CompileOptions(store=store, **self._options))
+        pipe = SimpleNamespace(unet=unet)
+        start = time.perf_counter()
+        compile_pipe(pipe, session=self.session)
+        probe(pipe)
+        self._ready_s = time.perf_counter() - start
+        probe(pipe)
+        # Steps of one picture, as in use: 8-bit weights are made anew with each picture.
+        self._picture = one_picture(pipe)
+        self._picture.__enter__()
+        return unet
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "ready_s": self._ready_s,
+            "kinds": len(self.session.kinds),
+            "built": self.session.count("built"),
+            "loaded": self.session.count("loaded"),
+            "captures": self.session.captures.made,
+            "dropped": list(self.session.captures.dropped),
+            "states": sorted({kind.state.value for kind in self.session.kinds}),
+            "fallbacks": [vars(f) for f in self.session.fallbacks()],
+        }
+
+
+class _Dynamo(Contender):
+    """Whatever goes through Dynamo."""
+
+    def figures(self) -> dict[str, Any]:
+        from torch._dynamo.utils import counters
+
+        return {
+            "graphs": counters["stats"]["unique_graphs"],
+            "graph_breaks": sum(counters["graph_break"].values()),
+        }
+
+    @staticmethod
+    def _raise_limits() -> None:
+        torch._dynamo.config.recompile_limit = PEER_RECOMPILE_LIMIT
+        torch._dynamo.config.accumulated_recompile_limit = 16 * PEER_RECOMPILE_LIMIT
+
+
+class Compiled(_Dynamo):
+    """`torch.compile` of the whole UNet."""
+
+    def __init__(self, name: str, *, dynamic: bool = False, **arguments: Any) -> None:
+        self.name, self.static = name, not dynamic
+        self._arguments = {"dynamic": dynamic, **arguments}
+
+    def make(self, unet: Any, store: Path) -> Step:
+        self._raise_limits()
+        compiled = torch.compile(unet, **self._arguments)
+
+        def step(**inputs: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(**inputs)
+
+        return step
+
+
+class RepeatedBlocks(_Dynamo):
+    """diffusers' own regional compilation."""
+
+    name = "compile_repeated_blocks"
+
+    def make(self, unet: Any, store: Path) -> Step:
+        self._raise_limits()
+        unet.compile_repeated_blocks(dynamic=True)
+        return unet
+
+
+class StableFast(Contender):
+    """stable-fast: traced, its own kernels, a CUDA graph for each size."""
+
+    name = "stable-fast"
+    static = True
+
+    def missing(self) -> str:
+        return _cannot_import("sfast.compilers.diffusion_pipeline_compiler")
+
+    def make(self, unet: Any, store: Path) -> Step:
+        from sfast.compilers.diffusion_pipeline_compiler import CompilationConfig, compile_unet
+
+        config = CompilationConfig.Default()
+        config.enable_xformers = not _cannot_import("xformers")
+        config.enable_triton = True
+        config.enable_cuda_graph = True
+        return compile_unet(unet, config)
+
+
+class TorchTensorRT(_Dynamo):
+    """TensorRT as a backend of `torch.compile`, one size at a time as its documentation has it."""
+
+    name = "torch-tensorrt"
+    static = True
+
+    def missing(self) -> str:
+        return _cannot_import("torch_tensorrt")
+
+    def make(self, unet: Any, store: Path) -> Step:
+        import torch_tensorrt  # noqa: F401  (registers the backend)
+
+        self._raise_limits()
+        precisions = {torch.float32, next(unet.parameters()).dtype}
+        return torch.compile(
+            unet,
+            backend="torch_tensorrt",
+            dynamic=False,
+            options={"truncate_double": True, "enabled_precisions": precisions},
+        )
+
+
+def all_contenders() -> list[Contender]:
+    """Every contender, in the order in which they are measured."""
+    return [
+        Eager(),
+        Ours("ours-captured-eager", build="never"),
+        Ours("ours-graphs", build="wait", captures=False),
+        Ours("ours-exact", build="wait"),
+        Ours("ours-fp8", build="wait", precision="fp8"),
+        RepeatedBlocks(),
+        Compiled("torch.compile dynamic", dynamic=True),
+        Compiled("torch.compile"),
+        Compiled("torch.compile reduce-overhead", mode="reduce-overhead"),
+        Compiled("torch.compile max-autotune", mode="max-autotune"),
+        StableFast(),
+        TorchTensorRT(),
+    ]
+
+
+def chosen_contenders(names: str) -> list[Contender]:
+    """The contenders of a comma-separated list; "all", "ours" (with eager) and "peers" are sets.
+
+    Raises:
+        SystemExit: There is no contender of a name.
+    """
+    known = all_contenders()
+    wanted: set[str] = set()
+    for name in (part.strip() for part in names.split(",")):
+        of_set = {
+            "all": known,
+            "ours": [c for c in known if not c.is_peer],
+            "peers": [c for c in known if c.is_peer],
+        }.get(name, [c for c in known if c.name == name])
+        if not of_set:
+            raise SystemExit(
+                f"There is no contender {name!r}. Known: all, ours, peers, "
+                + ", ".join(c.name for c in known)
+            )
+        wanted |= {c.name for c in of_set}
+    return [c for c in known if c.name in wanted]
+
+
+def _cannot_import(module: str) -> str:
+    import importlib
+
+    try:
+        importlib.import_module(module)
+    except Exception as exc:  # a package built for another torch fails with anything
+        return f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"
+    return ""

@@ -1,0 +1,90 @@
+"""The pictures of `benchmarks.pipeline`: made, timed by their files, and compared."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+
+def make_inputs(folder: Path, sizes: list[tuple[int, int]], pictures: int) -> None:
+    """Cut the package's photographs to each size; sorted by name they are sorted by size."""
+    from PIL import Image, ImageOps
+
+    import onediff_ext
+
+    photos = sorted((Path(onediff_ext.__file__).parent / "assets" / "photos").glob("*.jpg"))
+    for number, size in enumerate(sizes):
+        for count in range(pictures):
+            photo = Image.open(photos[(number * pictures + count) % len(photos)]).convert("RGB")
+            picture = ImageOps.fit(photo, size, Image.Resampling.LANCZOS)
+            name = f"{number:02}-{size[0]}x{size[1]}-{count}.jpg"
+            picture.save(folder / name, quality=95)
+
+
+def picture_times(output: Path, started: float) -> list[tuple[str, float]]:
+    """(name, seconds after the start at which it was written), in the order of writing."""
+    times = [(path.stem, path.stat().st_mtime - started) for path in output.glob("*.png")]
+    return sorted(times, key=lambda item: (item[1], item[0]))
+
+
+def size_rows(times: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Milliseconds a picture of each size: between one picture's file and the next one's.
+
+    The very first picture, which waits for the start, is not counted.
+    """
+    gaps: dict[str, list[float]] = {}
+    before = None
+    for name, seconds in times:
+        size = name.split("-")[1]
+        gaps.setdefault(size, [])
+        if before is not None:
+            gaps[size].append(1e3 * (seconds - before))
+        before = seconds
+    rows = []
+    for size, found in gaps.items():
+        if found:
+            width, height = (int(side) for side in size.split("x"))
+            rows.append({
+                "width": width, "height": height, "pictures": len(found),
+                "ms_median": statistics.median(found), "ms_mean": statistics.fmean(found),
+                "ms_first": found[0],
+            })  # fmt: skip
+    return rows
+
+
+def start_up_s(times: list[tuple[str, float]], rows: list[dict[str, Any]]) -> float:
+    """Seconds before the first picture that a later one of its size does not take."""
+    width, height = times[0][0].split("-")[1].split("x")
+    usual = [r["ms_median"] for r in rows if (r["width"], r["height"]) == (int(width), int(height))]
+    return times[0][1] - (usual[0] / 1e3 if usual else 0.0)
+
+
+def compare_pictures(expected: Path, found: Path) -> dict[str, Any]:
+    """How far the pictures of two folders are from each other, the worst counts.
+
+    Returns:
+        psnr_db_min; mean_levels_max, of 256; contrast_levels_min, the least standard deviation
+        of an expected picture, which must not be a blank one.
+    """
+    import numpy
+    from PIL import Image
+
+    psnr, levels, contrast = [], [], []
+    paths = sorted(expected.glob("*.png"))
+    for path in paths:
+        theirs, ours = (
+            numpy.asarray(Image.open(p).convert("RGB"), dtype=numpy.float64)
+            for p in (path, found / path.name)
+        )
+        square = float(((theirs - ours) ** 2).mean())
+        psnr.append(99.0 if square == 0 else float(10 * numpy.log10(255**2 / square)))
+        levels.append(float(abs(theirs - ours).mean()))
+        contrast.append(float(theirs.std()))
+    return {
+        "pictures": len(paths),
+        "psnr_db_min": min(psnr),
+        "psnr_db_median": statistics.median(psnr),
+        "mean_levels_max": max(levels),
+        "contrast_levels_min": min(contrast),
+    }

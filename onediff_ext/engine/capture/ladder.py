@@ -1,0 +1,67 @@
+"""What is given up, step by step, when a model's forward runs out of memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.capture.halves import run_in_halves
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryLadder:
+    """A forward that gives way when memory is short, and raises only when nothing is left.
+
+    Captures go first, since they can be made again; then the batch is halved; at last the
+    blocks run without graphs, which need a little more than eager where layouts are copied.
+    What is raised then is what the model would have raised by itself, so that a host's own
+    way out (tiles, another device) is open as ever.
+
+    Args:
+        forward: The model's own.
+        captures: Where captures are kept.
+        eager: Within it, the model runs without graphs; None if that is no way out.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        captures: Captures,
+        eager: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._forward, self._captures, self._eager = forward, captures, eager
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.OutOfMemoryError as exc:
+            error = exc.with_traceback(None)  # its frames hold the activations
+        dropped = self._captures.drop_all("memory is short")
+        logger.info("Short of memory: %d captures dropped, once more", dropped)
+        _free_caches()
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.OutOfMemoryError as exc:
+            error = exc.with_traceback(None)
+        try:
+            return run_in_halves(self._forward, args, kwargs, error)
+        except torch.OutOfMemoryError as exc:
+            if self._eager is None:
+                raise
+            error = exc.with_traceback(None)
+        logger.info("Short of memory: once more without graphs")
+        _free_caches()
+        with self._eager():
+            return self._forward(*args, **kwargs)
+
+
+def _free_caches() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA is not in use

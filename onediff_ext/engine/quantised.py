@@ -1,0 +1,251 @@
+"""Linear layers in 8 bits: copies of the weights, and the arithmetic that a graph is traced with.
+
+A weight has one scale for each output channel, an activation one for each token, found when the
+graph runs. Only the linear layers inside transformer blocks are taken: convolutions, time
+embeddings and the layers between blocks stay as the host has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# The 8-bit type of each precision, and its largest value that is used.
+_TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+_SMALLEST_SCALE = 1e-12
+_MULTIPLE = 16  # what the libraries' 8-bit products ask of both dims
+# Names of layers that read one input, and are one product.
+_TOGETHER = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Which weights of a block are replaced.
+
+    Args:
+        precision: ``"fp8"`` or ``"int8"``.
+        groups: Indices of weights; those of one group are stacked into one.
+    """
+
+    precision: str
+    groups: tuple[tuple[int, ...], ...]
+
+
+PRECISIONS = tuple(_TYPES)
+
+
+def unavailable_reason(precision: str, device: torch.device) -> str | None:
+    """Why linear layers cannot run in this precision on a device, or None."""
+    if device.type != "cuda":
+        return f"{precision} is for GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    needed = (8, 9) if precision == "fp8" else (7, 5)
+    if capability < needed:
+        have = ".".join(map(str, capability))
+        return f"{precision} needs compute capability {needed[0]}.{needed[1]}, this GPU has {have}"
+    return None
+
+
+def plan(
+    names: Sequence[str], weights: Sequence[torch.Tensor], precision: str
+) -> Quantisation | None:
+    """Choose the weights of a block that are replaced; None when there is none."""
+    index = {
+        name.removesuffix(".weight"): i
+        for i, (name, weight) in enumerate(zip(names, weights, strict=True))
+        if name.endswith(".weight") and _fits(weight)
+    }
+    groups = []
+    for together in _TOGETHER:
+        members = tuple(index[name] for name in together if name in index)
+        if len(members) == len(together) and len({weights[i].shape[1] for i in members}) == 1:
+            groups.append(members)
+    taken = {i for group in groups for i in group}
+    groups += [(i,) for i in index.values() if i not in taken]
+    return Quantisation(precision, tuple(sorted(groups))) if groups else None
+
+
+def _fits(weight: torch.Tensor) -> bool:
+    return (
+        weight.ndim == 2
+        and weight.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and weight.is_contiguous()
+        and all(n % _MULTIPLE == 0 for n in weight.shape)
+    )
+
+
+class QuantisedWeights:
+    """The 8-bit copies for one block, made anew in place whenever the weights may have changed.
+
+    A CUDA graph may point to them. What writes into a weight without a trace (``.data``) is seen
+    with the next epoch, which is the next picture.
+    """
+
+    def __init__(self, quantisation: Quantisation) -> None:
+        self.quantisation = quantisation
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sources: list[list[torch.Tensor]] = []
+        self._made_from: Hashable = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the copies hold."""
+        return sum(t.numel() * t.element_size() for copies in self._copies for t in copies)
+
+    def apply(self, weights: Sequence[torch.Tensor], epoch: Hashable) -> list[torch.Tensor]:
+        """A block's weights as its quantised graph takes them: with the copies in place of the
+        first of each group, and the scales of all groups behind.
+
+        Args:
+            weights: Of the block, in the order of the plan.
+            epoch: Differs when weights may have changed unseen.
+        """
+        self._sources = [[weights[i] for i in group] for group in self.quantisation.groups]
+        self.refresh(epoch)
+        taken = list(weights)
+        for group, (copy, _) in zip(self.quantisation.groups, self._copies, strict=True):
+            taken[group[0]] = copy
+        return [*taken, *(scale for _, scale in self._copies)]
+
+    def refresh(self, epoch: Hashable) -> None:
+        """Make the copies anew if the weights may have changed since."""
+        now = (epoch, *(_stamp(w) for group in self._sources for w in group))
+        if now == self._made_from:
+            return
+        if not self._copies:
+            self._copies = [self._room(group) for group in self._sources]
+        for group, (rows, scales) in zip(self._sources, self._copies, strict=True):
+            start = 0
+            for weight in group:
+                end = start + weight.shape[0]
+                self._fill(weight.detach(), rows[start:end], scales[0, start:end])
+                start = end
+        self._made_from = now
+
+    def _room(self, group: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """For weights [N, K]: one matrix [sum of N, K], and its float32 scales [1, sum of N]."""
+        dtype, _ = _TYPES[self.quantisation.precision]
+        rows, (columns, device) = (
+            sum(w.shape[0] for w in group),
+            (group[0].shape[1], group[0].device),
+        )
+        with torch.inference_mode(False):
+            return (
+                torch.empty(rows, columns, dtype=dtype, device=device),
+                torch.empty(1, rows, dtype=torch.float32, device=device),
+            )
+
+    def _fill(self, weight: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
+        # Few operations, since this is done for each weight of a model before each picture.
+        _, limit = _TYPES[self.quantisation.precision]
+        most = torch.linalg.vector_norm(weight, torch.inf, dim=-1, dtype=torch.float32)
+        torch.mul(most, 1 / limit, out=scales).clamp_min_(_SMALLEST_SCALE)
+        scaled = weight * scales.reciprocal().unsqueeze(-1)
+        rows.copy_(scaled.round_() if self.quantisation.precision == "int8" else scaled)
+
+
+def quantise_rows(x: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] in 8 bits, and the float32 scales [M, 1] that it has to be multiplied by."""
+    dtype, limit = _TYPES[precision]
+    wide = x.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / limit).clamp_min(_SMALLEST_SCALE)
+    scaled = (wide / scale).clamp(-limit, limit)
+    return (scaled.round() if precision == "int8" else scaled).to(dtype), scale
+
+
+class QuantisedLinears(TorchFunctionMode):
+    """While a block is traced: its linear layers compute with quantised weights.
+
+    Args:
+        quantisation: Which.
+        weights: The block's weights and the scales, from `QuantisedWeights.apply` or `outlines`.
+    """
+
+    def __init__(self, quantisation: Quantisation, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._precision = quantisation.precision
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, int, int]] = {}
+        self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._outputs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        scales = weights[len(weights) - len(quantisation.groups) :]
+        for group, scale in zip(quantisation.groups, scales, strict=True):
+            start = 0
+            for i in group:
+                stacked = weights[group[0]]
+                rows = weights[i].shape[0]
+                if i == group[0]:
+                    rows = stacked.shape[0] - sum(weights[j].shape[0] for j in group[1:])
+                self._layers[id(weights[i])] = (stacked, scale, start, start + rows)
+                start += rows
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        layer = None
+        if func is torch.nn.functional.linear and len(args) > 1:
+            layer = self._layers.get(id(args[1]))
+        if layer is None:
+            return func(*args, **(kwargs or {}))
+        weight, scale, start, end = layer
+        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+        if (start, end) == (0, weight.shape[0]):
+            return self._product(args[0], weight, scale, bias)
+        known = self._outputs.get((id(args[0]), id(weight)))
+        if known is None:  # the input is kept, so that its id stays its own
+            known = (args[0], self._product(args[0], weight, scale, None))
+            self._outputs[id(args[0]), id(weight)] = known
+        output = known[1][..., start:end]
+        return output if bias is None else output + bias
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if id(x) not in self._inputs:
+            rows = x.reshape(-1, x.shape[-1])
+            self._inputs[id(x)] = (x, *quantise_rows(rows, self._precision))
+        _, rows, row_scales = self._inputs[id(x)]
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if self._precision == "fp8":
+            product = torch._scaled_mm(
+                rows, weight.t(), scale_a=row_scales, scale_b=scale,
+                bias=None if bias is None else bias.to(dtype),
+                out_dtype=dtype, use_fast_accum=True,
+            )  # fmt: skip
+        else:
+            wide = torch._int_mm(rows, weight.t()) * row_scales * scale
+            product = (wide if bias is None else wide + bias).to(dtype)
+        return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def outlines(weights: Sequence[torch.Tensor], quantisation: Quantisation) -> list[torch.Tensor]:
+    """Tensors without memory of the forms that `QuantisedWeights.apply` gives."""
+    taken, scales = list(weights), []
+    dtype, _ = _TYPES[quantisation.precision]
+    for group in quantisation.groups:
+        rows, columns = sum(weights[i].shape[0] for i in group), weights[group[0]].shape[1]
+        device = weights[group[0]].device
+        with torch.inference_mode(False):
+            taken[group[0]] = torch.empty(rows, columns, dtype=dtype, device=device)
+            scale = torch.empty(1, rows, dtype=torch.float32, device=device)
+        taken[group[0]].untyped_storage().resize_(0)
+        scale.untyped_storage().resize_(0)
+        scales.append(scale)
+    return [*taken, *scales]
+
+
+def _stamp(weight: torch.Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), -1 if weight.is_inference() else weight._version

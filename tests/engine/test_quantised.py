@@ -1,0 +1,160 @@
+"""Linear layers in 8 bits: close to exact, and never with old weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+
+from onediff_ext.engine.accumulation import accumulation
+from onediff_ext.engine.families.base import BlockCall
+from onediff_ext.engine.families.diffusers import TransformerFamily
+from onediff_ext.engine.quantised import (
+    QuantisedWeights,
+    outlines,
+    plan,
+    quantise_rows,
+    unavailable_reason,
+)
+from onediff_ext.engine.runner import look_at
+from onediff_ext.engine.trace import export_block, load_program, save_program
+
+CPU = torch.device("cpu")
+# Relative error of a whole block, measured on the block below: 1.2e-2 (fp8) and 4e-3 (int8).
+ERROR = {"fp8": 3e-2, "int8": 1e-2}
+
+
+def _block() -> BasicTransformerBlock:
+    torch.manual_seed(0)
+    return BasicTransformerBlock(64, 2, 32, cross_attention_dim=48, activation_fn="geglu").eval()
+
+
+def _call(batch: int = 2, tokens: int = 20) -> BlockCall:
+    family = TransformerFamily()
+    call = family.bind(
+        _block(),
+        (torch.randn(batch, tokens, 64),),
+        {"encoder_hidden_states": torch.randn(batch, 17, 48)},
+    )
+    assert isinstance(call, BlockCall)
+    return call
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_quantised_block_is_close_to_the_exact_one_at_any_size(precision: str) -> None:
+    block, family, call = _block(), TransformerFamily(), _call()
+    tree = look_at(block, family, ())
+    weights = tree.weights()
+    assert weights is not None
+    quantisation = plan(tree.names, weights, precision)
+    assert quantisation is not None
+    program = export_block(
+        tree.copy(), family, tree.names, outlines(weights, quantisation), call, CPU,
+        quantisation=quantisation,
+    )  # fmt: skip
+    graph = load_program(save_program(program)).graph_module
+    copies = QuantisedWeights(quantisation)
+    for batch, tokens in ((2, 20), (1, 35), (3, 7)):
+        call = _call(batch, tokens)
+        with torch.no_grad():
+            expected = family.run(block, call.tensors, dict(call.statics))
+            found = graph(*copies.apply(weights, 0), *call.tensors)[0]
+        error = (torch.linalg.vector_norm(found - expected) / expected.norm()).item()
+        assert 1e-4 < error < ERROR[precision]  # exact would mean that nothing was quantised
+
+
+def test_layers_with_one_input_are_one_product() -> None:
+    tree = look_at(_block(), TransformerFamily(), ())
+    weights = tree.weights()
+    assert weights is not None
+    quantisation = plan(tree.names, weights, "fp8")
+    assert quantisation is not None
+    groups = [tuple(tree.names[i] for i in group) for group in quantisation.groups]
+    assert ("attn1.to_q.weight", "attn1.to_k.weight", "attn1.to_v.weight") in groups
+    assert ("attn2.to_k.weight", "attn2.to_v.weight") in groups
+    assert ("attn2.to_q.weight",) in groups
+    assert sum(map(len, groups)) == 10  # all linear layers, each once; norms are left alone
+
+
+def test_layers_whose_sizes_do_not_fit_stay_exact() -> None:
+    weights = [torch.randn(64, 30), torch.randn(64), torch.randn(64, 32, 3, 3)]
+    names = ["proj.weight", "norm.weight", "conv.weight"]
+    assert plan(names, weights, "fp8") is None
+
+
+def _copies(weights: list[torch.Tensor]) -> tuple[QuantisedWeights, list[torch.Tensor]]:
+    quantisation = plan(["a.weight", "b.weight"], weights, "fp8")
+    assert quantisation is not None
+    copies = QuantisedWeights(quantisation)
+    return copies, copies.apply(weights, epoch=1)
+
+
+def test_a_weight_written_in_place_is_seen_at_once_and_in_the_same_memory() -> None:
+    weights = [torch.randn(32, 16), torch.randn(16, 16)]
+    copies, taken = _copies(weights)
+    places = [t.data_ptr() for t in taken]
+    weights[0].mul_(-1)  # a LoRA merged into the weight
+    copies.refresh(1)
+    _, expected = _copies(weights)
+    assert torch.equal(taken[0].float(), expected[0].float())
+    assert torch.equal(taken[2], expected[2])
+    assert [t.data_ptr() for t in taken] == places  # where a CUDA graph reads
+
+
+def test_a_weight_written_without_a_trace_is_seen_with_the_next_picture() -> None:
+    weights = [torch.randn(32, 16), torch.randn(16, 16)]
+    copies, taken = _copies(weights)
+    before = taken[0].float()
+    weights[0].data.neg_()  # leaves the version counter alone
+    copies.refresh(1)
+    assert torch.equal(taken[0].float(), before)
+    copies.refresh(2)
+    assert torch.equal(taken[0].float(), -before)
+
+
+def test_another_tensor_in_the_weights_place_is_seen() -> None:
+    weights = [torch.randn(32, 16), torch.randn(16, 16)]
+    copies, taken = _copies(weights)
+    other = [torch.randn(32, 16), weights[1]]
+    again = copies.apply(other, epoch=1)
+    assert again[0].data_ptr() == taken[0].data_ptr()
+    assert torch.equal(again[0].float(), _copies(other)[1][0].float())
+
+
+def test_a_row_of_zeros_gives_zeros() -> None:
+    rows, scales = quantise_rows(torch.zeros(3, 16), "fp8")
+    assert torch.equal(rows.float() * scales, torch.zeros(3, 16))
+    _, taken = _copies([torch.zeros(32, 16), torch.zeros(16, 16)])
+    assert torch.equal(taken[0].float() * taken[2].t(), torch.zeros(32, 16))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_copies_are_the_weights_within_8_bits(precision: str) -> None:
+    weight = torch.randn(32, 64)
+    quantisation = plan(["a.weight"], [weight], precision)
+    assert quantisation is not None
+    rows, scales = QuantisedWeights(quantisation).apply([weight], 0)
+    most = weight.abs().amax(-1, keepdim=True)
+    # Half a step: of an exponent in fp8, of the whole range in int8.
+    allowed = weight.abs() / 16 + most / 2**9 if precision == "fp8" else most / 253
+    assert ((rows.float() * scales.t() - weight).abs() <= allowed).all()
+
+
+def test_a_cpu_is_told_why_it_gets_no_8_bits() -> None:
+    assert unavailable_reason("fp8", CPU) == "fp8 is for GPUs"
+
+
+def test_accumulation_is_as_it_was_afterwards_on_errors_too() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_accumulation
+    with accumulation("exact"):
+        assert matmul.allow_fp16_accumulation == before
+    drawing = accumulation("fp16-accumulation")
+    with pytest.raises(ValueError, match="drawn"), drawing:
+        _fail_within(matmul)
+    assert matmul.allow_fp16_accumulation == before
+
+
+def _fail_within(matmul: object) -> None:
+    assert matmul.allow_fp16_accumulation  # type: ignore[attr-defined]
+    raise ValueError("drawn")
