@@ -85,6 +85,8 @@ def compare(webui: WebUI, path: str = "txt2img", **job: Any) -> tuple[int, int]:
     job = {"steps": STEPS, "sampler_name": "DPM++ 2M", **job}
     other = webui.draw(True, path, **{**job, "seed": 4711, "prompt": "a dog on green grass"})
     webui.settle()  # what is missing is built before anything is compared
+    if path == "img2img" and webui.host() != "a1111":
+        webui.draw(True, path, **job)  # its VAE's noise depends on the seed of the job before
     plain = webui.draw(True, path, **job)
     needed = webui.status()["kinds_needed"]
     first = webui.draw(cached(), path, **job)
@@ -231,6 +233,8 @@ def test_an_exception_leaves_every_attribute(webui: WebUI, forward: int) -> None
 
 
 def test_infotext_pastes_back(webui: WebUI) -> None:
+    if webui.host() == "forge":
+        pytest.skip("Forge's API fails at its own fields when it is given an infotext")
     drawn = webui.draw(cached("3 depth=1"), steps=STEPS)
     assert "OneDiff preset: Custom, OneDiff DeepCache: 3 depth=1" in drawn.infotexts[0]
     # The API fills a job from an infotext, by the same readers as the page's buttons.
