@@ -46,7 +46,8 @@ COMMANDS = {
     "demo": ({"diffusers"}, "onediff_ext", ("demo",)),
     "ui": ({"diffusers", "ui"}, "onediff_ext", ("ui",)),
     "run": ({"diffusers"}, "onediff_ext", ()),
-    "test": ({"diffusers", "test"}, "pytest", ()),
+    # Two processes: most tests use one core, and each process builds a set of graphs for its own.
+    "test": ({"diffusers", "test"}, "pytest", ("--numprocesses=2", "--dist=loadfile")),
 }
 
 # The last Python that OneFlow has wheels for, and an environment of its own: it needs old
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> int:
                 python = find_python(ONEFLOW_PYTHON)
                 return hand_over([str(python), __file__, "test", "--oneflow", *arguments])
             venv = os.environ.get("ONEDIFF_ONEFLOW_VENV", "").strip() or ONEFLOW_VENV
-            python, module = set_up(ROOT, ONEFLOW_EXTRAS, venv), "tests.oneflow"
+            python, module, before = set_up(ROOT, ONEFLOW_EXTRAS, venv), "tests.oneflow", ()
         else:
             check_python(sys.version_info[:2])
             python = set_up(ROOT, extras)

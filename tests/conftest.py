@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -20,6 +21,9 @@ _store = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a shell does for what it runs in the background; the programs under test would too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before any test module can load torch, which reads these once.
     os.environ.update(_SETTINGS)
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")

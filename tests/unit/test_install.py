@@ -18,6 +18,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
+IN_TWO = ["--numprocesses=2", "--dist=loadfile"]
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
@@ -332,8 +333,11 @@ def test_pinned_torch_is_in_the_range_of_the_project(install: ModuleType) -> Non
         (["demo", "--steps", "4"], ["-m", "onediff_ext", "demo", "--steps", "4"]),
         (["run", "--version"], ["-m", "onediff_ext", "--version"]),
         (["run", "img2img", "a b", "-h"], ["-m", "onediff_ext", "img2img", "a b", "-h"]),
-        (["test"], ["-m", "pytest"]),
-        (["test", "-k", "x or y", "--", "-p"], ["-m", "pytest", "-k", "x or y", "--", "-p"]),
+        (["test"], ["-m", "pytest", *IN_TWO]),
+        (
+            ["test", "-k", "x or y", "--", "-p"],
+            ["-m", "pytest", *IN_TWO, "-k", "x or y", "--", "-p"],
+        ),
     ],
 )
 def test_arguments_go_on_unchanged(
