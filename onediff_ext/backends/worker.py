@@ -20,6 +20,8 @@ import threading
 import time
 from pathlib import Path
 
+from onediff_ext.core.priority import step_back
+
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
 _NO_MEMORY = ("out of memory", "Cannot allocate memory", "bad_alloc", "DefaultCPUAllocator")
 
@@ -41,10 +43,7 @@ def main(arguments: list[str]) -> int:
 
 def _step_back(in_background: bool) -> None:
     """Pictures come first, for the processor and for memory."""
-    with contextlib.suppress(OSError, AttributeError):
-        # Beside a picture that keeps all cores busy: a tenth of one core, and not nothing, or
-        # graphs would never come to those who draw on a CPU all day.
-        os.nice(10 if in_background else 5)
+    step_back(in_background)
     # When memory runs out, the system ends this process and not the one that draws.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

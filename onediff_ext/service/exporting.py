@@ -31,6 +31,7 @@ from typing import NoReturn
 import torch
 
 from onediff_ext.core.errors import ExportError, OneDiffError, WorkerLostError
+from onediff_ext.core.priority import step_back
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.service.gate import DrawingGate
 
@@ -225,7 +226,7 @@ def _leave_the_parent(in_background: bool) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     if in_background:
-        os.nice(10)
+        step_back(in_background)
     torch.set_num_threads(1)  # the parent's threads do not exist here
 
 
