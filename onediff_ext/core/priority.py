@@ -23,4 +23,4 @@ def step_back(in_background: bool) -> None:
         os.nice(10 if in_background else 5)
     with contextlib.suppress(OSError):
         group = Path("/proc/self/autogroup")
-        group.write_text("12" if in_background else "5", encoding="ascii")
+        group.write_text("15" if in_background else "5", encoding="ascii")
