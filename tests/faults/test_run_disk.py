@@ -125,12 +125,11 @@ def test_file_size_limit(command_line: CommandLine, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(200, 200))
     out = tmp_path / "out"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # b.png has more
-    try:
-        ended = command_line("img2img", folder, "-o", out, "--eager", *FEW)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # b.png has more
+
+    ended = command_line.process("img2img", folder, "-o", out, "--eager", *FEW, preexec_fn=limit)
     ended.refused("b.png cannot be written (File too large)", "another output folder")
     assert [path.name for path in out.iterdir()] == ["a.png"]
 

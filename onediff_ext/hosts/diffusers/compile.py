@@ -32,10 +32,14 @@ class CompiledPipe:
     Attributes:
         session: Kinds, graphs and counts.
         components: The models that run compiled.
+        owns_session: The session serves this pipeline only, and ends with it.
     """
 
-    def __init__(self, session: Session, components: list[Component]) -> None:
+    def __init__(
+        self, session: Session, components: list[Component], *, owns_session: bool
+    ) -> None:
         self.session, self.components = session, components
+        self.owns_session = owns_session
         self._strides: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = []
         self._patches = Patches()
         self._unfuse: Callable[[], None] | None = None
@@ -58,7 +62,9 @@ class CompiledPipe:
             self._unfuse = pipe.unfuse_qkv_projections
 
     def remove(self) -> None:
-        """Leave modules and weights as they were."""
+        """Leave modules and weights as they were, and build no more for them."""
+        if self.owns_session:
+            self.session.close()
         for component in self.components:
             component.remove()
         self._patches.undo()
@@ -112,7 +118,8 @@ def compile_pipe(
             the pipeline can; taken back by `undo_compile`.
         deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
             `DeepCacheOptions`. Faster, but pictures differ; None leaves it as it is (off).
-        session: Share the graphs of this session.
+        session: Share the graphs of this session; the caller closes it. Without one, the pipeline
+            gets its own, which builds until `undo_compile`.
 
     Returns:
         The same pipeline.
@@ -124,6 +131,7 @@ def compile_pipe(
     chosen = CompileOptions.parse(options)
     if backend is not None:
         chosen = CompileOptions.parse({**vars(chosen), "backend": backend})
+    owns_session = session is None
     session = session or new_session(chosen)
     components = [
         Component(name, model, session) for name, model in find_models(pipe, parse_ignores(ignores))
@@ -133,7 +141,7 @@ def compile_pipe(
             f"{type(pipe).__name__} has no component to compile.",
             "A unet, vae or controlnet is needed that `ignores` does not name.",
         )
-    compiled = CompiledPipe(session, components)
+    compiled = CompiledPipe(session, components, owns_session=owns_session)
     with lifted(pipe):
         if fuse_qkv_projections:
             compiled.fuse_projections(pipe)
