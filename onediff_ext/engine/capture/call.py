@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+# Who asks, not what for: reForge gives each prompt a number, other ones in each picture.
+_NAMES = (uuid.UUID,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,8 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
             parts.append((leaf.shape, leaf.dtype, leaf.device))
         elif isinstance(leaf, _PLAIN):
             parts.append((type(leaf).__name__, leaf))
+        elif isinstance(leaf, _NAMES):
+            parts.append(type(leaf).__name__)
         else:
             return f"an argument is a {type(leaf).__qualname__}"
     if not tensors:
