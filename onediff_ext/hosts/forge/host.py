@@ -49,7 +49,13 @@ class ForgeHost(WebUIHost):
         if info is None:
             return None
         architecture = _architecture(self.model_config(model))
-        return HostCheckpoint(info.name_for_extra, info.shorthash or "", architecture)
+        return HostCheckpoint(
+            info.name_for_extra,
+            info.shorthash or "",
+            architecture,
+            content_hash=info.sha256 or "",  # none with --no-hashing
+            path=info.filename,
+        )
 
     def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
         objects = _objects(self.loaded_model())
