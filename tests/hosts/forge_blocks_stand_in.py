@@ -231,6 +231,8 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
             emb = self.time_embed(attention.embed(timesteps, 8))
             h = self.third(self.first(self.entry(x), emb, *given), emb, *given)
             h = self.second(h, emb, *given)
+            if control and control["middle"]:
+                h = h + control["middle"].pop()
             for patch in options.get("patches", {}).get("output_block_patch", ()):
                 h = patch(h)
             tokens = h.flatten(2).transpose(1, 2).contiguous()

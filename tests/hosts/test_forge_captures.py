@@ -70,8 +70,10 @@ def job(
     acceleration.end(p)
 
 
-def step(host: ForgeStandIn, seed: int, timestep: float = 321.0, **more: Any) -> torch.Tensor:
-    """One step as the hosts' samplers ask for it."""
+def step(
+    host: ForgeStandIn, seed: int, timestep: float = 321.0, control: float = 0, **more: Any
+) -> torch.Tensor:
+    """One step as the hosts' samplers ask for it, with what a ControlNet adds in the middle."""
     noise = torch.Generator().manual_seed(seed)
     x, context = torch.randn(2, 4, 8, 8, generator=noise), torch.randn(2, 77, 24, generator=noise)
     options: dict[str, Any] = {"cond_or_uncond": [1, 0], "sigmas": torch.full((1,), 2.5)}
@@ -82,7 +84,7 @@ def step(host: ForgeStandIn, seed: int, timestep: float = 321.0, **more: Any) ->
             x,
             torch.full((2,), timestep),
             context=context,
-            control=None,
+            control={"middle": [control * torch.ones(2, 32, 8, 8)]} if control else None,
             transformer_options=options,
             **more,
         )
@@ -177,6 +179,20 @@ def test_a_controlnet_handed_on_to_the_unet_is_no_hindrance(
     assert recorder.recorded == 1
     assert captured(acceleration).reason == ""
     assert_right(host, acceleration, 50, control_model=object())
+
+
+@pytest.mark.usefixtures("job")
+def test_what_a_controlnet_adds_is_part_of_the_shape(
+    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+) -> None:
+    settle(host)
+    settle(host, control=0.5)
+    assert recorder.recorded == 2
+    assert captured(acceleration).reason == ""
+    for strength in (0.5, -0.7):
+        assert_right(host, acceleration, 50, control=strength)
+    assert recorder.recorded == 2
+    assert not torch.equal(step(host, 50), step(host, 50, control=0.5))
 
 
 def test_nothing_is_left_behind(

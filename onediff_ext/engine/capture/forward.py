@@ -171,9 +171,13 @@ class CapturedForward:
             ]
         for target, source in zip(inputs, call.tensors, strict=True):
             target.copy_(source)
-        args, kwargs = call.arguments(inputs)
+
+        def run() -> Any:
+            args, kwargs = call.arguments(inputs)  # Forge's UNet empties the lists of a ControlNet
+            return self._forward(*args, **kwargs)
+
         snapshot, graphs = self._look(), self._graphs()
-        recording = recorder.record(lambda: self._forward(*args, **kwargs), call.device)
+        recording = recorder.record(run, call.device)
         return Capture(recording, inputs, snapshot, graphs, self.keeps)
 
     def _check(self, key: Hashable, capture: Capture, found: Any, expected: Any) -> None:
