@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.capture.captures import Captures
@@ -28,14 +29,13 @@ class Rerun(Recording):
     size_bytes = 100
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._function, self.output = function, function()
-        self.replays = 0
+        self.function: Callable[[], Any] | None = function
+        self.output, self.replays = function(), 0
 
     def replay(self) -> None:
         self.replays += 1
-        from torch.utils import _pytree as pytree
-
-        old, new = pytree.tree_leaves(self.output), pytree.tree_leaves(self._function())
+        assert self.function is not None, "replayed after its memory was given back"
+        old, new = pytree.tree_leaves(self.output), pytree.tree_leaves(self.function())
         for target, source in zip(old, new, strict=True):
             target.copy_(source)
 
@@ -44,9 +44,14 @@ class RerunRecorder(Recorder):
     """Records on a CPU, and counts."""
 
     def __init__(self) -> None:
-        self.recorded = self.forgotten = 0
-        self.latest: Rerun | None = None
+        self.forwards: list[Rerun] = []
+        self.prompts: list[Rerun] = []
+        self.forgotten = 0
         self.error: Exception | None = None
+
+    @property
+    def recorded(self) -> int:
+        return len(self.forwards)
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return None
@@ -54,12 +59,15 @@ class RerunRecorder(Recorder):
     def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
         if self.error is not None:
             raise self.error
-        self.recorded += 1
-        self.latest = Rerun(function)
-        return self.latest
+        recording = Rerun(function)
+        # The part of a prompt is a list of what each block projected.
+        (self.prompts if isinstance(recording.output, list) else self.forwards).append(recording)
+        return recording
 
     def forget(self) -> None:
         self.forgotten += 1
+        for recording in (*self.forwards, *self.prompts):
+            recording.function = None
 
 
 @pytest.fixture
@@ -189,8 +197,7 @@ def test_nothing_is_replayed_over_weights_that_are_gone(
     pipe: Any, recorder: RerunRecorder, gone: Callable[[Any], None]
 ) -> None:
     settle(pipe)
-    recording = recorder.latest
-    assert recording is not None
+    (recording,) = recorder.forwards
     replays = recording.replays
     step(pipe)
     assert recording.replays == replays + 1

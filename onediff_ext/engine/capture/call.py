@@ -21,11 +21,13 @@ class ForwardCall:
             and torch's modes.
         tensors: The tensors among the arguments, in order.
         device: Of the largest tensor, which is the model's.
+        modes: What of torch's global state a capture freezes; part of `key`.
     """
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
+    modes: Hashable
     _leaves: tuple[Any, ...]
     _structure: pytree.TreeSpec
 
@@ -61,8 +63,9 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     for tensor in tensors:
         if tensor.device != device and (tensor.device.type != "cpu" or tensor.numel() > 1):
             return "arguments lie on different devices"
-    key = (str(structure), tuple(parts), _modes(device))
-    return ForwardCall(key, tuple(tensors), device, tuple(leaves), structure)
+    modes = _modes(device)
+    key = (str(structure), tuple(parts), modes)
+    return ForwardCall(key, tuple(tensors), device, modes, tuple(leaves), structure)
 
 
 def _modes(device: torch.device) -> Hashable:
