@@ -7,6 +7,7 @@ given and does the same work on them again. `test_captures_gpu.py` has the real 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,26 @@ def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: RerunRec
     assert recorder.recorded == 1
     assert captured(pipe).reason == ""
     assert len(calls) > 10
+
+
+def test_the_second_comparison_is_made_for_the_first_size_only(
+    pipe: Any, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onediff_ext.engine.capture import forward
+
+    compared: list[object] = []
+    compare = forward.compare
+    monkeypatch.setattr(
+        forward, "compare", lambda *tensors: compared.append(tensors) or compare(*tensors)
+    )
+    settle(pipe)
+    assert len(compared) == 2
+    settle(pipe, height=8, width=8)
+    assert len(compared) == 3
+    assert_right(pipe, height=8, width=8)
+    change_storage(pipe.unet)  # another model, as far as a capture can tell
+    settle(pipe)
+    assert len(compared) == 5
 
 
 def test_a_result_outlives_the_next_replay(pipe: Any) -> None:
@@ -382,3 +403,22 @@ def test_undoing_gives_the_memory_back(
     undo_compile(pipe)
     assert len(session.captures) == 0
     assert recorder.forgotten
+
+
+def test_while_graphs_are_missing_a_size_is_recorded_with_its_second_picture(
+    make_session: Callable[..., Session], recorder: RerunRecorder, tmp_path: Path
+) -> None:
+    session = make_session(build="never", store=tmp_path)
+    session.captures = Captures(recorder, limit=3)
+    pipe = sd15(seed=3)
+    compile_pipe(pipe, session=session, ignores=["vae"])
+    with session.picture():
+        for seed in range(4):
+            step(pipe, seed)
+        assert recorder.recorded == 0
+        assert "next picture" in captured(pipe).reason
+    with session.picture():
+        step(pipe)
+        assert recorder.recorded == 1
+        assert_right(pipe)
+    undo_compile(pipe)

@@ -28,7 +28,8 @@ from onediff_ext.engine.structure import WrapperRule
 logger = logging.getLogger(__name__)
 
 # A capture is compared with the model itself on the call that it was made for and on the next
-# one, whose inputs differ: what depends on them without being an input shows then.
+# one, whose inputs differ: what depends on them without being an input shows then. A model that
+# has shown it at one size need not at the others, where a comparison costs a forward too.
 _CHECKS = 2
 # Captures in a row that were dropped before they had paid: somebody changes the model at every
 # call, and recording would cost more than it brings.
@@ -80,6 +81,8 @@ class CapturedForward:
         self._prompts: WeakValueDictionary[Hashable, PromptPart] = WeakValueDictionary()
         self._seen: dict[Hashable, Hashable] = {}  # the epoch in which a call was new
         self._refused: dict[Hashable, str] = {}
+        # Per variant: what the model was when a capture of it had passed all comparisons.
+        self._proved: dict[Hashable, tuple[Snapshot, list[object]]] = {}
         self._wasted = self._refusals = 0
         self.active = True
         self.variant: Hashable = None
@@ -101,7 +104,7 @@ class CapturedForward:
                 # can be on its way: it only must never read weights that are gone.
                 output = self._replay(capture, call) if self._reads_weights(capture) else None
                 if output is not None and self._unchanged(capture):
-                    return self._judged(key, capture, output, args, kwargs)
+                    return self._judged(key, call.form, capture, output, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
                 self._seen[key] = self._epoch()
@@ -115,6 +118,7 @@ class CapturedForward:
             self._captures.drop_model(id(self._model))
             self._seen.clear()
             self._refused.clear()
+            self._proved.clear()
 
     def _replay(self, capture: Capture, call: ForwardCall) -> Any:
         capture.fill(call.tensors)
@@ -127,6 +131,7 @@ class CapturedForward:
     def _judged(
         self,
         key: Hashable,
+        form: Hashable,
         capture: Capture,
         output: Any,
         args: tuple[Any, ...],
@@ -141,6 +146,8 @@ class CapturedForward:
             return output
         expected = self._within_memory(*args, **kwargs)
         self._check(key, capture, output, expected)
+        if capture.checks >= _CHECKS:
+            self._proved[self.variant, form] = (capture.snapshot, capture.graphs)
         return expected
 
     def _consider(self, key: Hashable, call: ForwardCall, output: Any) -> None:
@@ -195,7 +202,10 @@ class CapturedForward:
                 return self._forward(*args, **kwargs)
 
         recording = recorder.record(forward, call.device)
-        return Capture(recording, inputs, snapshot, graphs, prompts, self.keeps)
+        capture = Capture(recording, inputs, snapshot, graphs, prompts, self.keeps)
+        if self._proved.get((self.variant, call.form)) == (snapshot, graphs):
+            capture.checks = _CHECKS - 1
+        return capture
 
     def _prompt_part(
         self,
@@ -218,6 +228,7 @@ class CapturedForward:
         for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
             comparison = compare(ours, theirs)
             if comparison.problem is not None:
+                self._proved.clear()
                 self._captures.drop(key, f"a replay {comparison.problem}")
                 self._refuse(key, f"a replay {comparison.problem}")
                 return
