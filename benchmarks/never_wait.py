@@ -5,8 +5,8 @@ graphs are built beside them and things go wrong: a build worker is killed, one 
 memory, the user cancels and goes on, and the disk is full for a while. Each picture is timed
 against eager's time at its size, and compared with eager's picture of the same seed.
 
-Half of the cores draw, in place of a GPU: builds take only what drawing leaves, and who draws on all
-cores gets no graphs until there is a pause (``--threads``).
+Half of the cores draw, in place of a GPU: builds take only what drawing leaves, and who draws on
+all cores gets no graphs until there is a pause (``--threads``).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class WorkerProcess:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except (OSError, ValueError) as exc:
-            raise _lost(self._last_words()) from exc
+            raise lost(self._last_words()) from exc
         return self._read_answer(timeout_s)
 
     def _read_answer(self, timeout_s: float) -> dict[str, object]:
@@ -181,7 +181,7 @@ class WorkerProcess:
         if line is None:
             words = self._last_words()
             self._end()
-            raise _lost(words)
+            raise lost(words)
         answer: dict[str, object] = json.loads(line)
         return answer
 
@@ -198,7 +198,8 @@ class WorkerProcess:
         return lines[-1] if lines else f"exit code {code}"
 
 
-def _lost(words: str) -> WorkerLostError:
+def lost(words: str) -> WorkerLostError:
+    """The error for a worker that died so."""
     killed = any(words == f"killed by {name}" for name in _KILLERS)
     return (WorkerKilledError if killed else WorkerLostError)(f"The build worker died: {words}")
 

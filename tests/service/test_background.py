@@ -12,6 +12,7 @@ import pytest
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
+from onediff_ext.service import workers
 from tests.engine.draw import relative_error
 
 TIMEOUT_S = 240
@@ -120,30 +121,32 @@ def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(open_session, s
 
 
 class LosesWorkers:
-    """A builder's `build_in` that ends the worker of one kind a number of times.
+    """A builder's `build_in` that loses the workers of one kind.
 
     Args:
         session: Whose builder.
         times: How often.
-        number: The signal that ends it.
+        lose: Ends a worker, or says how it died.
     """
 
-    def __init__(self, session, times, number):
-        self._build_in, self.number = session.builder.build_in, number
+    def __init__(self, session, times, lose):
+        self._build_in, self._lose = session.builder.build_in, lose
         self.left, self.program = times, b""
 
     def __call__(self, worker, program, device):
         if self.left and self.program in (b"", program):
             self.program, self.left = program, self.left - 1
-            worker._start()
-            os.kill(worker.pid, self.number)
+            self._lose(worker)
         return self._build_in(worker, program, device)
 
 
 def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
+    def kill(worker):
+        worker._start()
+        os.kill(worker.pid, signal.SIGKILL)
+
     session = open_session()
-    loses = LosesWorkers(session, times=2, number=signal.SIGKILL)
-    monkeypatch.setattr(session.builder, "build_in", loses)
+    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, kill))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -154,9 +157,14 @@ def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_kind_that_loses_all_its_workers_runs_eager(open_session, small, monkeypatch, number):
+def test_a_kind_that_loses_all_its_workers_runs_eager(
+    open_session, small, monkeypatch, instant, number
+):
+    def die(worker):
+        raise workers.lost(f"killed by {number.name}")
+
     session = open_session(build_attempts=1)
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 1, number))
+    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 1, die))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
