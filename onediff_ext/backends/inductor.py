@@ -21,7 +21,7 @@ from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
 from onediff_ext.engine.trace import input_fakes
 
-_OLDEST_TORCH = "2.11"  # the oldest that this was tried with
+_OLDEST_TORCH = "2.6"  # the oldest that this was tried with
 
 # Inductor settings that change the code it makes; they are part of every key.
 CPU_CONFIG: Mapping[str, Any] = {
