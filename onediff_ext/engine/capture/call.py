@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from onediff_ext.engine.torch_versions import autocast_dtype, cudnn_attention_enabled
+from onediff_ext.engine.torch_versions import (
+    autocast_dtype,
+    cudnn_attention_enabled,
+    fp16_accumulation,
+)
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -74,7 +78,7 @@ def _modes(device: torch.device) -> Hashable:
         autocast_dtype(device.type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        getattr(cuda.matmul, "allow_fp16_accumulation", False),
+        fp16_accumulation(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.benchmark,
