@@ -20,7 +20,7 @@ import torch
 from onediff_ext.backends.triton_package import missing_reason
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
-from onediff_ext.engine.torch_versions import too_old_for_graphs
+from onediff_ext.engine.torch_versions import ready_for_standalone_compile, too_old_for_graphs
 from onediff_ext.engine.trace import input_fakes
 
 # The oldest that this was tried with (docs/torch-versions.md): torch.export takes what it has to
@@ -94,7 +94,7 @@ class InductorBackend(Backend):
 
     def load(self, payload: bytes, device: torch.device) -> Graph:
         try:
-            return _load_cuda(payload) if device.type == "cuda" else _load_cpu(payload)
+            return load_standalone(payload) if device.type == "cuda" else _load_cpu(payload)
         except Exception as exc:
             raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
 
@@ -155,11 +155,16 @@ def _unlike_any_before() -> str:
 
 
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
-    from torch._inductor import config, standalone_compile
-
     from onediff_ext.backends.kernels.rewrite import with_kernels
 
-    graph_module = with_kernels(graph_module)
+    return standalone_artefact(with_kernels(graph_module), fakes)
+
+
+def standalone_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
+    """The form for GPUs; a CPU can make it too, and then compiles C++ again at each load."""
+    from torch._inductor import config, standalone_compile
+
+    ready_for_standalone_compile(graph_module)
     with config.patch(dict(CUDA_CONFIG)):
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
@@ -168,7 +173,8 @@ def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
         return path.read_bytes()
 
 
-def _load_cuda(payload: bytes) -> Graph:
+def load_standalone(payload: bytes) -> Graph:
+    """What `standalone_artefact` made, as a callable."""
     from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:

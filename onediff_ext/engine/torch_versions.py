@@ -73,9 +73,10 @@ def end_recording_to_pool(device_index: int, pool: Any) -> None:
     bindings: Any = torch._C
     if hasattr(bindings, "_cuda_endAllocateToPool"):
         bindings._cuda_endAllocateToPool(device_index, pool)
-    elif RELEASE >= (2, 2):
+        return
+    try:  # 2.3 to 2.6; the stream of a failed recording is still the current one
         bindings._cuda_endAllocateCurrentStreamToPool(device_index, pool)
-    else:  # the stream of a failed recording is still the current one
+    except TypeError:  # 2.1
         bindings._cuda_endAllocateCurrentStreamToPool(device_index)
 
 
@@ -88,6 +89,23 @@ def dynamic_dim(name: str, least: int, most: int) -> Any:
     if callable(automatic):
         return automatic(min=least, max=most)
     return torch.export.Dim(name, min=least, max=most)
+
+
+def ready_for_standalone_compile(graph_module: torch.fx.GraphModule) -> None:
+    """Mend what `standalone_compile` stumbles over in an exported graph before 2.11.
+
+    It looks for the mode of the fake tensors beside the outputs only, makes another one where it
+    finds none, and then refuses the graph's own tensors for being of two modes. And a program that
+    was stored notes values of products beside those of symbols, which it takes for symbols.
+    """
+    if RELEASE >= (2, 11):
+        return
+    output = next(iter(reversed(graph_module.graph.nodes)))
+    for node in output.args[0]:
+        fake = node.meta["example_value"] = node.meta["val"]
+        known = fake.fake_mode.shape_env.var_to_val
+        for expression in [e for e in known if not e.is_Symbol]:
+            del known[expression]
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from onediff_ext.backends.registry import make_backend, why_no_graphs
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine import torch_versions
+from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.capture.recorder import Recorder, Recording
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.webui.acceleration import Acceleration
 from tests.hosts.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
@@ -62,6 +65,51 @@ def test_pictures_are_the_models_own_and_one_line_says_why(
     assert not status.building
     assert acceleration.session is not None
     assert acceleration.session.missing() == []
+
+
+class Again(Recording):
+    """On a CPU: does the recorded work once more, into the same memory."""
+
+    size_bytes = 100
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        self._function, self.output = function, function()
+
+    def replay(self) -> None:
+        self.output.copy_(self._function())
+
+
+class AgainRecorder(Recorder):
+    """Stands in for CUDA graphs."""
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        return None
+
+    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+        return Again(function)
+
+    def forget(self) -> None:
+        """Nothing was kept."""
+
+
+def test_eager_is_captured(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    expected = host.unet(), host.unet(height=17, width=25)
+    p = FakeProcessing()
+    acceleration.begin(p, options)
+    session = acceleration.session
+    assert session is not None
+    session.captures = Captures(AgainRecorder())
+    acceleration.before_sampling(p)
+    for _ in range(5):
+        assert torch.equal(host.unet(), expected[0])
+        assert torch.equal(host.unet(height=17, width=25), expected[1])
+    assert session.captures.made == len(session.captures) == 2
+    status = acceleration.status()
+    assert status.line().startswith("captured: torch ")
+    assert status.captures == 2
+    acceleration.end(p)
 
 
 def test_warming_up_ends_without_graphs(
