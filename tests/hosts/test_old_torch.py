@@ -6,8 +6,11 @@ lack shows only where they are installed (docs/torch-versions.md).
 
 from __future__ import annotations
 
+import ast
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,8 @@ from onediff_ext.webui.acceleration import Acceleration
 from tests.hosts.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -120,6 +124,42 @@ def test_warming_up_ends_without_graphs(
     assert report is not None
     assert acceleration.status().kinds_ready == 0
     assert torch.equal(host.unet(), expected)
+
+
+WITHOUT = """
+import tests.hosts.torch_2_1, importlib, pkgutil, sys, onediff_ext, pytest
+for found in pkgutil.walk_packages(onediff_ext.__path__, "onediff_ext."):
+    if not found.name.startswith("onediff_ext.backends.kernels."):
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as exc:
+            assert exc.name.split(".")[0] in ("modules", "gradio", "fastapi", "starlette"), exc
+sys.exit(pytest.main(["-q", "-p", "no:randomly", "-k", "own or captured", sys.argv[1]]))
+"""
+
+
+def test_nothing_is_asked_for_that_torch_2_1_lacks() -> None:
+    """Every module but our kernels is imported, and pictures are drawn, without what is newer."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, __file__],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_what_is_newer_is_asked_for_in_one_module() -> None:
+    """An ``except`` is looked at only when something was raised, so these are searched for."""
+    newer = {"OutOfMemoryError", "is_autocast_enabled", "get_autocast_dtype", "cudnn_sdp_enabled"}
+    found = {
+        path.name
+        for path in (ROOT / "onediff_ext").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in newer | {"tree_leaves"}
+    }
+    assert found == {"torch_versions.py"}
 
 
 def test_what_an_upgrade_brings_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
