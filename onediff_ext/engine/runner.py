@@ -29,6 +29,7 @@ from onediff_ext.engine.quantised import (
     unavailable_reason,
 )
 from onediff_ext.engine.structure import BlockTree, WrapperRule
+from onediff_ext.engine.torch_versions import OutOfMemoryError, autocast_dtype
 from onediff_ext.engine.trace import (
     Autocast,
     BlockFunction,
@@ -127,7 +128,7 @@ class BlockRunner:
         except Exception as exc:
             if is_out_of_memory(exc):
                 if kind.state is KindState.READY:
-                    raise torch.OutOfMemoryError(str(exc)) from None  # whatever class it had
+                    raise OutOfMemoryError(str(exc)) from None  # whatever class it had
             else:
                 kind.fail(
                     f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}"
@@ -191,7 +192,7 @@ class BlockRunner:
             return False
         try:
             self._check(kind, output, eager, call, weights)
-        except torch.OutOfMemoryError:
+        except OutOfMemoryError:
             return False
         return True
 
@@ -425,9 +426,8 @@ def _signature(call: BlockCall) -> tuple[Any, ...]:
 
 
 def _autocast_state(device_type: str) -> Autocast:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return device_type, torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(device_type)
+    return None if dtype is None else (device_type, dtype)
 
 
 def _input_text(tensor: torch.Tensor, dims: Sequence[str | None]) -> str:

@@ -57,7 +57,13 @@ def session_status(session: Session) -> Status:
 
 
 def _reasons(session: Session, missing: int) -> tuple[str, ...]:
-    reasons = [f"{f.what}: {f.reason}" for f in session.fallbacks()]
+    by_reason: dict[str, list[str]] = {}
+    for fallback in session.fallbacks():
+        by_reason.setdefault(fallback.reason, []).append(fallback.what)
+    reasons = [
+        f"{whats[0]}: {reason}" if len(whats) == 1 else f"{reason} ({len(whats)} kinds of block)"
+        for reason, whats in by_reason.items()
+    ]
     if missing and not reasons:
         if session.background.cancelled:
             reasons.append("builds were cancelled")

@@ -229,6 +229,7 @@ def _environment(cache: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
-        "TMPDIR": str(cache),  # what a compiler leaves when it is killed goes with the folder
+        # What a compiler leaves when it is killed goes with the folder; Windows has TMP and TEMP.
+        **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(cache)),
         "OMP_NUM_THREADS": "1",
     }

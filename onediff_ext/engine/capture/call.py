@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from onediff_ext.engine.torch_versions import (
+    autocast_dtype,
+    cudnn_attention_enabled,
+    fp16_accumulation,
+)
+
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
@@ -76,17 +82,16 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
 def _modes(device: torch.device) -> Hashable:
     """What of torch's global state is frozen into a capture."""
     cuda: Any = torch.backends.cuda
-    autocast = torch.is_autocast_enabled(device.type)
     return (
-        torch.get_autocast_dtype(device.type) if autocast else None,
+        autocast_dtype(device.type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        getattr(cuda.matmul, "allow_fp16_accumulation", False),
+        fp16_accumulation(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.benchmark,
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        cudnn_attention_enabled(),
     )

@@ -24,6 +24,7 @@ from onediff_ext.engine.check import compare
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class CapturedForward:
         except CaptureError as exc:
             self._refuse(key, f"cannot be captured: {exc.message}")
             return
-        except torch.OutOfMemoryError:
+        except OutOfMemoryError:
             self._captures.drop_all("memory is short")
             self._refuse(key, "no memory for a capture of this size")
             return
@@ -292,4 +293,4 @@ class CapturedForward:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
