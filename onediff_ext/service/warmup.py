@@ -104,8 +104,10 @@ class WarmUpReport:
         gain = "" if self.speedup is None else f", {self.speedup:.1f}x measured"
         stays = f", {self.eager} stay eager" if self.eager else ""
         ended = "cancelled: " if self.cancelled else ""
+        sizes = "1 size" if len(self.sizes) == 1 else f"{len(self.sizes)} sizes"
+        built = "1 graph" if self.built == 1 else f"{self.built} graphs"
         return (
-            f"{ended}{len(self.sizes)} sizes, {self.built} graphs built, {self.loaded} loaded"
+            f"{ended}{sizes}, {built} built, {self.loaded} loaded"
             f"{stays} in {self.seconds:.1f} s{gain}"
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from onediff_ext.core.errors import OneDiffError
+from onediff_ext.core.errors import OneDiffError, UntrustedGraphError
 from onediff_ext.ui import html, library_actions
 from onediff_ext.ui.graph_rows import EVERYTHING, graph_groups
 from onediff_ext.ui.port import PanelPort
@@ -75,6 +75,9 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
 
     def on_import(name: str, file: Any, trusted: bool) -> list[Any]:
         path = getattr(file, "name", file)  # Gradio 3 hands an open file over, 4 its path
+        if path and not trusted:
+            doubt = UntrustedGraphError("Nothing was imported.", f'Tick "{_TRUST}" first.')
+            return [gr.update(), gr.update(), html.error(doubt), False]
         return [
             *attempt(name, lambda: library_actions.import_archive(port.library(), path, trusted)),
             False,

@@ -8,6 +8,7 @@ are left in training mode.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,7 +108,8 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
 
     Args:
         ops: Has Linear, Conv2d, GroupNorm, LayerNorm.
-        attention: A namespace whose ``function`` and ``spatial`` compute attention.
+        attention: A namespace whose ``function`` and ``spatial`` compute attention, and whose
+            ``embed`` makes vectors of timesteps.
         options_to_resnets: Whether residual blocks are handed the options, as in Forge.
     """
 
@@ -207,7 +209,7 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
 
         def __init__(self) -> None:
             super().__init__()
-            self.time_embed = ops.Linear(1, 12)
+            self.time_embed = ops.Linear(8, 12)
             self.entry = ops.Conv2d(4, 16, 3, padding=1)
             self.first, self.second = ResBlock(16, 12, 16), ResBlock(16, 12, 32)
             self.third = ResBlock(16, 12, 16)
@@ -221,13 +223,16 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
             context: Any = None,
             control: Any = None,
             transformer_options: Any = None,
+            **_: Any,
         ) -> Any:
             options = {} if transformer_options is None else transformer_options
             given = (options,) if options_to_resnets else ()
             options["block"] = ("middle", 0)
-            emb = self.time_embed(timesteps[:, None] / 1000)
+            emb = self.time_embed(attention.embed(timesteps, 8))
             h = self.third(self.first(self.entry(x), emb, *given), emb, *given)
             h = self.second(h, emb, *given)
+            if control and control["middle"]:
+                h = h + control["middle"].pop()
             for patch in options.get("patches", {}).get("output_block_patch", ()):
                 h = patch(h)
             tokens = h.flatten(2).transpose(1, 2).contiguous()
@@ -283,6 +288,34 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
     found = {name: value for name, value in locals().items() if isinstance(value, type)}
     del found["ops"]
     return found
+
+
+class Device:
+    """What a GPU does not allow just now."""
+
+    is_recording = False
+
+
+def embed_from_the_cpu(
+    timesteps: torch.Tensor, dim: int, max_period: float = 10000, repeat_only: bool = False
+) -> torch.Tensor:
+    """As in Forge: the frequencies are copied to the GPU, which waits for that. [B] → [B, dim]."""
+    if repeat_only:
+        return timesteps[:, None].expand(-1, dim)
+    if Device.is_recording:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    half = dim // 2
+    steps = torch.arange(start=0, end=half, dtype=torch.float32)
+    freqs = torch.exp(-math.log(max_period) * steps / half).to(device=timesteps.device)
+    args = timesteps[:, None].float() * freqs[None]
+    return torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
+
+
+def embed_on_the_gpu(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
+    """As in reForge. [B] → [B, dim]."""
+    steps = torch.arange(dim // 2, dtype=torch.float32, device=timesteps.device)
+    args = timesteps[:, None] * torch.exp(-math.log(10000) * steps / (dim // 2))[None]
+    return torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
 
 
 def attention_in_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> Any:
@@ -346,6 +379,10 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
             attention_module[spatial_name],
         ),
     }
+    if name == "forge":
+        chosen["embed"] = (homes["ResBlock"], "timestep_embedding", embed_from_the_cpu)
+    else:
+        chosen["embed"] = (homes["ResBlock"], "timestep_embedding", embed_on_the_gpu)
     for home, variable, function in chosen.values():
         contents[home][variable] = function
     before = _install(contents)

@@ -69,7 +69,12 @@ class FakeEngine:
         base.storage_dtype = base.computation_dtype = torch.float32
         base.manual_cast_dtype, base.get_dtype = None, lambda: torch.float32
         base.model_config = self.model_config = config
-        self.sd_checkpoint_info = SimpleNamespace(name_for_extra=f"fake-{seed}", shorthash="0" * 10)
+        self.sd_checkpoint_info = SimpleNamespace(
+            name_for_extra=f"fake-{seed}",
+            shorthash=f"{seed:064x}"[:10],
+            sha256=f"{seed + 1:064x}",
+            filename=f"/models/fake-{seed}.safetensors",
+        )
         self.forge_objects = SimpleNamespace(
             unet=FakePatcher(base),
             vae=SimpleNamespace(

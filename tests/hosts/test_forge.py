@@ -17,6 +17,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.webui import WebUIHost
+from onediff_ext.store import CheckpointRecords
 from onediff_ext.webui.acceleration import Acceleration
 from tests.hosts.forge_stand_in import FakeProcessing, ForgeStandIn, SDXLRefiner, running
 
@@ -150,6 +151,21 @@ def test_checkpoints_that_replace_each_other(
         assert close(seen[-1], expected)
     assert not close(seen[0], seen[1])
     assert len(acceleration.session.kinds) == kinds
+
+
+def test_graphs_are_known_to_belong_to_their_checkpoints(
+    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+) -> None:
+    for seed in (0, 1):
+        host.load(seed)
+        drawn()
+        drawn()
+    records = CheckpointRecords(acceleration.session.library.folder)
+    listed = {listing.record.content_hash: listing for listing in records.list()}
+    for seed in (0, 1):
+        listing = listed[f"{seed + 1:064x}"]
+        assert len(listing.record.kinds) >= KINDS_OF_THE_UNET
+        assert not listing.missing
 
 
 def test_a_model_that_the_host_gives_up_is_not_kept(host: ForgeStandIn, drawn: Any) -> None:
@@ -411,6 +427,8 @@ def test_what_the_host_draws_with(host: ForgeStandIn, adapter: WebUIHost) -> Non
     checkpoint = adapter.checkpoint()
     assert checkpoint is not None
     assert (checkpoint.name, checkpoint.architecture) == ("fake-0", "sd1")
+    assert checkpoint.content_hash == f"{1:064x}"
+    assert checkpoint.path == "/models/fake-0.safetensors"
     assert [name for name, _ in adapter.models(frozenset())] == [
         "unet",
         "vae_encoder",

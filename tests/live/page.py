@@ -66,13 +66,18 @@ class Page:
         return [self._fetch(item) for item in answer["data"][0] or ()]
 
     def _submit(self, elem_id: str) -> tuple[int, dict[str, Any]]:
+        """What the button does: of several things, as in Forge, that with the most inputs."""
+        found = []
         for index, dependency in enumerate(self._dependencies):
             for target in dependency["targets"]:
                 number = target[0] if isinstance(target, list) else target
                 props = self._components.get(number, {}).get("props", {})
-                if props.get("elem_id") == elem_id and len(dependency["inputs"]) > 20:
-                    return index, dependency
-        raise WebUIError(f"the page has no {elem_id}")
+                if props.get("elem_id") == elem_id:
+                    found.append((len(dependency["inputs"]), index, dependency))
+        if not found:
+            raise WebUIError(f"the page has no {elem_id}")
+        _, index, dependency = max(found, key=lambda one: one[:2])
+        return index, dependency
 
     def _fetch(self, item: Any) -> np.ndarray:
         if isinstance(item, list):  # with a caption

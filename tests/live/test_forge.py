@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.live.client import PROMPT, WebUI, assert_different, assert_same, encode
+from tests.live.test_deepcache import STEPS, assert_identical, cached, difference, shallow
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,25 @@ def test_controlnet_with_a_lora(
 def test_controlnet_of_another_size(controlled: Any, photo: np.ndarray) -> None:
     job = {"width": 136, "height": 200, "batch_size": 2}
     assert_same(controlled(True, photo, {}, **job), controlled(False, photo, {}, **job))
+
+
+@pytest.mark.parametrize(
+    "unit", [{}, {"guidance_start": 0.3, "guidance_end": 0.7}], ids=["all steps", "some steps"]
+)
+def test_controlnet_with_deepcache(
+    webui: WebUI, controlled: Any, photo: np.ndarray, unit: dict[str, Any]
+) -> None:
+    job = {"steps": STEPS, "sampler_name": "DPM++ 2M"}
+    controlled(True, photo, unit, **job)
+    webui.settle()
+    plain = controlled(True, photo, unit, **job)
+    without = webui.draw(True, **job)
+    first = controlled(cached(), photo, unit, **job)
+    part, calls = shallow(webui)
+    assert calls == STEPS
+    assert 0.3 < part / calls < 0.7
+    assert_identical(controlled(cached(), photo, unit, **job), first)
+    assert 0 < difference(first, plain) < 0.8 * difference(without, plain)
 
 
 def test_hires_fix_with_another_checkpoint(webui: WebUI, checkpoints: list[str]) -> None:

@@ -83,7 +83,8 @@ def test_batch_tab_over_a_folder_of_mixed_sizes(
     for number, size in enumerate(sizes):
         Image.fromarray(photo).resize(size).save(folder / f"{number}.png")
     drawn = {}
-    for accelerated in (False, True, True):
+    # Twice without: the noise of Forge's VAE depends on the job before.
+    for accelerated in (False, False, True, True):
         target = tmp_path / f"out-{len(drawn)}"
         fields = on_page(
             "img2img",
@@ -99,5 +100,5 @@ def test_batch_tab_over_a_folder_of_mixed_sizes(
         assert len(pictures) == len(sizes)
         drawn[len(drawn)] = Drawn(pictures, [], 0.0)
     assert webui.status()["running"] == "compiled"
-    assert_same(drawn[1], drawn[0])
-    assert_same(drawn[2], drawn[0])
+    assert_same(drawn[2], drawn[1])
+    assert_same(drawn[3], drawn[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from onediff_ext.engine.torch_versions import (
 )
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+# Who asks, not what for: reForge gives each prompt a number, other ones in each picture.
+_NAMES = (uuid.UUID,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,8 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
             sizes.append(leaf.shape)
         elif isinstance(leaf, _PLAIN):
             forms.append((type(leaf).__name__, leaf))
+        elif isinstance(leaf, _NAMES):
+            forms.append(type(leaf).__name__)
         else:
             return f"an argument is a {type(leaf).__qualname__}"
     if not tensors:

@@ -194,9 +194,9 @@ class CapturedForward:
             ]
         for target, source in zip(inputs, call.tensors, strict=True):
             target.copy_(source)
-        args, kwargs = call.arguments(inputs)
 
         def forward() -> Any:
+            args, kwargs = call.arguments(inputs)  # Forge's UNet empties the lists of a ControlNet
             with ExitStack() as stack:
                 for part in prompts.values():
                     stack.enter_context(part.pinned())

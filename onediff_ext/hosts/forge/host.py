@@ -6,6 +6,7 @@ pending while it draws; each block reads its weights anew at every call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from onediff_ext.engine.families.forge import FORGE, forge_families
 from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.hosts.forge.attention import forge_attention
+from onediff_ext.hosts.forge.capturing import TimestepEmbedding, without_controlnet
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
 
 # How far the VAE is tried while warming up: its kinds do not depend on the size.
@@ -32,6 +34,9 @@ class ForgeHost(WebUIHost):
 
     name = "forge"
 
+    def __init__(self) -> None:
+        self._embeddings: list[TimestepEmbedding] = []
+
     def families(self) -> Sequence[BlockFamily]:
         return forge_families(FORGE, forge_attention())
 
@@ -44,7 +49,13 @@ class ForgeHost(WebUIHost):
         if info is None:
             return None
         architecture = _architecture(self.model_config(model))
-        return HostCheckpoint(info.name_for_extra, info.shorthash or "", architecture)
+        return HostCheckpoint(
+            info.name_for_extra,
+            info.shorthash or "",
+            architecture,
+            content_hash=info.sha256 or "",  # none with --no-hashing
+            path=info.filename,
+        )
 
     def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
         objects = _objects(self.loaded_model())
@@ -78,7 +89,9 @@ class ForgeHost(WebUIHost):
         return None
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
-        """Nothing: LoRAs are merged before the first call, and weights are read at each."""
+        # Nothing for LoRAs: they are merged before the first call, and weights are read at each.
+        if component == "unet":
+            self.make_capturable(patches, model)
 
     def weights(self) -> Hashable:
         objects = _objects(self.loaded_model())
@@ -140,6 +153,18 @@ class ForgeHost(WebUIHost):
         """What the UNet's inputs are cast to."""
         dtype: torch.dtype = unet.model.computation_dtype
         return dtype
+
+    def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
+        """Make it possible to record the UNet's forward as a CUDA graph."""
+        home = sys.modules[type(unet).__module__]
+        own = vars(home).get("timestep_embedding")
+        if callable(own) and not isinstance(own, TimestepEmbedding):
+            ours = next((one for one in self._embeddings if one.own is own), None)
+            if ours is None:
+                ours = TimestepEmbedding(own)
+                self._embeddings.append(ours)
+            patches.set(home, "timestep_embedding", ours)
+        patches.hook(unet.register_forward_pre_hook(without_controlnet, with_kwargs=True))
 
     # -------------------------------------------------------------------------- warming up
 

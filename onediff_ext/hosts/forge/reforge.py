@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.families.forge import REFORGE, forge_families
+from onediff_ext.engine.patch import Patches
 from onediff_ext.hosts.forge.attention import reforge_attention
 from onediff_ext.hosts.forge.host import ForgeHost
 
@@ -35,6 +37,9 @@ class ReForgeHost(ForgeHost):
 
     def applies_loras_online(self, unet: Any) -> bool:  # noqa: ARG002
         return False  # layer by layer, if at all
+
+    def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
+        """Nothing: its UNet can be recorded as it is."""
 
     def move_to_device(self, patchers: list[Any]) -> None:
         from ldm_patched.modules import model_management

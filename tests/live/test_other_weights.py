@@ -1,0 +1,86 @@
+"""Weights of other kinds: LyCORIS files, checkpoints of another architecture or for inpainting.
+
+Each needs files that not every WebUI under test has: LoRAs with "loha" or "lokr" in their names,
+checkpoints named by ONEDIFF_WEBUI_OTHER and ONEDIFF_WEBUI_INPAINTING.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.live.client import PROMPT, WebUI, assert_different, assert_same
+
+
+def checkpoint_of(webui: WebUI, variable: str) -> str:
+    """The title of the checkpoint that an environment variable names by its beginning."""
+    name = os.environ.get(variable, "")
+    titles = [model["title"] for model in webui.get("/sdapi/v1/sd-models")]
+    found = [title for title in titles if name and title.startswith(name)]
+    if not found:
+        pytest.skip(f"{variable} names no checkpoint")
+    return str(found[0])
+
+
+@pytest.mark.usefixtures("no_rebuild")
+@pytest.mark.parametrize("form", ["loha", "lokr"])
+def test_lycoris(webui: WebUI, loras: list[str], same: Any, form: str) -> None:
+    names = [name for name in loras if form in name.lower()]
+    if not names:
+        pytest.skip(f"the WebUI has no {form} file")
+    plain, _ = same()
+    full, _ = same(prompt=f"{PROMPT} <lora:{names[0]}:1>")
+    half, _ = same(prompt=f"{PROMPT} <lora:{names[0]}:0.5>")
+    both, _ = same(prompt=f"{PROMPT} <lora:{names[0]}:0.7> <lora:{loras[0]}:0.6>")
+    off, _ = same()
+    for changed in (full, half, both):
+        assert_different(changed, plain)
+    assert_different(full, half)
+    assert_same(off, plain)
+
+
+def test_another_architecture_and_back(
+    webui: WebUI, checkpoints: list[str], photo: np.ndarray, same: Any
+) -> None:
+    other = checkpoint_of(webui, "ONEDIFF_WEBUI_OTHER")
+    own = webui.draw(False)
+    webui.set_options(sd_model_checkpoint=other)
+    drawn, theirs = same()
+    assert_different(drawn, own)
+    for job in (
+        {"width": 136, "height": 200},
+        {"batch_size": 2},
+        {"cfg_scale": 1},
+        {"prompt": "a red apple on a table, " * 20},
+        {"prompt": "a red apple AND a blue car :0.7"},
+    ):
+        same(**job)
+    same("img2img", init_images=[photo], denoising_strength=0.6, steps=4)
+    webui.set_options(sd_model_checkpoint=checkpoints[0])
+    assert_same(webui.draw(True), own)
+    assert webui.status()["running"] == "compiled"
+    webui.set_options(sd_model_checkpoint=other)
+    assert_same(webui.draw(True), theirs)
+    status = webui.status()
+    assert (status["running"], status["waiting"]) == ("compiled", 0), status["line"]
+
+
+def test_a_checkpoint_for_inpainting_and_back(
+    webui: WebUI, checkpoints: list[str], photo: np.ndarray, mask: np.ndarray, same: Any
+) -> None:
+    """Nine channels go in: the latent, the mask, and the picture without what is masked."""
+    inpainting = checkpoint_of(webui, "ONEDIFF_WEBUI_INPAINTING")
+    own = webui.draw(False)
+    webui.set_options(sd_model_checkpoint=inpainting)
+    painted = {"init_images": [photo], "mask": mask, "steps": 4, "inpainting_fill": 1}
+    whole = {"inpaint_full_res": False, **painted}
+    drawn, _ = same("img2img", denoising_strength=0.8, **whole)
+    part, _ = same("img2img", denoising_strength=0.8, inpaint_full_res=True, **painted)
+    assert_different(part, drawn)
+    same()
+    webui.set_options(sd_model_checkpoint=checkpoints[0])
+    assert_same(webui.draw(True), own)
+    assert webui.status()["running"] == "compiled"
