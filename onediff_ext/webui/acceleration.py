@@ -56,6 +56,7 @@ class Acceleration:
         self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
+        self._early_reason: str | None = None  # given before the job came to its sampling
         self._reused = ReuseTally()
         self._warm_up_running: WarmUp | None = None
         self._lock = threading.RLock()
@@ -88,7 +89,7 @@ class Acceleration:
             self._prune()
             entry = _Job(weakref.ref(job), options, ignores, deepcache)
             self._jobs.append(entry)
-            self._reasons, self._reused = [], ReuseTally()
+            self._reasons, self._early_reason, self._reused = [], None, ReuseTally()
             if picture:
                 self._open_picture(entry)
             with self._drawing_eager_on_failure():
@@ -233,10 +234,16 @@ class Acceleration:
             self._running = "off"
             return
         self._running = "eager"
+        if sampling and self._early_reason is not None:
+            # It may have been of the job before: hosts clean up after that when this one begins.
+            self._reasons.remove(self._early_reason)
+            self._early_reason = None
         reason = self.host.refusal(entry.job())
         if reason is not None:
             self._detach()
             self._note(reason)
+            if not sampling:
+                self._early_reason = reason
             return
         session, state = self._session_for(entry.options), self.host.state()
         wanted = [
