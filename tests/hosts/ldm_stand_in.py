@@ -211,9 +211,11 @@ def installed() -> Iterator[None]:
         for cls in classes:
             setattr(sys.modules[f"ldm.{place}"], cls.__name__, cls)
             _live_in(cls, f"ldm.{place}")
-    other = type("CrossAttention", (nn.Module,), {"__module__": "sgm.modules.attention"})
-    other.forward = CrossAttention.forward
-    sys.modules["sgm.modules.attention"].CrossAttention = other  # type: ignore[attr-defined]
+    for cls in (CrossAttention, AttnBlock):
+        place = cls.__module__.replace("ldm.", "sgm.")
+        other = type(cls.__name__, (nn.Module,), {"__module__": place})
+        other.forward = cls.forward  # type: ignore[attr-defined]
+        setattr(sys.modules[place], cls.__name__, other)
     try:
         yield
     finally:

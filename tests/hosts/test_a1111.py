@@ -475,9 +475,11 @@ def test_a_blocks_own_inner_forward_is_foreign_until_it_is_put_back(
     fallbacks = len(acceleration.session.fallbacks())
     assert close(host.unet(), plain)
     assert len(acceleration.session.fallbacks()) == fallbacks == 1
+    assert "replaced forward" in acceleration.status().reasons[0]
     acceleration.end(p)
     p = job()
     assert close(host.unet(), plain)
+    assert not acceleration.status().reasons  # of the job before
     assert acceleration.status().kinds_needed == needed
     acceleration.end(p)
     del block._forward

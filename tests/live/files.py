@@ -325,7 +325,9 @@ def main(root: Path) -> None:
     weights = load_file(str(DEMO))
     for name in NETWORKS:
         save_file(network(name, weights), str(folder / "Lora" / f"tiny-{name}.safetensors"))
-    torch.save(hypernetwork(), folder / "hypernetworks" / "tiny-hypernetwork.pt")
+    # A1111 takes a new archive for a malicious one.
+    path = folder / "hypernetworks" / "tiny-hypernetwork.pt"
+    torch.save(hypernetwork(), path, _use_new_zipfile_serialization=False)
     save_controlnet(folder / "ControlNet" / "tiny-controlnet.safetensors")
     save_sdxl(folder / "Stable-diffusion" / "tiny-xl.safetensors")
 

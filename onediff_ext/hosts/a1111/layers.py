@@ -85,6 +85,8 @@ def foreign_patch() -> str | None:
             return f"{cls.__name__} is patched by {forward.__module__}"
     for cls in _parts():
         known = {_OWN_ATTENTION, *(base.__module__ for base in cls.__mro__)}
+        # A1111 puts `ldm`'s own attention into `sgm` too.
+        known |= {f"ldm.{place}" for place in _PARTS}
         for name in ("forward", "_forward"):
             method = getattr(cls, name, None)
             if method is not None and method.__module__ not in known:
