@@ -75,6 +75,9 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
 
     def on_import(name: str, file: Any, trusted: bool) -> list[Any]:
         path = getattr(file, "name", file)  # Gradio 3 hands an open file over, 4 its path
+        if path and not trusted:
+            text = 'Tick "I trust whoever made this archive" first, if you do.'
+            return [gr.update(), gr.update(), html.message(text), gr.update()]
         return [
             *attempt(name, lambda: library_actions.import_archive(port.library(), path, trusted)),
             False,

@@ -86,7 +86,7 @@ def test_checkpoint_by_override_settings(webui: WebUI, checkpoints: list[str]) -
 
 @pytest.mark.parametrize("in_memory", [1, 2])
 def test_checkpoint_of_another_architecture(
-    webui: WebUI, checkpoints: list[str], in_memory: int
+    webui: WebUI, checkpoints: list[str], in_memory: int, request: pytest.FixtureRequest
 ) -> None:
     """A small SDXL, that of `tests/live/files.py`; by the backend `eager`, since its kinds are
     needed nowhere else."""
@@ -95,6 +95,11 @@ def test_checkpoint_of_another_architecture(
         pytest.skip("the WebUI lacks the files of tests/live/files.py")
     chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
     webui.set_options(sd_checkpoints_limit=in_memory)
+    # Other previews download a model for SDXL; builds beside pictures can take long.
+    settings = {"show_progress_type": "Approx cheap", "onediff_build": "after the first step"}
+    before = {name: webui.option(name) for name in settings}
+    request.addfinalizer(lambda: webui.set_options(**before))
+    webui.set_options(**settings)
     titles = (checkpoints[0], other)
     jobs: tuple[dict[str, Any], ...] = ({}, {"width": 136, "height": 200}, {"batch_size": 2})
     references = {}

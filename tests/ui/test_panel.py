@@ -179,6 +179,6 @@ def test_library_shows_exports_imports_and_deletes(
     assert port.library().entries() == []
     untrusted = client.predict(everything, handle_file(path), False, api_name="/on_import")
     assert port.library().entries() == []
-    assert "onediff-bad" in untrusted[2]
+    assert "Tick" in untrusted[2]
     client.predict(everything, handle_file(path), True, api_name="/on_import")
     assert len(port.library().entries()) == 1

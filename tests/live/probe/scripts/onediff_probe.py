@@ -155,7 +155,18 @@ def features():
 def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
     app.add_api_route("/onediff-probe/features", features, methods=["GET"])
+    app.add_api_route("/onediff-probe/remove-hypertile", remove_hypertile, methods=["POST"])
     app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
+
+
+def remove_hypertile():
+    """A1111's HyperTile leaves its wrappers on layers when it is off."""
+    for model in (unet(), vae()):
+        vars(model).pop("__webui_hypertile_layers", None)
+        for module in model.modules():
+            if vars(module).pop("__webui_hypertile_params", None) is not None:
+                vars(module).pop("forward", None)
+    return {}
 
 
 def reload_ui():
