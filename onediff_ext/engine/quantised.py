@@ -51,13 +51,24 @@ def unavailable_reason(precision: str, device: torch.device) -> str | None:
 
 
 def plan(
-    names: Sequence[str], weights: Sequence[torch.Tensor], precision: str
+    names: Sequence[str],
+    weights: Sequence[torch.Tensor],
+    precision: str,
+    without: Sequence[str] = (),
 ) -> Quantisation | None:
-    """Choose the weights of a block that are replaced; None when there is none."""
+    """Choose the weights of a block that are replaced; None when there is none.
+
+    Args:
+        names, weights: Of the block.
+        precision: One of `PRECISIONS`.
+        without: Layers that the graph does not run.
+    """
     index = {
-        name.removesuffix(".weight"): i
+        layer: i
         for i, (name, weight) in enumerate(zip(names, weights, strict=True))
-        if name.endswith(".weight") and _fits(weight)
+        if (layer := name.removesuffix(".weight")) != name
+        and layer not in without
+        and _fits(weight)
     }
     groups = []
     for together in _TOGETHER:

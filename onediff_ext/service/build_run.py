@@ -16,6 +16,7 @@ from onediff_ext.core.errors import (
     BlockGoneError,
     MachineError,
     OneDiffError,
+    WorkerKilledError,
     WorkerLostError,
 )
 from onediff_ext.engine.kinds import Kind, KindState
@@ -409,7 +410,8 @@ class BuildRun:
             self._waiting.append(job)
             return
         with job.locks:
-            self._fail(job.kind, error, attempts=job.attempts, lasting=True)
+            killed = isinstance(error, WorkerKilledError)
+            self._fail(job.kind, error, attempts=job.attempts, lasting=not killed)
 
     def _proved(self, job: _Job, stored: StoredGraph, error: OneDiffError | None) -> None:
         builder = self._builder

@@ -120,39 +120,48 @@ def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(open_session, s
 
 
 class LosesWorkers:
-    """A builder's `build_in` that kills the worker of one kind a number of times."""
+    """A builder's `build_in` that ends the worker of one kind a number of times.
 
-    def __init__(self, session, times):
-        self._build_in, self.left, self.label = session.builder.build_in, times, ""
+    Args:
+        session: Whose builder.
+        times: How often.
+        number: The signal that ends it.
+    """
+
+    def __init__(self, session, times, number):
+        self._build_in, self.number = session.builder.build_in, number
+        self.left, self.program = times, b""
 
     def __call__(self, worker, program, device):
-        label = program  # one kind is one program
-        if self.left and self.label in ("", label):
-            self.label, self.left = label, self.left - 1
+        if self.left and self.program in (b"", program):
+            self.program, self.left = program, self.left - 1
             worker._start()
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(worker.pid, self.number)
         return self._build_in(worker, program, device)
 
 
 def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
     session = open_session()
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, times=1))
+    loses = LosesWorkers(session, times=2, number=signal.SIGKILL)
+    monkeypatch.setattr(session.builder, "build_in", loses)
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds)
-    (retried,) = [e for e in session.journal.events if e.what == "retried"]
-    assert "SIGKILL" in retried.reason
+    retried = [e for e in session.journal.events if e.what == "retried"]
+    assert len(retried) == 2
+    assert all("SIGKILL" in event.reason for event in retried)
 
 
-def test_a_kind_that_loses_two_workers_is_remembered(open_session, small, monkeypatch):
-    session = open_session()
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, times=2))
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_kind_that_loses_all_its_workers_runs_eager(open_session, small, monkeypatch, number):
+    session = open_session(build_attempts=1)
+    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 1, number))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
     (failed,) = [kind for kind in session.kinds if kind.state is KindState.FAILED]
-    assert "SIGKILL" in failed.reason
+    assert number.name in failed.reason
     assert session.status().kinds_failed == 1
     session.close()
 
@@ -161,10 +170,11 @@ def test_a_kind_that_loses_two_workers_is_remembered(open_session, small, monkey
     small()
     assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("loaded") == len(session.kinds) - 1
-    (failed,) = [kind for kind in again.kinds if kind.state is KindState.FAILED]
-    assert failed.reason.startswith("given up on 20")
-    assert again.retry_failed() == 1
-    assert again.wait_for_builds(TIMEOUT_S)
+    if number is signal.SIGSEGV:  # its own fault, and remembered
+        (failed,) = [kind for kind in again.kinds if kind.state is KindState.FAILED]
+        assert failed.reason.startswith("given up on 20")
+        assert again.retry_failed() == 1
+        assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("built") == 1
     assert list(again.builder.verdicts.failures()) == []
 

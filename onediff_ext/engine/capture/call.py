@@ -21,11 +21,15 @@ class ForwardCall:
             and torch's modes.
         tensors: The tensors among the arguments, in order.
         device: Of the largest tensor, which is the model's.
+        modes: What of torch's global state a capture freezes; part of `key`.
+        form: `key` without the sizes of tensors.
     """
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
+    modes: Hashable
+    form: Hashable
     _leaves: tuple[Any, ...]
     _structure: pytree.TreeSpec
 
@@ -44,13 +48,15 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     """Sort the arguments of a forward, or say why no capture can serve it."""
     leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
     tensors: list[torch.Tensor] = []
-    parts: list[Hashable] = []
+    forms: list[Hashable] = []
+    sizes: list[torch.Size] = []
     for leaf in leaves:
         if type(leaf) in (torch.Tensor, torch.nn.Parameter):
             tensors.append(leaf)
-            parts.append((leaf.shape, leaf.dtype, leaf.device))
+            forms.append((leaf.dtype, leaf.device))
+            sizes.append(leaf.shape)
         elif isinstance(leaf, _PLAIN):
-            parts.append((type(leaf).__name__, leaf))
+            forms.append((type(leaf).__name__, leaf))
         else:
             return f"an argument is a {type(leaf).__qualname__}"
     if not tensors:
@@ -61,8 +67,10 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     for tensor in tensors:
         if tensor.device != device and (tensor.device.type != "cpu" or tensor.numel() > 1):
             return "arguments lie on different devices"
-    key = (str(structure), tuple(parts), _modes(device))
-    return ForwardCall(key, tuple(tensors), device, tuple(leaves), structure)
+    modes = _modes(device)
+    form = (str(structure), tuple(forms), modes)
+    key = (form, tuple(sizes))
+    return ForwardCall(key, tuple(tensors), device, modes, form, tuple(leaves), structure)
 
 
 def _modes(device: torch.device) -> Hashable:
