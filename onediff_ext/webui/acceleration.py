@@ -31,6 +31,8 @@ WarmUpListener = Callable[[int, int], None]
 _PARKED_LIMIT = 8
 # Choices (backend, store) whose loaded graphs are kept for the next job that asks for them.
 _SESSIONS_LIMIT = 3
+# Reasons in a status: the most frequent ones.
+_REASONS_LIMIT = 5
 
 
 class Acceleration:
@@ -56,6 +58,8 @@ class Acceleration:
         self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
+        self._early_reason: str | None = None  # given before the job came to its sampling
+        self._fell_back: dict[str, int] = {}  # calls of earlier jobs, by what and why
         self._reused = ReuseTally()
         self._warm_up_running: WarmUp | None = None
         self._lock = threading.RLock()
@@ -88,7 +92,7 @@ class Acceleration:
             self._prune()
             entry = _Job(weakref.ref(job), options, ignores, deepcache)
             self._jobs.append(entry)
-            self._reasons, self._reused = [], ReuseTally()
+            self._reasons, self._early_reason, self._reused = [], None, ReuseTally()
             if picture:
                 self._open_picture(entry)
             with self._drawing_eager_on_failure():
@@ -96,6 +100,7 @@ class Acceleration:
                 # Others may still put something of their own under the UNet before sampling,
                 # and would then keep ours: only what runs before sampling is served yet.
                 self._serve(entry, sampling=False)
+            self._fell_back = {} if self._session is None else _fallbacks(self._session)
 
     def before_sampling(self, job: Any) -> None:
         """Sampling starts: call from ``process_before_every_sampling``, for each pass.
@@ -171,11 +176,14 @@ class Acceleration:
         session, running, reasons = self._session, self._running, tuple(self._reasons)
         if session is None or running == "off":
             return Status(running, reasons=reasons)
-        status = session.status()
+        status, fallbacks = session.status(), _fallbacks(session)
+        # Of the session's, which remembers all of them, those that this job has met.
+        met = [text for text, count in fallbacks.items() if count > self._fell_back.get(text, 0)]
+        met += [reason for reason in status.reasons if reason not in fallbacks]
         return replace(
             status,
             running="eager" if reasons else status.running,
-            reasons=tuple(dict.fromkeys(reasons + status.reasons)),
+            reasons=tuple(dict.fromkeys((*reasons, *met)))[:_REASONS_LIMIT],
             deepcache=self._reused.line(),
         )
 
@@ -233,10 +241,16 @@ class Acceleration:
             self._running = "off"
             return
         self._running = "eager"
+        if sampling and self._early_reason is not None:
+            # It may have been of the job before: hosts clean up after that when this one begins.
+            self._reasons.remove(self._early_reason)
+            self._early_reason = None
         reason = self.host.refusal(entry.job())
         if reason is not None:
             self._detach()
             self._note(reason)
+            if not sampling:
+                self._early_reason = reason
             return
         session, state = self._session_for(entry.options), self.host.state()
         wanted = [
@@ -435,6 +449,11 @@ class Acceleration:
         """Drop jobs that ended without a word, as a script's that raised may do."""
         for entry in [entry for entry in self._jobs if entry.job() is None]:
             self._finish(entry)
+
+
+def _fallbacks(session: Session) -> dict[str, int]:
+    """What ran eager and why, in words → how many calls, most frequent first."""
+    return {f"{one.what}: {one.reason}": one.count for one in session.fallbacks()}
 
 
 @dataclass(eq=False)
