@@ -14,25 +14,17 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    import torch
-
-    from onediff_ext.backends.eager import EagerBackend
-    from onediff_ext.engine.kinds import Kind
-    from onediff_ext.engine.port import Graph
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = 18
 """Kinds of the checkpoint "sd15", its VAE's included."""
 PROGRESS = ("building graphs ", "pictures ")
-_BUILT: dict[str, bytes] = {}
 
 
 @dataclass(frozen=True)
@@ -123,36 +115,16 @@ class CommandLine:
         return Ended(process.returncode, out, err)
 
 
-@functools.cache
-def _loaded(backend: type[EagerBackend], payload: bytes, device: torch.device) -> Graph:
-    return backend().load(payload, device)
-
-
-@contextlib.contextmanager
-def _quick_loads() -> Iterator[None]:
-    """Each graph of the backend "eager" is loaded once for all runs; graphs hold no state."""
-    from onediff_ext.backends import eager
-
-    slow = eager.EagerBackend
-
-    class QuickBackend(slow):  # type: ignore[misc, valid-type]
-        def load(self, payload: bytes, device: torch.device) -> Graph:
-            return _loaded(slow, payload, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "EagerBackend", QuickBackend)
-        yield
-
-
 def run_here(command: list[str]) -> Ended:
     """Run `onediff-ext` in this process, as a fresh one would log and exit."""
     from onediff_ext.cli.main import main
+    from tests.quick import quick_loads
 
     out, err = io.StringIO(), io.StringIO()
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, []  # main() adds its own to the new stderr
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _quick_loads():
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), quick_loads():
             status = main(command)
     except SystemExit as exc:  # argparse
         status = int(exc.code or 0)
@@ -177,29 +149,11 @@ def in_child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-@contextlib.contextmanager
-def quick_builds() -> Iterator[None]:
-    """Builds of the backend "eager" without workers, and each kind once for all tests."""
-    from onediff_ext.service.builder import Builder
-
-    def build(
-        builder: Builder, kinds: Sequence[Kind], listen: object = None, **how: object
-    ) -> None:
-        for kind in kinds:
-            if kind.key.digest not in _BUILT:
-                _BUILT[kind.key.digest] = kind.export()
-            payload = _BUILT[kind.key.digest]
-            builder.keep(kind, payload, 0.0)
-            kind.accept(builder.load(payload, kind), "built")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Builder, "build", build)
-        yield
-
-
 @pytest.fixture(scope="session")
 def command_line(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
     """The command line, the graphs of its checkpoint stored."""
+    from tests.quick import quick_builds
+
     folder = tmp_path_factory.mktemp("command-line")
     command_line = CommandLine(folder, folder / "store")
     with quick_builds():

@@ -13,6 +13,7 @@ import torch
 
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.torch_versions import too_old_for_graphs
 from onediff_ext.engine.trace import load_program, save_program
 
 
@@ -22,7 +23,7 @@ class EagerBackend(Backend):
     name = "eager"
 
     def unavailable_reason(self, device: torch.device) -> str | None:  # noqa: ARG002
-        return None
+        return too_old_for_graphs((2, 6))
 
     def key_entries(self, device: torch.device) -> Mapping[str, str]:  # noqa: ARG002
         return {"backend": "eager"}

@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 
+from onediff_ext.backends.triton_package import missing_reason
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.torch_versions import ready_for_standalone_compile, too_old_for_graphs
 from onediff_ext.engine.trace import input_fakes
 
-_OLDEST_TORCH = "2.11"  # the oldest that this was tried with
+# The oldest that this was tried with (docs/torch-versions.md): torch.export takes what it has to
+# from 2.6 on, and standalone_compile came with 2.8.
+_OLDEST_TORCH = {"cpu": (2, 6), "cuda": (2, 8)}
 
 # Inductor settings that change the code it makes; they are part of every key.
 CPU_CONFIG: Mapping[str, Any] = {
@@ -48,13 +52,13 @@ class InductorBackend(Backend):
     name = "inductor"
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        if torch.torch_version.TorchVersion(torch.__version__) < _OLDEST_TORCH:
-            return f"torch {torch.__version__} is older than {_OLDEST_TORCH}"
-        if device.type == "cuda":
-            return _no_triton_reason()
-        if device.type == "cpu":
-            return None
-        return f"graphs for {device.type} devices are not supported"
+        needed = _OLDEST_TORCH.get(device.type)
+        if needed is None:
+            return f"graphs for {device.type} devices are not supported"
+        too_old = too_old_for_graphs(needed)
+        if too_old is None and device.type == "cuda":
+            return missing_reason()
+        return too_old
 
     def key_entries(self, device: torch.device) -> Mapping[str, str]:
         settings = CUDA_CONFIG if device.type == "cuda" else CPU_CONFIG
@@ -90,7 +94,7 @@ class InductorBackend(Backend):
 
     def load(self, payload: bytes, device: torch.device) -> Graph:
         try:
-            return _load_cuda(payload) if device.type == "cuda" else _load_cpu(payload)
+            return load_standalone(payload) if device.type == "cuda" else _load_cpu(payload)
         except Exception as exc:
             raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
 
@@ -151,11 +155,16 @@ def _unlike_any_before() -> str:
 
 
 def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
-    from torch._inductor import config, standalone_compile
-
     from onediff_ext.backends.kernels.rewrite import with_kernels
 
-    graph_module = with_kernels(graph_module)
+    return standalone_artefact(with_kernels(graph_module), fakes)
+
+
+def standalone_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
+    """The form for GPUs; a CPU can make it too, and then compiles C++ again at each load."""
+    from torch._inductor import config, standalone_compile
+
+    ready_for_standalone_compile(graph_module)
     with config.patch(dict(CUDA_CONFIG)):
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
@@ -164,7 +173,8 @@ def _build_cuda(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
         return path.read_bytes()
 
 
-def _load_cuda(payload: bytes) -> Graph:
+def load_standalone(payload: bytes) -> Graph:
+    """What `standalone_artefact` made, as a callable."""
     from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
@@ -178,12 +188,3 @@ def _load_cuda(payload: bytes) -> Graph:
         return first
 
     return run
-
-
-def _no_triton_reason() -> str | None:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        package = "triton-windows" if os.name == "nt" else "triton"
-        return f"Triton is missing (pip install {package})"
-    return None

@@ -30,6 +30,11 @@ def make_backend(name: str) -> Backend:
     raise OptionError(f"There is no backend {name!r}.", f"Known: {', '.join(BACKENDS)}.")
 
 
+def why_no_graphs(device: torch.device) -> str | None:
+    """What the usual backend lacks on a device, with what mends it; None when it can work."""
+    return make_backend(CompileOptions.backend).unavailable_reason(device)
+
+
 def choose_backend(name: str) -> tuple[Backend, str | None]:
     """The backend of this name, or the usual one where it cannot work.
 

@@ -39,7 +39,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     except ImportError:
         yield False, "torch is missing: run `python install.py demo` once"
         return
-    from onediff_ext.backends.registry import make_backend
+    from onediff_ext.backends.registry import make_backend, why_no_graphs
 
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -47,8 +47,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield True, f"torch {torch.__version__} on {name}"
     if not has_gpu:
         yield True, "no GPU: pictures are drawn on the CPU, where graphs win little"
-    reason = make_backend("inductor").unavailable_reason(device)
-    yield reason is None, f"inductor backend: {reason or 'available'}"
+    reason = why_no_graphs(device)
+    yield reason is None, f"graphs by inductor: {reason or 'available'}"
     reason = make_backend("oneflow").unavailable_reason(device)
     yield True, f"oneflow backend, which is optional: {reason or 'available'}"
     if not has_gpu:

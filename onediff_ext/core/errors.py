@@ -14,6 +14,7 @@
         ├── BackendUnavailableError  the backend cannot work on this machine
         ├── MachineError   nothing can be built here now: no disk space, no compiler
         ├── WorkerLostError          a build process crashed, hung or ran out of memory
+        │   └── WorkerKilledError    … because the machine or somebody ended it
         ├── ExportError    a block cannot be expressed as a graph
         │   └── BlockGoneError       the block is no longer what it was
         └── CaptureError   a forward cannot be recorded as a CUDA graph
@@ -91,6 +92,10 @@ class MachineError(BackendError):
 
 class WorkerLostError(BackendError):
     """A build process crashed, hung or ran out of memory; another attempt may succeed."""
+
+
+class WorkerKilledError(WorkerLostError):
+    """A build process was killed, or had too little memory: no fault of what it built."""
 
 
 class ExportError(BackendError):

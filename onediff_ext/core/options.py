@@ -35,7 +35,8 @@ class CompileOptions:
             drawn on the same cores.
         build_timeout_s: Seconds after which a worker's build counts as hanging.
         build_attempts: How often a kind is tried whose worker crashed, hung or ran out of
-            memory, before it is recorded as one that cannot be built here.
+            memory, before it runs eager: until the next start if its worker was killed or had
+            no memory, else for good.
         channels_last: Keep convolution weights and activations in NHWC order.
         captures: On a GPU, replay whole forwards as CUDA graphs.
         capture_limit: Most sizes captured at the same time.
@@ -49,7 +50,7 @@ class CompileOptions:
     store_limit_bytes: int = 8 * 2**30
     workers: int | None = None
     build_timeout_s: float = 600.0
-    build_attempts: int = 2
+    build_attempts: int = 3
     channels_last: bool = True
     captures: bool = True
     capture_limit: int = 64

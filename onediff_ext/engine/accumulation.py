@@ -7,15 +7,16 @@ from contextlib import contextmanager
 
 import torch
 
+from onediff_ext.engine.torch_versions import fp16_accumulation
+
 
 @contextmanager
 def accumulation(precision: str) -> Iterator[None]:
     """Let products add up as a precision of `CompileOptions` wants it, for a ``with`` block."""
-    matmul = torch.backends.cuda.matmul
-    if precision != "fp16-accumulation" or not hasattr(matmul, "allow_fp16_accumulation"):
+    matmul, before = torch.backends.cuda.matmul, fp16_accumulation()
+    if precision != "fp16-accumulation" or before is None:
         yield
         return
-    before = matmul.allow_fp16_accumulation
     matmul.allow_fp16_accumulation = True
     try:
         yield

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from onediff_ext.engine.torch_versions import autocast_dtype
+
 # The 8-bit type of each precision, and its largest value that is used.
 _TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 _SMALLEST_SCALE = 1e-12
@@ -51,13 +53,24 @@ def unavailable_reason(precision: str, device: torch.device) -> str | None:
 
 
 def plan(
-    names: Sequence[str], weights: Sequence[torch.Tensor], precision: str
+    names: Sequence[str],
+    weights: Sequence[torch.Tensor],
+    precision: str,
+    without: Sequence[str] = (),
 ) -> Quantisation | None:
-    """Choose the weights of a block that are replaced; None when there is none."""
+    """Choose the weights of a block that are replaced; None when there is none.
+
+    Args:
+        names, weights: Of the block.
+        precision: One of `PRECISIONS`.
+        without: Layers that the graph does not run.
+    """
     index = {
-        name.removesuffix(".weight"): i
+        layer: i
         for i, (name, weight) in enumerate(zip(names, weights, strict=True))
-        if name.endswith(".weight") and _fits(weight)
+        if (layer := name.removesuffix(".weight")) != name
+        and layer not in without
+        and _fits(weight)
     }
     groups = []
     for together in _TOGETHER:
@@ -216,9 +229,7 @@ class QuantisedLinears(TorchFunctionMode):
             rows = x.reshape(-1, x.shape[-1])
             self._inputs[id(x)] = (x, *quantise_rows(rows, self._precision))
         _, rows, row_scales = self._inputs[id(x)]
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = autocast_dtype(x.device.type) or x.dtype
         if self._precision == "fp8":
             product = torch._scaled_mm(
                 rows, weight.t(), scale_a=row_scales, scale_b=scale,

@@ -19,6 +19,7 @@ from onediff_ext.engine.check import QUANTISED_TOLERANCE, as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.out_of_memory import is_out_of_memory
+from onediff_ext.engine.prompt import Projections, stamp_of
 from onediff_ext.engine.quantised import (
     PRECISIONS,
     Quantisation,
@@ -28,6 +29,7 @@ from onediff_ext.engine.quantised import (
     unavailable_reason,
 )
 from onediff_ext.engine.structure import BlockTree, WrapperRule
+from onediff_ext.engine.torch_versions import OutOfMemoryError, autocast_dtype
 from onediff_ext.engine.trace import (
     Autocast,
     BlockFunction,
@@ -82,6 +84,7 @@ class BlockRunner:
         active: False lets every call through.
         used: The kind of the last call, or None when it ran eager for a reason of its own.
         tree: What the block consisted of then.
+        projections: What the last call with a graph had computed from its prompt.
     """
 
     capturable = True  # runs the same kernels at every call that looks the same
@@ -95,6 +98,8 @@ class BlockRunner:
         self.tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
         self._quantised: QuantisedWeights | None = None
+        self._prompt_weights: tuple[int, ...] = ()  # indices of what the prompt's layers read
+        self.projections: Projections | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model has weights of its own: its blocks run their own forward, eager.
@@ -118,11 +123,12 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         output: torch.Tensor | None = None
         try:
+            call = self._ahead(call, weights)
             output = graph([*self._taken_by(kind, weights), *call.tensors])
         except Exception as exc:
             if is_out_of_memory(exc):
                 if kind.state is KindState.READY:
-                    raise torch.OutOfMemoryError(str(exc)) from None  # whatever class it had
+                    raise OutOfMemoryError(str(exc)) from None  # whatever class it had
             else:
                 kind.fail(
                     f"failed while running: {str(exc).splitlines()[0] if str(exc) else exc!r}"
@@ -139,6 +145,24 @@ class BlockRunner:
         if not self._was_checked(kind, output, self.family.tensor_of(eager), call, weights):
             self._kinds.fell_back(kind.label, "no memory yet to compare its graph with eager")
         return eager
+
+    @property
+    def epoch(self) -> int:
+        """As `Kinds.epoch`."""
+        return self._kinds.epoch
+
+    def _ahead(self, call: BlockCall, weights: Sequence[torch.Tensor]) -> BlockCall:
+        """A call as its graph takes it, with what depends on the prompt alone computed."""
+        prompt = call.prompt
+        if prompt is None:
+            return call
+        read = [weights[i] for i in self._prompt_weights]
+        stamp = stamp_of(self._kinds.epoch, prompt, read)
+        known = self.projections
+        if known is None or not known.serve(prompt, stamp, read):
+            made = self.family.project(self.block, prompt)
+            known = self.projections = Projections(prompt, made, stamp, read)
+        return self.family.projected(call, known.tensors)
 
     def refresh(self) -> None:
         """Make 8-bit copies anew whose weights may have changed: before a CUDA graph is replayed
@@ -168,7 +192,7 @@ class BlockRunner:
             return False
         try:
             self._check(kind, output, eager, call, weights)
-        except torch.OutOfMemoryError:
+        except OutOfMemoryError:
             return False
         return True
 
@@ -232,7 +256,7 @@ class BlockRunner:
             return Refusal(problem)
         if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
             return Refusal("more elements than a 32-bit index reaches")
-        call = BlockCall(tuple(inputs), call.dims, call.statics)
+        call = replace(call, tensors=tuple(inputs))
         autocast = _autocast_state(inputs[0].device.type)
         signature = (_signature(call), autocast)
         kind = self._found.get(signature)
@@ -244,6 +268,10 @@ class BlockRunner:
     def _look(self) -> BlockTree:
         self.tree = look_at(self.block, self.family, self._kinds.rules)
         self._found.clear()
+        layers = tuple(f"{name}." for name in self.family.prompt_layers)
+        self._prompt_weights = tuple(
+            i for i, name in enumerate(self.tree.names) if layers and name.startswith(layers)
+        )
         return self.tree
 
     def _identify(
@@ -253,6 +281,8 @@ class BlockRunner:
         weights: Sequence[torch.Tensor],
         autocast: Autocast,
     ) -> Kind:
+        without = () if call.prompt is None else self.family.prompt_layers
+        call = self._ahead(call, weights)
         device = call.tensors[0].device
         entries = {
             **tree.entries,
@@ -266,7 +296,7 @@ class BlockRunner:
         }
         quantisation = None
         if self.family.quantisable and self._kinds.precision in PRECISIONS:
-            quantisation = self._quantise(tree, weights, device)
+            quantisation = self._quantise(tree, weights, device, without)
         if quantisation is not None:
             entries["precision"] = repr(quantisation)
         key, block, family = KindKey(entries), weakref.ref(self.block), self.family
@@ -293,14 +323,18 @@ class BlockRunner:
         return kind
 
     def _quantise(
-        self, tree: BlockTree, weights: Sequence[torch.Tensor], device: torch.device
+        self,
+        tree: BlockTree,
+        weights: Sequence[torch.Tensor],
+        device: torch.device,
+        without: Sequence[str],
     ) -> Quantisation | None:
         precision = self._kinds.precision
         reason = unavailable_reason(precision, device)
         if reason is not None:
             self._kinds.fell_back(f"the {precision} precision", reason)
             return None
-        return plan(tree.names, weights, precision)
+        return plan(tree.names, weights, precision, without)
 
 
 def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
@@ -388,13 +422,12 @@ def _signature(call: BlockCall) -> tuple[Any, ...]:
         (t.dtype, t.device, *(n for n, name in zip(t.shape, dims, strict=True) if name is None))
         for t, dims in zip(call.tensors, call.dims, strict=True)
     )
-    return (fixed, call.statics)
+    return (fixed, call.statics, call.prompt is None)
 
 
 def _autocast_state(device_type: str) -> Autocast:
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return device_type, torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(device_type)
+    return None if dtype is None else (device_type, dtype)
 
 
 def _input_text(tensor: torch.Tensor, dims: Sequence[str | None]) -> str:

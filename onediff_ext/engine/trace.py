@@ -10,11 +10,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
-from torch.export.passes import move_to_device_pass
 
 from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.quantised import Quantisation, QuantisedLinears
+from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
 
 Autocast = tuple[str, torch.dtype] | None
 
@@ -100,6 +100,7 @@ def export_block(
         with (
             torch.inference_mode(False),  # hosts build in the middle of their sampling
             torch.no_grad(),
+            quiet_export(),
             symbolic_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             program = torch.export.export(
@@ -144,6 +145,8 @@ def load_program(
     Args:
         device: Where it shall run, if not where it was traced.
     """
+    from torch.export.passes import move_to_device_pass  # torch < 2.6 has none, and exports nothing
+
     program = torch.export.load(io.BytesIO(serialised))
     if device is None or all(fake.device.type == device.type for fake in input_fakes(program)):
         return program
@@ -208,9 +211,7 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 def _dynamic_dims(dims: Dims) -> dict[int, object]:
     return {
-        i: torch.export.Dim.AUTO(min=DIM_BOUNDS[name][0], max=DIM_BOUNDS[name][1])
-        for i, name in enumerate(dims)
-        if name is not None
+        i: dynamic_dim(name, *DIM_BOUNDS[name]) for i, name in enumerate(dims) if name is not None
     }
 
 

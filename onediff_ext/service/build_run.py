@@ -9,72 +9,27 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from onediff_ext.core.errors import (
     BackendError,
     BlockGoneError,
     MachineError,
     OneDiffError,
+    WorkerKilledError,
     WorkerLostError,
 )
 from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_digest
-from onediff_ext.service.build_folder import BuildFolder
+from onediff_ext.service.build_jobs import Answer, Job, Loaded, WorkerPool
 from onediff_ext.service.builder import Builder, BuildProgress, ProgressListener
 from onediff_ext.service.exporting import Exported, export_all
 from onediff_ext.service.gate import DrawingGate
-from onediff_ext.service.workers import WorkerProcess
 from onediff_ext.store import StoreBusyError, StoredGraph
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _LOOK_AGAIN_S = 1.0  # at the kinds that another process builds
-
-
-@dataclass(eq=False)
-class _Job:
-    """One kind on its way to a graph.
-
-    Args:
-        kind: What it is for.
-        locks: Its build lock.
-        program: Once it is exported.
-        unproved: A stored graph that was never loaded on this machine.
-        attempts: Workers that were lost over it.
-        started_at: When its worker took it; monotonic.
-        reason: Why it is built.
-        news: What to note once its graph is loaded, as (event, reason).
-    """
-
-    kind: Kind
-    locks: ExitStack
-    program: bytes = b""
-    unproved: StoredGraph | None = None
-    attempts: int = 0
-    started_at: float = 0.0
-    reason: str = ""
-    news: tuple[str, str] = ("", "")
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What became of a job in its worker; a proof has neither payload nor seconds."""
-
-    job: _Job
-    payload: bytes | None
-    seconds: float
-    error: OneDiffError | None
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """Whether a job's graph is loaded; neither so nor an error when the run was stopped."""
-
-    job: _Job
-    done: bool
-    error: BackendError | None
 
 
 class BuildRun:
@@ -96,21 +51,18 @@ class BuildRun:
         self._in_background = in_background
         self._new = list(kinds)
         self._elsewhere: list[Kind] = []
-        self._exporting: dict[int, _Job] = {}
-        self._waiting: list[_Job] = []
-        self._working: list[_Job] = []
-        self._loading: list[_Job] = []
+        self._exporting: dict[int, Job] = {}
+        self._waiting: list[Job] = []
+        self._working: list[Job] = []
+        self._loading: list[Job] = []
         self._seen = {id(kind) for kind in kinds}
         self._done = 0
         self._spent: list[float] = []
         self._one_at_a_time = False
-        self._events: queue.SimpleQueue[Exported | _Answer | _Loaded] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Exported | Answer | Loaded] = queue.SimpleQueue()
         self._exporter: threading.Thread | None = None
         self._halt = threading.Event()  # for the exporter: stop, or leaving by an error
-        self._folder = BuildFolder()
-        self._workers: list[WorkerProcess] = []
-        self._idle: list[WorkerProcess] = []
-        self._pool = ThreadPoolExecutor(builder.worker_count, thread_name_prefix="onediff-build")
+        self._workers = WorkerPool(builder, in_background, self._events.put)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="onediff-load")
         self._machine_at_fault: MachineError | None = None
 
@@ -119,16 +71,14 @@ class BuildRun:
 
     def __exit__(self, *exc_info: object) -> None:
         self._halt.set()
-        for worker in self._workers:
-            worker.close()  # an interrupted build ends at once
-        self._pool.shutdown()
+        self._workers.stop()  # an interrupted build ends at once
         self._loader.shutdown(cancel_futures=True)
         if self._exporter is not None:
             self._exporter.join()
         unfinished = (*self._exporting.values(), *self._waiting, *self._working, *self._loading)
         for job in unfinished:
             job.locks.close()
-        self._folder.remove()
+        self._workers.remove()
 
     @property
     def stage(self) -> str:
@@ -145,7 +95,7 @@ class BuildRun:
     @property
     def worker_pids(self) -> list[int]:
         """The worker processes that live."""
-        return [pid for worker in list(self._workers) if (pid := worker.pid) is not None]
+        return self._workers.pids
 
     def seconds_left(self) -> float | None:
         """Until everything is built, from this machine's history; None when nothing is known."""
@@ -230,14 +180,14 @@ class BuildRun:
             stored = builder.stored(kind)
             if stored is not None and stored.payload is not None:
                 if builder.is_harmless(stored, kind):
-                    job = _Job(kind, locks.pop_all(), reason=reason)
+                    job = Job(kind, locks.pop_all(), reason=reason)
                     self._start_load(job, stored, "loaded", "another process built it")
                     return
             elif not builder.may_build:
                 kind.fail(reason)
                 self._finished(kind)
                 return
-            job = _Job(kind, locks.pop_all(), unproved=stored, reason=reason)
+            job = Job(kind, locks.pop_all(), unproved=stored, reason=reason)
             self._exporting[id(kind)] = job
             builder.journal.note("build" if stored is None else "prove", kind.label, reason)
 
@@ -289,30 +239,7 @@ class BuildRun:
             self._waiting.remove(job)
             job.started_at = time.monotonic()
             self._working.append(job)
-            self._pool.submit(self._build, job)
-
-    def _build(self, job: _Job) -> None:
-        builder = self._builder
-        if not self._idle:
-            self._workers.append(builder.new_worker(self._folder.path, self._in_background))
-            self._idle.append(self._workers[-1])
-        worker, payload, seconds = self._idle.pop(), None, 0.0
-        error: OneDiffError | None = None
-        try:
-            if job.unproved is not None and job.unproved.payload is not None:
-                timeout_s = builder.options.build_timeout_s
-                device = str(job.kind.device)
-                worker.prove(job.unproved.payload, job.program, device, timeout_s)
-            else:
-                built = builder.build_in(worker, job.program, str(job.kind.device))
-                payload, seconds = built.payload, built.seconds
-        except OneDiffError as exc:
-            error = exc
-        except Exception as exc:  # would be lost in the pool, and the run would wait for ever
-            error = BackendError(f"{type(exc).__name__}: {exc}")
-        finally:
-            self._idle.append(worker)
-        self._events.put(_Answer(job, payload, seconds, error))
+            self._workers.submit(job)
 
     def _handle_events(self) -> None:
         try:
@@ -322,7 +249,7 @@ class BuildRun:
         if isinstance(event, Exported):
             self._exported(event)
             return
-        if isinstance(event, _Loaded):
+        if isinstance(event, Loaded):
             self._loaded(event)
             return
         job = event.job
@@ -350,7 +277,7 @@ class BuildRun:
             lost = isinstance(error, (BlockGoneError, WorkerLostError))
             self._fail(job.kind, error, attempts=1, lasting=not lost)
 
-    def _built(self, job: _Job, answer: _Answer) -> None:
+    def _built(self, job: Job, answer: Answer) -> None:
         builder, error = self._builder, answer.error
         if isinstance(error, WorkerLostError):
             self._try_again(job, error)
@@ -366,13 +293,13 @@ class BuildRun:
         self._loading.append(job)
         self._loader.submit(self._load, job, answer.payload, "built")
 
-    def _start_load(self, job: _Job, stored: StoredGraph, what: str, reason: str) -> None:
+    def _start_load(self, job: Job, stored: StoredGraph, what: str, reason: str) -> None:
         """Have a stored graph loaded that is known to be harmless."""
         job.unproved, job.news = stored, (what, reason)
         self._loading.append(job)
         self._loader.submit(self._load, job, stored.payload or b"", "loaded")
 
-    def _load(self, job: _Job, payload: bytes, source: str) -> None:
+    def _load(self, job: Job, payload: bytes, source: str) -> None:
         done, error = False, None
         try:
             background = self._in_background
@@ -383,9 +310,9 @@ class BuildRun:
             error = exc
         except Exception as exc:  # would be lost in the pool, and the run would wait for ever
             error = BackendError(f"{type(exc).__name__}: {exc}")
-        self._events.put(_Loaded(job, done, error))
+        self._events.put(Loaded(job, done, error))
 
-    def _loaded(self, event: _Loaded) -> None:
+    def _loaded(self, event: Loaded) -> None:
         job, error = event.job, event.error
         self._loading.remove(job)
         if error is not None and job.unproved is not None:
@@ -399,7 +326,7 @@ class BuildRun:
                 self._builder.journal.note(what, job.kind.label, reason)
                 self._finished(job.kind)
 
-    def _try_again(self, job: _Job, error: WorkerLostError) -> None:
+    def _try_again(self, job: Job, error: WorkerLostError) -> None:
         """A worker was lost: once more, alone, since memory may have been short."""
         builder = self._builder
         job.attempts += 1
@@ -409,9 +336,10 @@ class BuildRun:
             self._waiting.append(job)
             return
         with job.locks:
-            self._fail(job.kind, error, attempts=job.attempts, lasting=True)
+            killed = isinstance(error, WorkerKilledError)
+            self._fail(job.kind, error, attempts=job.attempts, lasting=not killed)
 
-    def _proved(self, job: _Job, stored: StoredGraph, error: OneDiffError | None) -> None:
+    def _proved(self, job: Job, stored: StoredGraph, error: OneDiffError | None) -> None:
         builder = self._builder
         if error is not None:
             self._is_bad(job, stored, error.message)
@@ -424,7 +352,7 @@ class BuildRun:
         )
         self._start_load(job, stored, "proved", "loads and gives eager's results here")
 
-    def _is_bad(self, job: _Job, stored: StoredGraph, problem: str) -> None:
+    def _is_bad(self, job: Job, stored: StoredGraph, problem: str) -> None:
         """Never use a stored graph here again; build another one."""
         builder = self._builder
         builder.mark_bad(job.kind, stored.header.payload_sha256, problem)

@@ -21,7 +21,7 @@ SHARE_WHILE_DRAWING = 0.04
 QUIET_S = 0.3
 # Between two pictures that follow each other at once, this part of a picture's time is saved up
 # for other work, which the next picture then waits for: never longer than this.
-SHARE_BETWEEN_PICTURES = 0.1
+SHARE_BETWEEN_PICTURES = 0.2
 GAP_TURN_S = 0.4
 # Work that took longer than it said is not held against what comes after it for ever.
 DEBT_S = 0.2

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onediff_ext
-from onediff_ext.core.errors import BackendError, MachineError, WorkerLostError
+from onediff_ext.core.errors import BackendError, MachineError, WorkerKilledError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
-_BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerLostError}
+_BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
+# Signals that come from outside: a user, a supervisor, or the kernel when memory is short.
+_KILLERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class WorkerProcess:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except (OSError, ValueError) as exc:
-            raise WorkerLostError(f"The build worker died: {self._last_words()}") from exc
+            raise lost(self._last_words()) from exc
         return self._read_answer(timeout_s)
 
     def _read_answer(self, timeout_s: float) -> dict[str, object]:
@@ -179,7 +181,7 @@ class WorkerProcess:
         if line is None:
             words = self._last_words()
             self._end()
-            raise WorkerLostError(f"The build worker died: {words}")
+            raise lost(words)
         answer: dict[str, object] = json.loads(line)
         return answer
 
@@ -194,6 +196,12 @@ class WorkerProcess:
         log = self._scratch / "log" if self._scratch else None
         lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
         return lines[-1] if lines else f"exit code {code}"
+
+
+def lost(words: str) -> WorkerLostError:
+    """The error for a worker that died so."""
+    killed = any(words == f"killed by {name}" for name in _KILLERS)
+    return (WorkerKilledError if killed else WorkerLostError)(f"The build worker died: {words}")
 
 
 def _pump(process: subprocess.Popen[str], answers: queue.SimpleQueue[str | None]) -> None:
@@ -221,6 +229,7 @@ def _environment(cache: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
-        "TMPDIR": str(cache),  # what a compiler leaves when it is killed goes with the folder
+        # What a compiler leaves when it is killed goes with the folder; Windows has TMP and TEMP.
+        **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(cache)),
         "OMP_NUM_THREADS": "1",
     }

@@ -95,7 +95,7 @@ def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int) -> s
         '<th>Checkpoint</th><th class="n">Graphs</th><th class="n">Size</th>'
         '<th class="n">Built</th><th class="n">Last used</th><th class="n">Speed-up</th>'
         f"</tr></thead><tbody>{rows}</tbody></table></div>"
-        f'<div class="onediff-note">{total} of {size_text(limit_bytes)} in '
+        f'<div class="onediff-note">{total} of {limit_bytes / 2**30:.3g} GB in '
         f"{escape(str(root))}. Graphs that serve several checkpoints count once.</div>"
     )
 

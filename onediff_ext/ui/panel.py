@@ -68,7 +68,7 @@ class Panel:
             enabled: Whether OneDiff is ticked.
         """
         status = self.port.status()
-        note = None if enabled else self.port.why_off()
+        note = _note(self.port, bool(enabled))
         return [html.status_line(status, bool(enabled)), html.status_details(status, note)]
 
 
@@ -83,7 +83,7 @@ def build_panel(port: PanelPort, enabled: Any, header: Any, elem_id: ElementId) 
     """
     controls = {"enabled": enabled}
     details = gr.HTML(
-        html.status_details(port.status(), port.why_off()), elem_id=elem_id("details")
+        html.status_details(port.status(), _note(port, enabled=False)), elem_id=elem_id("details")
     )
     fields = {field.name: field for field in fields_for(port.features())}
     presets = presets_for(port.features())
@@ -109,6 +109,11 @@ def build_panel(port: PanelPort, enabled: Any, header: Any, elem_id: ElementId) 
     )
     _connect_preset(controls)
     return panel
+
+
+def _note(port: PanelPort, enabled: bool) -> str | None:
+    """What has to be said before anything is drawn: why it is off, or what is missing."""
+    return (None if enabled else port.why_off()) or port.lacks()
 
 
 def make_control(field: Field, elem_id: ElementId) -> Any:

@@ -65,6 +65,10 @@ class PanelPort(ABC):
     def why_off(self) -> str | None:
         """Why OneDiff is off unless somebody turns it on, such as no GPU; None when it is on."""
 
+    def lacks(self) -> str | None:
+        """What graphs need and is missing here, with the one command that mends it; else None."""
+        return None
+
     def features(self) -> frozenset[str]:
         """Entries of `fields.FEATURES` that can be had."""
         return frozenset()

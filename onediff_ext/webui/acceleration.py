@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ class Acceleration:
         self._parked: list[Attachment] = []
         self._running = "off"
         self._reasons: list[str] = []
+        self._early_reason: str | None = None  # given before the job came to its sampling
+        self._fell_back: Counter[tuple[str, str]] = Counter()  # in the jobs before
         self._reused = ReuseTally()
         self._warm_up_running: WarmUp | None = None
         self._lock = threading.RLock()
@@ -88,7 +91,7 @@ class Acceleration:
             self._prune()
             entry = _Job(weakref.ref(job), options, ignores, deepcache)
             self._jobs.append(entry)
-            self._reasons, self._reused = [], ReuseTally()
+            self._reasons, self._early_reason, self._reused = [], None, ReuseTally()
             if picture:
                 self._open_picture(entry)
             with self._drawing_eager_on_failure():
@@ -96,6 +99,9 @@ class Acceleration:
                 # Others may still put something of their own under the UNet before sampling,
                 # and would then keep ours: only what runs before sampling is served yet.
                 self._serve(entry, sampling=False)
+            self._fell_back = Counter()
+            if self._session is not None:
+                self._fell_back = self._session.fell_back_so_far()
 
     def before_sampling(self, job: Any) -> None:
         """Sampling starts: call from ``process_before_every_sampling``, for each pass.
@@ -171,11 +177,11 @@ class Acceleration:
         session, running, reasons = self._session, self._running, tuple(self._reasons)
         if session is None or running == "off":
             return Status(running, reasons=reasons)
-        status = session.status()
+        status = session.status(since=self._fell_back)
         return replace(
             status,
             running="eager" if reasons else status.running,
-            reasons=tuple(dict.fromkeys(reasons + status.reasons)),
+            reasons=tuple(dict.fromkeys((*reasons, *status.reasons))),
             deepcache=self._reused.line(),
         )
 
@@ -233,10 +239,16 @@ class Acceleration:
             self._running = "off"
             return
         self._running = "eager"
+        if sampling and self._early_reason is not None:
+            # It may have been of the job before: hosts clean up after that when this one begins.
+            self._reasons.remove(self._early_reason)
+            self._early_reason = None
         reason = self.host.refusal(entry.job())
         if reason is not None:
             self._detach()
             self._note(reason)
+            if not sampling:
+                self._early_reason = reason
             return
         session, state = self._session_for(entry.options), self.host.state()
         wanted = [

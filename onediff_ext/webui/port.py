@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.status import Status
@@ -15,6 +16,9 @@ from onediff_ext.ui.recent import recent_sizes
 from onediff_ext.ui.schema import schema
 from onediff_ext.webui.extension import Extension
 from onediff_ext.webui.settings import HOST_FEATURES
+
+if TYPE_CHECKING:
+    import torch
 
 _LOOK_SECONDS = 0.5
 
@@ -40,11 +44,9 @@ class WebUIPort(PanelPort):
         return self._extension().library()
 
     def machine(self) -> str:
-        import torch
-
         from onediff_ext.engine.machine import machine_digest
 
-        return machine_digest(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return machine_digest(_device())
 
     def picture_folders(self) -> Sequence[Path]:
         from modules import shared
@@ -55,11 +57,14 @@ class WebUIPort(PanelPort):
         return [Path(folder) for folder in dict.fromkeys(folders) if folder]
 
     def why_off(self) -> str | None:
-        import torch
-
-        if torch.cuda.is_available():
+        if _device().type == "cuda":
             return None
         return "There is no GPU here, where graphs win little: off unless you turn it on."
+
+    def lacks(self) -> str | None:
+        from onediff_ext.backends.registry import why_no_graphs
+
+        return why_no_graphs(_device())
 
     def features(self) -> frozenset[str]:
         return HOST_FEATURES
@@ -118,3 +123,10 @@ class WebUIPort(PanelPort):
             note = f"building {', '.join(status.building_now)}".strip()
             return WarmUpStep(ready, status.kinds_needed, note, status.seconds_left)
         return WarmUpStep(done, needed, status.stage or "waiting for its turn")
+
+
+def _device() -> torch.device:
+    """What the WebUI draws on, as far as torch knows."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -111,7 +111,7 @@ def acceleration(host: RunningHost, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    from tests.command_line import quick_builds
+    from tests.quick import quick_builds
 
     with quick_builds():
         yield

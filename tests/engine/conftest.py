@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import new_session
 from onediff_ext.service.session import Session
+from tests.quick import quick_builds, quick_loads
 
 torch.set_num_threads(1)
 
@@ -37,3 +38,9 @@ def make_session(shared_store: Path) -> Callable[..., Session]:
         )
 
     return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with quick_builds(), quick_loads():
+        yield

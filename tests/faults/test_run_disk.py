@@ -137,7 +137,7 @@ def test_file_size_limit(command_line: CommandLine, tmp_path: Path) -> None:
 def test_graphs_serve_although_they_cannot_be_kept(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.command_line import quick_builds
+    from tests.quick import quick_builds
 
     folder, store = save_pictures(tmp_path / "in", a=(64, 64)), tmp_path / "store"
     report = tmp_path / "report.json"
@@ -214,7 +214,8 @@ def test_a_disk_that_is_read_only(
 def test_stores_that_belong_to_somebody_else(command_line: CommandLine, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become somebody else")
-    from tests.command_line import in_child, quick_builds
+    from tests.command_line import in_child
+    from tests.quick import quick_builds
 
     folder = save_pictures(tmp_path / "in", a=(64, 64))
     with quick_builds():

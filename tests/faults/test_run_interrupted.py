@@ -120,7 +120,7 @@ def test_while_drawing(command_line: CommandLine, tmp_path: Path, number: signal
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_while_building(command_line: CommandLine, tmp_path: Path, number: signal.Signals) -> None:
-    from tests.command_line import quick_builds
+    from tests.quick import quick_builds
 
     store = tmp_path / "store"
     run = StoppedRun(command_line, tmp_path, "--store", store)

@@ -81,6 +81,9 @@ class FakeLora:
 class FakeProcessing:
     """`p`: what a job is to a script."""
 
+    all_prompts: list[str] | None = None
+    extra_network_data: dict[str, Any] | None = None
+
     def __init__(self) -> None:
         self.closed = False
 

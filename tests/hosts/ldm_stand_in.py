@@ -210,22 +210,29 @@ def installed() -> Iterator[None]:
     for place, classes in _PLACES.items():
         for cls in classes:
             setattr(sys.modules[f"ldm.{place}"], cls.__name__, cls)
-            cls.__module__ = f"ldm.{place}"
-    for method_of in (CrossAttention,):
-        method_of.forward.__module__ = "ldm.modules.attention"
-    other = type("CrossAttention", (nn.Module,), {"__module__": "sgm.modules.attention"})
-    other.forward = CrossAttention.forward
-    sys.modules["sgm.modules.attention"].CrossAttention = other  # type: ignore[attr-defined]
+            _live_in(cls, f"ldm.{place}")
+    for cls in (CrossAttention, AttnBlock):
+        place = cls.__module__.replace("ldm.", "sgm.")
+        other = type(cls.__name__, (nn.Module,), {"__module__": place})
+        other.forward = cls.forward  # type: ignore[attr-defined]
+        setattr(sys.modules[place], cls.__name__, other)
     try:
         yield
     finally:
         for cls, home in homes.items():
-            cls.__module__ = home
+            _live_in(cls, home)
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+def _live_in(cls: type, module: str) -> None:
+    cls.__module__ = module
+    for value in vars(cls).values():
+        if callable(value) and hasattr(value, "__code__"):
+            value.__module__ = module
 
 
 def _names() -> list[str]:

@@ -59,7 +59,7 @@ def built(host: A1111StandIn, acceleration: Acceleration, job: Any) -> None:
         host.unet()
         host.decode()
     acceleration.end(p)
-    assert acceleration.status().running == "compiled"
+    assert acceleration.status().running == "compiled", acceleration.status()
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -361,6 +361,92 @@ def test_layers_patched_by_somebody_unknown(
 
 
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", ["BasicTransformerBlock._forward", "GEGLU.forward"])
+def test_blocks_patched_by_their_class(
+    host: A1111StandIn,
+    acceleration: Acceleration,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """Also when sampling has begun, and again without it: what was traced knows of no patch."""
+    class_name, method = name.split(".")
+    cls = getattr(sys.modules["ldm.modules.attention"], class_name)
+    own = getattr(cls, method)
+
+    def doubled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = 2 * own(*args, **kwargs)
+        return result
+
+    doubled.__module__ = "another_extension"
+    plain = host.unet()
+    p = job()
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, method, doubled)
+        acceleration.before_step()
+        changed = host.unet()
+        acceleration.end(p)
+        assert close(changed, host.unet())
+        assert not close(changed, plain)
+        assert f"{class_name} is patched by another_extension" in acceleration.status().line()
+    p = job()
+    assert close(host.unet(), plain)
+    assert acceleration.status().running == "compiled", acceleration.status()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_hypernetwork_of_the_job_before(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    """A1111 unloads it only when the next job's networks are activated."""
+    _set("modules.shared", "loaded_hypernetworks", [object()])
+    p = FakeProcessing()
+    p.all_prompts, p.extra_network_data = ["a fox"], None
+    acceleration.begin(p, options)
+    assert acceleration.status().line() == "compiled"
+    _set("modules.shared", "loaded_hypernetworks", [])
+    p.extra_network_data = {}
+    acceleration.before_sampling(p)
+    host.unet()
+    assert acceleration.status().running == "compiled", acceleration.status()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_hypernetwork_of_this_job(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    """Known before it is loaded, so that a job that is to stop for it stops at once."""
+    p = FakeProcessing()
+    p.all_prompts, p.extra_network_data = ["a fox <hypernet:sketch:1>"], None
+    acceleration.begin(p, options)
+    assert "hypernetwork" in acceleration.status().line()
+    _set("modules.shared", "loaded_hypernetworks", [object()])
+    p.extra_network_data = {"hypernet": []}
+    acceleration.before_sampling(p)
+    assert "hypernetwork" in acceleration.status().line()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_controlnet_that_the_job_before_left_behind(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    """After an error, the extension lets the UNet go only when the next job begins."""
+    unet = host.model.model.diffusion_model
+    unet._original_forward = unet.forward
+    p = FakeProcessing()
+    acceleration.begin(p, options)
+    assert "ControlNet" in acceleration.status().line()
+    del unet._original_forward
+    acceleration.before_sampling(p)
+    host.unet()
+    assert acceleration.status().line() == "compiled"
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
 def test_layers_that_cast_by_hand(
     acceleration: Acceleration, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,8 +464,10 @@ def test_a_blocks_own_inner_forward_is_foreign_until_it_is_put_back(
     block = host.model.model.diffusion_model.transformer
     original = block._forward
     plain = host.unet()
+    needed = acceleration.status().kinds_needed
     p = job()
     assert close(host.unet(), plain)
+    block.bank, block.style_cfgs, block.attn_weight = [], [0.5], 0.25  # these stay for good
     block._forward = lambda x, context=None: original(x, context) + 1
     doubled = host.unet()
     assert not close(doubled, plain)
@@ -387,6 +475,12 @@ def test_a_blocks_own_inner_forward_is_foreign_until_it_is_put_back(
     fallbacks = len(acceleration.session.fallbacks())
     assert close(host.unet(), plain)
     assert len(acceleration.session.fallbacks()) == fallbacks == 1
+    assert "replaced forward" in acceleration.status().reasons[0]
+    acceleration.end(p)
+    p = job()
+    assert close(host.unet(), plain)
+    assert not acceleration.status().reasons  # of the job before
+    assert acceleration.status().kinds_needed == needed
     acceleration.end(p)
     del block._forward
 
@@ -487,7 +581,7 @@ def test_background_builds_serve_from_the_next_picture_on(
     for _ in range(2):
         assert close(host.unet(), expected)
     acceleration.end(p)
-    assert acceleration.status().running == "compiled"
+    assert acceleration.status().running == "compiled", acceleration.status()
     acceleration.close()
 
 

@@ -12,8 +12,8 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.careful_vae import CarefulVae, wider_dtype
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from tests import models
-from tests.command_line import quick_builds
 from tests.hosts.vae_stand_ins import MeasuredMemory, latents, overflowing_vae
+from tests.quick import quick_builds
 
 DECODED = "VAE decoded in fp32: its numbers run over in fp16"
 ENCODED = "VAE encoded in fp32: its numbers run over in fp16"

@@ -370,7 +370,7 @@ def test_a_prompt_that_is_too_long_is_said(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sd2", "sdxl", "sdxl_refiner", "sd15_inpaint", "lcm"])
 def test_architectures(run: Run, command_line: CommandLine, tmp_path: Path, name: str) -> None:
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 104))
-    from tests.command_line import quick_builds
+    from tests.quick import quick_builds
 
     options = ["-m", command_line.checkpoint(name), "-p", "a fox", "--steps", "4"]
     options += ["--scheduler", "LCM" if name == "lcm" else "DPM++ 2M Karras"]

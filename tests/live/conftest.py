@@ -104,6 +104,22 @@ def unchanged(webui: WebUI) -> Iterator[None]:
 
 
 @pytest.fixture
+def unchanged_by_us(webui: WebUI) -> Iterator[None]:
+    """Nothing of ours is in UNet and VAE after the test, whatever others have left there."""
+    if not webui.has("/onediff-probe/attributes"):
+        pytest.skip("tests/live/probe is not among the WebUI's extensions")
+    webui.draw(False, steps=1)
+    before = webui.get("/onediff-probe/attributes")
+    yield
+    after = webui.get("/onediff-probe/attributes")
+    assert before["modules"].keys() == after["modules"].keys()
+    for name, (_, _, _, hooks, owners) in after["modules"].items():
+        assert hooks == before["modules"][name][3], name
+        assert not any(owner.startswith("onediff_ext") for owner in owners), name
+    assert after["classes"] == before["classes"]
+
+
+@pytest.fixture
 def no_rebuild(webui: WebUI) -> Iterator[None]:
     """Whatever the test does needs no kind that a plain picture does not need."""
     webui.draw(True)

@@ -84,6 +84,41 @@ def test_checkpoint_by_override_settings(webui: WebUI, checkpoints: list[str]) -
     assert str(webui.option("sd_model_checkpoint")).startswith(first.split(" [")[0])
 
 
+@pytest.mark.parametrize("in_memory", [1, 2])
+def test_checkpoint_of_another_architecture(
+    webui: WebUI, checkpoints: list[str], in_memory: int, request: pytest.FixtureRequest
+) -> None:
+    """A small SDXL, that of `tests/live/files.py`; by the backend `eager`, since its kinds are
+    needed nowhere else."""
+    other = next((title for title in checkpoints if title.startswith("tiny-xl")), None)
+    if other is None:
+        pytest.skip("the WebUI lacks the files of tests/live/files.py")
+    chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
+    webui.set_options(sd_checkpoints_limit=in_memory)
+    # Other previews download a model for SDXL; builds beside pictures can take long.
+    settings = {"show_progress_type": "Approx cheap", "onediff_build": "after the first step"}
+    before = {name: webui.option(name) for name in settings}
+    request.addfinalizer(lambda: webui.set_options(**before))
+    webui.set_options(**settings)
+    titles = (checkpoints[0], other)
+    jobs: tuple[dict[str, Any], ...] = ({}, {"width": 136, "height": 200}, {"batch_size": 2})
+    references = {}
+    for title in titles:
+        webui.set_options(sd_model_checkpoint=title)
+        references[title] = [webui.draw(False, **job) for job in jobs]
+    assert_different(references[titles[0]][0], references[other][0])
+    needed = {}
+    for title in (*titles, *titles, titles[0]):
+        webui.set_options(sd_model_checkpoint=title)
+        for job, reference in zip(jobs, references[title], strict=True):
+            assert_same(webui.draw(chosen, **job), reference)
+            webui.settle()
+        status = webui.status()
+        assert status["running"] == "compiled", status["line"]
+        assert status["kinds_needed"] == needed.setdefault(title, status["kinds_needed"])
+        assert status["kinds_ready"] == status["kinds_needed"], status["line"]
+
+
 def test_vae_change(webui: WebUI) -> None:
     if webui.has("/sdapi/v1/sd-modules"):
         others = webui.get("/sdapi/v1/sd-modules")  # Forge's name for it

@@ -13,12 +13,24 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import new_session
+from onediff_ext.service import exporting
 from onediff_ext.service.builder import Builder
 from onediff_ext.service.session import Session
 from onediff_ext.service.workers import Built, WorkerProcess
 from tests import models
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _do_not_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests keep all cores busy: workers that give way to them would hardly get a turn."""
+    monkeypatch.setattr(
+        Builder,
+        "new_worker",
+        lambda self, cache, in_background: WorkerProcess(self.backend.name, cache),
+    )
+    monkeypatch.setattr(exporting, "step_back", lambda in_background: None)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
+from onediff_ext.service import workers
 from tests.engine.draw import relative_error
 
 TIMEOUT_S = 240
@@ -120,39 +121,55 @@ def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(open_session, s
 
 
 class LosesWorkers:
-    """A builder's `build_in` that kills the worker of one kind a number of times."""
+    """A builder's `build_in` that loses the workers of one kind.
 
-    def __init__(self, session, times):
-        self._build_in, self.left, self.label = session.builder.build_in, times, ""
+    Args:
+        session: Whose builder.
+        times: How often.
+        lose: Ends a worker, or says how it died.
+    """
+
+    def __init__(self, session, times, lose):
+        self._build_in, self._lose = session.builder.build_in, lose
+        self.left, self.program = times, b""
 
     def __call__(self, worker, program, device):
-        label = program  # one kind is one program
-        if self.left and self.label in ("", label):
-            self.label, self.left = label, self.left - 1
-            worker._start()
-            os.kill(worker.pid, signal.SIGKILL)
+        if self.left and self.program in (b"", program):
+            self.program, self.left = program, self.left - 1
+            self._lose(worker)
         return self._build_in(worker, program, device)
 
 
 def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
+    def kill(worker):
+        worker._start()
+        os.kill(worker.pid, signal.SIGKILL)
+
     session = open_session()
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, times=1))
+    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, kill))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds)
-    (retried,) = [e for e in session.journal.events if e.what == "retried"]
-    assert "SIGKILL" in retried.reason
+    retried = [e for e in session.journal.events if e.what == "retried"]
+    assert len(retried) == 2
+    assert all("SIGKILL" in event.reason for event in retried)
 
 
-def test_a_kind_that_loses_two_workers_is_remembered(open_session, small, monkeypatch):
-    session = open_session()
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, times=2))
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_kind_that_loses_all_its_workers_runs_eager(
+    open_session, small, monkeypatch, instant, number
+):
+    def die(worker):
+        raise workers.lost(f"killed by {number.name}")
+
+    session = open_session(build_attempts=1)
+    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 1, die))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
     (failed,) = [kind for kind in session.kinds if kind.state is KindState.FAILED]
-    assert "SIGKILL" in failed.reason
+    assert number.name in failed.reason
     assert session.status().kinds_failed == 1
     session.close()
 
@@ -161,10 +178,11 @@ def test_a_kind_that_loses_two_workers_is_remembered(open_session, small, monkey
     small()
     assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("loaded") == len(session.kinds) - 1
-    (failed,) = [kind for kind in again.kinds if kind.state is KindState.FAILED]
-    assert failed.reason.startswith("given up on 20")
-    assert again.retry_failed() == 1
-    assert again.wait_for_builds(TIMEOUT_S)
+    if number is signal.SIGSEGV:  # its own fault, and remembered
+        (failed,) = [kind for kind in again.kinds if kind.state is KindState.FAILED]
+        assert failed.reason.startswith("given up on 20")
+        assert again.retry_failed() == 1
+        assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("built") == 1
     assert list(again.builder.verdicts.failures()) == []
 

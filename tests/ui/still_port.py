@@ -22,6 +22,7 @@ class StillPort(PanelPort):
         self.root = root
         self.warmed: list[str] = []
         self.cancelled = 0
+        self.lacking: str | None = None
 
     def status(self) -> Status:
         return self.now
@@ -45,6 +46,9 @@ class StillPort(PanelPort):
 
     def why_off(self) -> str | None:
         return "There is no GPU here."
+
+    def lacks(self) -> str | None:
+        return self.lacking
 
     def features(self) -> frozenset[str]:
         return FEATURES

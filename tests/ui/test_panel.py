@@ -115,6 +115,15 @@ def test_there_are_chinese_and_japanese() -> None:
     assert [path.stem for path in LOCALIZATIONS] == ["ja_JP", "zh_CN"]
 
 
+def test_what_is_missing_is_said_before_anything_is_drawn(page: SimpleNamespace) -> None:
+    details = page.panel.show_status
+    assert "There is no GPU here." in details(False)[1]
+    assert details(True)[1] == ""
+    page.port.lacking = "Triton is missing: python -m pip install triton"
+    assert "There is no GPU here." in details(False)[1]
+    assert "python -m pip install triton" in details(True)[1]
+
+
 def test_status_follows_the_tick(client: Any, port: StillPort) -> None:
     line, details = client.predict(True, api_name="/show_status")
     assert "nothing drawn with it yet" in line

@@ -12,6 +12,7 @@ from onediff_ext.backends.oneflow.plans import process_plans
 from onediff_ext.backends.oneflow.program import FlowProgram
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.torch_versions import too_old_for_graphs
 from onediff_ext.engine.trace import load_program, save_program
 
 # Raised whenever a stored program would be run in another way.
@@ -32,7 +33,7 @@ class OneFlowBackend(Backend):
         return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        return unavailable_reason(device)
+        return too_old_for_graphs((2, 6)) or unavailable_reason(device)
 
     def key_entries(self, device: torch.device) -> Mapping[str, str]:  # noqa: ARG002
         try:

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from onediff_ext.engine.torch_versions import (
+    autocast_dtype,
+    cudnn_attention_enabled,
+    fp16_accumulation,
+)
+
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 # Who asks, not what for: reForge gives each prompt a number, other ones in each picture.
 _NAMES = (uuid.UUID,)
@@ -24,11 +30,15 @@ class ForwardCall:
             and torch's modes.
         tensors: The tensors among the arguments, in order.
         device: Of the largest tensor, which is the model's.
+        modes: What of torch's global state a capture freezes; part of `key`.
+        form: `key` without the sizes of tensors.
     """
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
+    modes: Hashable
+    form: Hashable
     _leaves: tuple[Any, ...]
     _structure: pytree.TreeSpec
 
@@ -47,15 +57,17 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     """Sort the arguments of a forward, or say why no capture can serve it."""
     leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
     tensors: list[torch.Tensor] = []
-    parts: list[Hashable] = []
+    forms: list[Hashable] = []
+    sizes: list[torch.Size] = []
     for leaf in leaves:
         if type(leaf) in (torch.Tensor, torch.nn.Parameter):
             tensors.append(leaf)
-            parts.append((leaf.shape, leaf.dtype, leaf.device))
+            forms.append((leaf.dtype, leaf.device))
+            sizes.append(leaf.shape)
         elif isinstance(leaf, _PLAIN):
-            parts.append((type(leaf).__name__, leaf))
+            forms.append((type(leaf).__name__, leaf))
         elif isinstance(leaf, _NAMES):
-            parts.append(type(leaf).__name__)
+            forms.append(type(leaf).__name__)
         else:
             return f"an argument is a {type(leaf).__qualname__}"
     if not tensors:
@@ -66,24 +78,25 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     for tensor in tensors:
         if tensor.device != device and (tensor.device.type != "cpu" or tensor.numel() > 1):
             return "arguments lie on different devices"
-    key = (str(structure), tuple(parts), _modes(device))
-    return ForwardCall(key, tuple(tensors), device, tuple(leaves), structure)
+    modes = _modes(device)
+    form = (str(structure), tuple(forms), modes)
+    key = (form, tuple(sizes))
+    return ForwardCall(key, tuple(tensors), device, modes, form, tuple(leaves), structure)
 
 
 def _modes(device: torch.device) -> Hashable:
     """What of torch's global state is frozen into a capture."""
     cuda: Any = torch.backends.cuda
-    autocast = torch.is_autocast_enabled(device.type)
     return (
-        torch.get_autocast_dtype(device.type) if autocast else None,
+        autocast_dtype(device.type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        getattr(cuda.matmul, "allow_fp16_accumulation", False),
+        fp16_accumulation(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.benchmark,
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        cudnn_attention_enabled(),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from onediff_ext.engine.capture.prompt import PromptPart
 from onediff_ext.engine.capture.recorder import Recorder, Recording
 from onediff_ext.engine.capture.watch import Snapshot
 
@@ -25,6 +26,7 @@ class Capture:
         inputs: The tensors that the recording reads; a call's tensors are copied into them.
         snapshot: What the model was when it was recorded.
         graphs: What each block ran through; kept alive, since the recording points into them.
+        prompts: What was computed ahead from some of the inputs, by the input's index.
         keeps: What else it points into.
         checks: Comparisons with the model's own forward that it has passed.
     """
@@ -33,9 +35,18 @@ class Capture:
     inputs: list[torch.Tensor]
     snapshot: Snapshot
     graphs: list[object]
+    prompts: dict[int, PromptPart]
     keeps: object = None
     checks: int = 0
     replays: int = 0
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the recording read these: the tensors of a call, in order."""
+        for i, (target, source) in enumerate(zip(self.inputs, tensors, strict=True)):
+            if i in self.prompts:
+                self.prompts[i].bring(source)
+            else:
+                target.copy_(source)
 
 
 class Captures:
@@ -61,7 +72,11 @@ class Captures:
     @property
     def size_bytes(self) -> int:
         """How much the pool has grown for the captures alive."""
-        return sum(capture.recording.size_bytes for capture in self._alive.values())
+        captures = self._alive.values()
+        parts = {id(part): part for capture in captures for part in capture.prompts.values()}
+        recordings = [capture.recording for capture in captures]
+        recordings += [part.recording for part in parts.values()]
+        return sum(recording.size_bytes for recording in recordings)
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Why nothing is captured on this device, or None."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -15,17 +17,20 @@ from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.capture.call import ForwardCall, read_call
 from onediff_ext.engine.capture.captures import Capture, Captures
 from onediff_ext.engine.capture.ladder import MemoryLadder
+from onediff_ext.engine.capture.prompt import PromptPart, readers
 from onediff_ext.engine.capture.recorder import Recorder
 from onediff_ext.engine.capture.watch import ModelWatch, Snapshot
 from onediff_ext.engine.check import compare
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
 # A capture is compared with the model itself on the call that it was made for and on the next
-# one, whose inputs differ: what depends on them without being an input shows then.
+# one, whose inputs differ: what depends on them without being an input shows then. A model that
+# has shown it at one size need not at the others, where a comparison costs a forward too.
 _CHECKS = 2
 # Captures in a row that were dropped before they had paid: somebody changes the model at every
 # call, and recording would cost more than it brings.
@@ -41,7 +46,8 @@ class CapturedForward:
     """Stands for a model's own forward, and calls it whenever no capture can.
 
     The first call of a shape runs as always, the second is recorded after it has run, and
-    those after it are replayed, as long as the model is what it was.
+    those after it are replayed, as long as the model is what it was. While graphs are missing,
+    which will change the model soon, a shape is recorded with its second picture only.
 
     Args:
         model: The host's module.
@@ -72,8 +78,12 @@ class CapturedForward:
         self._captures, self._sources, self._rules = captures, sources, rules
         self._within_memory = MemoryLadder(forward, captures)
         self._watches: OrderedDict[Hashable, ModelWatch] = OrderedDict()
-        self._seen: set[Hashable] = set()
+        # The captures own them: when these go, so does the memory of all recordings.
+        self._prompts: WeakValueDictionary[Hashable, PromptPart] = WeakValueDictionary()
+        self._seen: dict[Hashable, Hashable] = {}  # the epoch in which a call was new
         self._refused: dict[Hashable, str] = {}
+        # Per variant: what the model was when a capture of it had passed all comparisons.
+        self._proved: dict[Hashable, tuple[Snapshot, list[object]]] = {}
         self._wasted = self._refusals = 0
         self.active = True
         self.variant: Hashable = None
@@ -95,9 +105,10 @@ class CapturedForward:
                 # can be on its way: it only must never read weights that are gone.
                 output = self._replay(capture, call) if self._reads_weights(capture) else None
                 if output is not None and self._unchanged(capture):
-                    return self._judged(key, capture, output, args, kwargs)
+                    return self._judged(key, call.form, capture, output, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
+                self._seen[key] = self._epoch()
             output = self._within_memory(*args, **kwargs)
             self._consider(key, call, output)
             return output
@@ -108,10 +119,10 @@ class CapturedForward:
             self._captures.drop_model(id(self._model))
             self._seen.clear()
             self._refused.clear()
+            self._proved.clear()
 
     def _replay(self, capture: Capture, call: ForwardCall) -> Any:
-        for target, source in zip(capture.inputs, call.tensors, strict=True):
-            target.copy_(source)
+        capture.fill(call.tensors)
         for runner in self._runners:
             runner.refresh()
         capture.recording.replay()
@@ -121,6 +132,7 @@ class CapturedForward:
     def _judged(
         self,
         key: Hashable,
+        form: Hashable,
         capture: Capture,
         output: Any,
         args: tuple[Any, ...],
@@ -135,6 +147,8 @@ class CapturedForward:
             return output
         expected = self._within_memory(*args, **kwargs)
         self._check(key, capture, output, expected)
+        if capture.checks >= _CHECKS:
+            self._proved[self.variant, form] = (capture.snapshot, capture.graphs)
         return expected
 
     def _consider(self, key: Hashable, call: ForwardCall, output: Any) -> None:
@@ -143,8 +157,11 @@ class CapturedForward:
             self.reason = self._refused[key]
             return
         if key not in self._seen:
-            self._seen.add(key)
+            self._seen[key] = self._epoch()
             self.reason = "this size is new"
+            return
+        if self._seen[key] == self._epoch() and self._awaits_graphs():
+            self.reason = "graphs are still to come: this size is recorded with the next picture"
             return
         self.reason = self._why_not() or ""
         if self.reason:
@@ -154,42 +171,77 @@ class CapturedForward:
         except CaptureError as exc:
             self._refuse(key, f"cannot be captured: {exc.message}")
             return
-        except torch.OutOfMemoryError:
+        except OutOfMemoryError:
             self._captures.drop_all("memory is short")
             self._refuse(key, "no memory for a capture of this size")
             return
-        for target, source in zip(capture.inputs, call.tensors, strict=True):
-            target.copy_(source)
+        capture.fill(call.tensors)
         capture.recording.replay()
         self._check(key, capture, capture.recording.output, output)
 
     def _record(self, recorder: Recorder, call: ForwardCall) -> Capture:
+        snapshot, graphs = self._look(), self._graphs()
+        prompts = {
+            i: self._prompt_part(recorder, call, i, runners, snapshot)
+            for i, runners in readers(self._runners, call.tensors).items()
+        }
         with torch.inference_mode(False):  # or they could not be written outside of it
             inputs = [
-                torch.empty_like(tensor, device=call.device, requires_grad=False)
-                for tensor in call.tensors
+                prompts[i].source
+                if i in prompts
+                else torch.empty_like(tensor, device=call.device, requires_grad=False)
+                for i, tensor in enumerate(call.tensors)
             ]
         for target, source in zip(inputs, call.tensors, strict=True):
             target.copy_(source)
 
-        def run() -> Any:
+        def forward() -> Any:
             args, kwargs = call.arguments(inputs)  # Forge's UNet empties the lists of a ControlNet
-            return self._forward(*args, **kwargs)
+            with ExitStack() as stack:
+                for part in prompts.values():
+                    stack.enter_context(part.pinned())
+                return self._forward(*args, **kwargs)
 
-        snapshot, graphs = self._look(), self._graphs()
-        recording = recorder.record(run, call.device)
-        return Capture(recording, inputs, snapshot, graphs, self.keeps)
+        recording = recorder.record(forward, call.device)
+        capture = Capture(recording, inputs, snapshot, graphs, prompts, self.keeps)
+        if self._proved.get((self.variant, call.form)) == (snapshot, graphs):
+            capture.checks = _CHECKS - 1
+        return capture
+
+    def _prompt_part(
+        self,
+        recorder: Recorder,
+        call: ForwardCall,
+        index: int,
+        runners: Sequence[BlockRunner],
+        snapshot: Snapshot,
+    ) -> PromptPart:
+        """What all sizes share, as long as the model is the same."""
+        prompt = call.tensors[index]
+        key = (self.variant, index, prompt.shape, prompt.dtype, call.modes)
+        part = self._prompts.get(key)
+        if part is None or part.snapshot != snapshot or part.runners != tuple(runners):
+            part = PromptPart(recorder, prompt, runners, snapshot, call.device)
+            self._prompts[key] = part
+        return part
 
     def _check(self, key: Hashable, capture: Capture, found: Any, expected: Any) -> None:
         for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
             comparison = compare(ours, theirs)
             if comparison.problem is not None:
+                self._proved.clear()
                 self._captures.drop(key, f"a replay {comparison.problem}")
                 self._refuse(key, f"a replay {comparison.problem}")
                 return
             if not comparison.decided:
                 return
         capture.checks += 1
+
+    def _epoch(self) -> Hashable:
+        return self._runners[0].epoch if self._runners else None
+
+    def _awaits_graphs(self) -> bool:
+        return any(r.used and r.used.state is KindState.MISSING for r in self._runners)
 
     def _why_not(self) -> str | None:
         if self._wasted >= _WASTED_LIMIT:
@@ -241,4 +293,4 @@ class CapturedForward:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]

@@ -13,7 +13,7 @@ def run_in_halves(
     forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    error: torch.OutOfMemoryError,
+    error: RuntimeError,
 ) -> Any:
     """Run a forward on both halves of its batch; images of a batch do not depend on each other.
 
@@ -37,7 +37,7 @@ def run_in_halves(
         half_args, half_kwargs = pytree.tree_unflatten(half, structure)
         outputs.append(forward(*half_args, **half_kwargs))
     first, form = pytree.tree_flatten(outputs[0])
-    second = pytree.tree_leaves(outputs[1])
+    second = pytree.tree_flatten(outputs[1])[0]
     joined = [
         torch.cat([a, b]) if isinstance(a, torch.Tensor) and a.ndim else a
         for a, b in zip(first, second, strict=True)

@@ -12,6 +12,7 @@ import torch
 
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.halves import run_in_halves
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +42,18 @@ class MemoryLadder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._forward(*args, **kwargs)
-        except torch.OutOfMemoryError as exc:
+        except OutOfMemoryError as exc:
             error = exc.with_traceback(None)  # its frames hold the activations
         dropped = self._captures.drop_all("memory is short")
         logger.info("Short of memory: %d captures dropped, once more", dropped)
         _free_caches()
         try:
             return self._forward(*args, **kwargs)
-        except torch.OutOfMemoryError as exc:
+        except OutOfMemoryError as exc:
             error = exc.with_traceback(None)
         try:
             return run_in_halves(self._forward, args, kwargs, error)
-        except torch.OutOfMemoryError as exc:
+        except OutOfMemoryError as exc:
             if self._eager is None:
                 raise
             error = exc.with_traceback(None)

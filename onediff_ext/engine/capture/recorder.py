@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.torch_versions import OutOfMemoryError, end_recording_to_pool
 
 
 class Recording(ABC):
@@ -74,7 +75,7 @@ class CudaRecorder(Recorder):
             try:
                 with recording:
                     output = function()
-            except torch.OutOfMemoryError:
+            except OutOfMemoryError:
                 self._abandon(device)
                 raise
             except Exception as exc:  # CUDA and torch raise various types here
@@ -92,7 +93,7 @@ class CudaRecorder(Recorder):
         pool = self._pools.pop(device)
         index = device.index if device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, pool)
+            end_recording_to_pool(index, pool)
 
     def forget(self) -> None:
         # A pool without any graph alive cannot be captured into again: the next is a new one.

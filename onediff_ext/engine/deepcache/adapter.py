@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.deepcache.features import Feature
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Replay:
         assert feature is not None
         assert feature.tensor is not None
         if hidden.shape[0] != feature.tensor.shape[0]:
-            raise torch.OutOfMemoryError("DeepCache: a shallow call cannot be halved")
+            raise OutOfMemoryError("DeepCache: a shallow call cannot be halved")
         return feature.tensor.clone()  # hosts change hidden states in place (FreeU)
 
 

@@ -17,6 +17,7 @@ from onediff_ext.engine.deepcache.adapter import Uncached, UNetAdapter
 from onediff_ext.engine.deepcache.features import Feature, Features
 from onediff_ext.engine.deepcache.schedule import is_full
 from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class DeepCache:
             ):
                 try:
                     return self._run_shallow(feature, args, kwargs)
-                except torch.OutOfMemoryError:
+                except OutOfMemoryError:
                     logger.info("DeepCache: no memory for a shallow call, so a full one is run")
             return self._run_full(feature, state, args, kwargs)
         finally:

@@ -36,11 +36,14 @@ class BlockCall:
         tensors: The tensor arguments in the order of the family's `dims`.
         dims: For each tensor, the names of its dims.
         statics: Everything else that changes what the block computes.
+        prompt: The tensor, as the host gave it, from which `BlockFamily.project` computes ahead
+            what stays the same from step to step; None if nothing does.
     """
 
     tensors: tuple[torch.Tensor, ...]
     dims: tuple[Dims, ...]
     statics: tuple[tuple[str, Hashable], ...] = ()
+    prompt: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class BlockFamily(ABC):
     mutates_inputs = False
     # Whether the block's linear layers may compute in 8 bits when the user wants that.
     quantisable = False
+    # The layers that read nothing but the prompt; they run ahead of the graph.
+    prompt_layers: tuple[str, ...] = ()
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:
@@ -98,6 +103,20 @@ class BlockFamily(ABC):
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
         """Call the block's own method with arguments that `bind` sorted."""
+
+    def project(self, block: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the block's `prompt_layers` make of a prompt, by the host's own layers."""
+        raise NotImplementedError
+
+    def projected(self, call: BlockCall, projections: tuple[torch.Tensor, ...]) -> BlockCall:
+        """A call as its graph takes it: with projections instead of the prompt."""
+        raise NotImplementedError
+
+    def ahead(self, block: Any, call: BlockCall) -> BlockCall:
+        """A call as its graph takes it."""
+        if call.prompt is None:
+            return call
+        return self.projected(call, self.project(block, call.prompt))
 
     def tensor_of(self, output: Any) -> torch.Tensor:
         """The tensor in what the method returns."""

@@ -26,6 +26,7 @@ from onediff_ext.engine.families.base import (
     Refusal,
 )
 from onediff_ext.engine.families.torch import GroupNormFamily
+from onediff_ext.engine.families.transformer import TransformerBlocks
 
 # Attention that is a pure function of its arguments. Others (IP-Adapter,
 # attention stores, slicing, xformers) keep state or freeze shapes.
@@ -82,11 +83,10 @@ class ResnetFamily(_DiffusersFamily):
         return x.numel() // x.shape[1] * int(max(block.in_channels, block.out_channels))
 
 
-class TransformerFamily(_DiffusersFamily):
+class TransformerFamily(TransformerBlocks, _DiffusersFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     label = "BasicTransformerBlock"
-    quantisable = True
     path = "diffusers.models.attention:BasicTransformerBlock"
     unsupported = (
         "attention_mask",
@@ -139,20 +139,22 @@ class TransformerFamily(_DiffusersFamily):
             return BlockCall((named["hidden_states"],), (TOKENS,), (("context", False),))
         if isinstance(context, tuple):
             return Refusal("IP-Adapter embeddings among the context")
-        return BlockCall((named["hidden_states"], context), (TOKENS, CONTEXT), (("context", True),))
+        return BlockCall(
+            (named["hidden_states"], context),
+            (TOKENS, CONTEXT),
+            (("context", True),),
+            prompt=context if _projects_alone(block) else None,
+        )
 
-    def run(
+    def call(
         self,
         block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],
+        x: torch.Tensor,
+        context: torch.Tensor | None,
+        statics: Mapping[str, Hashable],  # noqa: ARG002
     ) -> torch.Tensor:
-        context = tensors[1] if statics["context"] else None
-        output: torch.Tensor = block.forward(tensors[0], encoder_hidden_states=context)
+        output: torch.Tensor = block.forward(x, encoder_hidden_states=context)
         return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
-        return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
 
 
 class AttentionFamily(_DiffusersFamily):
@@ -312,6 +314,17 @@ def _named(
             return None
         named[name] = value
     return named
+
+
+def _projects_alone(block: Any) -> bool:
+    """Whether nothing but ``attn2.to_k`` and ``attn2.to_v`` reads the context."""
+    attention = block.attn2
+    return (
+        attention is not None
+        and attention.norm_cross is None
+        and not getattr(attention, "fused_projections", False)
+        and not block.only_cross_attention
+    )
 
 
 def _processor_refusal(attention: nn.Module | None) -> str | None:

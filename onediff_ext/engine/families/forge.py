@@ -26,6 +26,7 @@ from onediff_ext.engine.families.base import (
     BlockFamily,
     Refusal,
 )
+from onediff_ext.engine.families.transformer import TransformerBlocks
 
 _UNKNOWN = Refusal("called with arguments that are not known")
 
@@ -182,11 +183,10 @@ class ForgeResBlock(_ForgeFamily):
         return x.numel() // x.shape[1] * int(max(block.channels, block.out_channels))
 
 
-class ForgeTransformer(_ForgeFamily):
+class ForgeTransformer(TransformerBlocks, _ForgeFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     class_name = "BasicTransformerBlock"
-    quantisable = True
     mutates_inputs = True  # Forge adds to x in place
 
     def module_name(self) -> str:
@@ -213,7 +213,8 @@ class ForgeTransformer(_ForgeFamily):
         statics = (("context", context is not None), ("upcast", upcast))
         if context is None:
             return BlockCall((x,), (TOKENS,), statics)
-        return BlockCall((x, context), (TOKENS, CONTEXT), statics)
+        prompt = None if getattr(block, "disable_self_attn", False) else context
+        return BlockCall((x, context), (TOKENS, CONTEXT), statics, prompt)
 
     def prepare(self, block: Any) -> None:
         super().prepare(block)
@@ -222,23 +223,18 @@ class ForgeTransformer(_ForgeFamily):
             if type(module).__name__ == "CrossAttention":
                 module.forward = partial(_cross_attention, module)
 
-    def run(
+    def call(
         self,
         block: Any,
-        tensors: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        context: torch.Tensor | None,
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
         for attention in (block.attn1, block.attn2):
             if attention is not None:
                 attention.forward.keywords["upcast"] = statics["upcast"]
-        context = tensors[1] if statics["context"] else None
-        output: torch.Tensor = block.forward(
-            tensors[0].clone(), context=context, transformer_options={}
-        )
+        output: torch.Tensor = block.forward(x.clone(), context=context, transformer_options={})
         return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
-        return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
 
 
 class _VaeFamily(_ForgeFamily):

@@ -26,6 +26,7 @@ from onediff_ext.engine.families.base import (
     BlockFamily,
     Refusal,
 )
+from onediff_ext.engine.families.transformer import TransformerBlocks
 
 # Cross-attention of both packages; the second is the same with xformers' kernel.
 _ATTENTION = frozenset({"CrossAttention", "MemoryEfficientCrossAttention"})
@@ -101,11 +102,10 @@ class ResBlockFamily(_LdmFamily):
         return x.numel() // x.shape[1] * int(max(block.channels, block.out_channels))
 
 
-class TransformerFamily(_LdmFamily):
+class TransformerFamily(TransformerBlocks, _LdmFamily):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     class_name = "BasicTransformerBlock"
-    quantisable = True
     module = "modules.attention"
 
     def describe(self, block: Any) -> str:
@@ -131,7 +131,8 @@ class TransformerFamily(_LdmFamily):
         statics = (("context", context is not None), ("upcast", self.attention.upcast()))
         if context is None:
             return BlockCall((x,), (TOKENS,), statics)
-        return BlockCall((x, context), (TOKENS, CONTEXT), statics)
+        prompt = None if getattr(block, "disable_self_attn", False) else context
+        return BlockCall((x, context), (TOKENS, CONTEXT), statics, prompt)
 
     def prepare(self, block: Any) -> None:
         # The host's own attention may slice by free memory, or cannot be traced at all.
@@ -139,20 +140,17 @@ class TransformerFamily(_LdmFamily):
             if type(module).__name__ in _ATTENTION:
                 module.forward = partial(_attend, module)
 
-    def run(
+    def call(
         self,
         block: Any,
-        tensors: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        context: torch.Tensor | None,
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
         for attention in (block.attn1, block.attn2):
             attention.forward.keywords["upcast"] = statics["upcast"]
-        context = tensors[1] if statics["context"] else None
-        output: torch.Tensor = block._forward(tensors[0], context=context)
+        output: torch.Tensor = block._forward(x, context=context)
         return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
-        return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
 
 
 class VaeResnetFamily(_LdmFamily):

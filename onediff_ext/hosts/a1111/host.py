@@ -66,8 +66,8 @@ class A1111Host(WebUIHost):
                 found.append((name, module))
         return found
 
-    def refusal(self, job: Any) -> str | None:  # noqa: ARG002
-        return job_refusal(_loaded_model())
+    def refusal(self, job: Any) -> str | None:
+        return job_refusal(_loaded_model(), job)
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         if component == "unet":

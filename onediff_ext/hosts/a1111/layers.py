@@ -7,6 +7,7 @@ merged before each forward of the UNet. Source: extensions-builtin/Lora/networks
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,19 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.MultiheadAttention,
 )
 
-# What Lora and fp8 storage keep on a layer: names, backups, what was merged last.
+# Classes of which blocks consist, by their place in `ldm` and `sgm`. What an up- or downsampler or
+# the UNet itself computes does not matter: these are no part of a graph.
+_PARTS = {
+    "modules.attention": ("BasicTransformerBlock", "FeedForward", "GEGLU"),
+    "modules.diffusionmodules.openaimodel": ("ResBlock",),
+    "modules.diffusionmodules.util": ("GroupNorm32",),
+    "modules.diffusionmodules.model": ("ResnetBlock", "AttnBlock"),
+}
+# A1111's own choices of attention, for which graphs have one of their own.
+_OWN_ATTENTION = "modules.sd_hijack_optimizations"
+
+# What others keep on layers and blocks for themselves: Lora (names, backups, what was merged last),
+# fp8 storage, and ControlNet, which never takes away what its reference mode has noted.
 LAYER_STATE = frozenset(
     {
         "network_layer_name",
@@ -29,6 +42,10 @@ LAYER_STATE = frozenset(
         "network_bias_backup",
         "fp16_weight",
         "fp16_bias",
+        "bank",
+        "style_cfgs",
+        "attn_weight",
+        "lllite_list",
     }
 )
 
@@ -58,11 +75,30 @@ def lora_module() -> ModuleType | None:
 
 
 def foreign_patch() -> str | None:
-    """Which layer's class runs code that is neither torch's nor the built-in extension's."""
+    """Which class of layers or blocks runs code that is neither its own nor the built-in
+    extension's."""
     networks = lora_module()
     for cls in LAYERS:
         forward = cls.forward
         ours = getattr(networks, f"network_{cls.__name__}_forward", None)
         if forward is not ours and not forward.__module__.startswith("torch.nn.modules."):
             return f"{cls.__name__} is patched by {forward.__module__}"
+    for cls in _parts():
+        known = {_OWN_ATTENTION, *(base.__module__ for base in cls.__mro__)}
+        # A1111 puts `ldm`'s own attention into `sgm` too.
+        known |= {f"ldm.{place}" for place in _PARTS}
+        for name in ("forward", "_forward"):
+            method = getattr(cls, name, None)
+            if method is not None and method.__module__ not in known:
+                return f"{cls.__name__} is patched by {method.__module__}"
     return None
+
+
+def _parts() -> Iterator[type[nn.Module]]:
+    for package in ("ldm", "sgm"):
+        for place, names in _PARTS.items():
+            module = sys.modules.get(f"{package}.{place}")
+            for name in names:
+                cls = getattr(module, name, None)
+                if cls is not None:
+                    yield cls

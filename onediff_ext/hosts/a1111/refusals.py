@@ -17,8 +17,13 @@ _KNOWN_ATTENTION = (
 )
 
 
-def job_refusal(model: Any) -> str | None:
-    """Why nothing of this model can run through graphs now, in plain words, or None."""
+def job_refusal(model: Any, job: Any = None) -> str | None:
+    """Why nothing of this model can run through graphs now, in plain words, or None.
+
+    Args:
+        model: The host's ``sd_model``, or None.
+        job: The host's processing object; None outside a job.
+    """
     from modules import devices, sd_unet, shared
 
     if model is None:
@@ -35,7 +40,7 @@ def job_refusal(model: Any) -> str | None:
         return f"the UNet of {sd_unet.current_unet.option.label} is active"
     if getattr(shared.opts, "lora_functional", False):
         return 'the setting "Lora/Networks: use old method" applies LoRAs in each forward'
-    if shared.loaded_hypernetworks:
+    if _has_hypernetwork(job):
         return "a hypernetwork changes the context"
     patched = foreign_patch()
     if patched is not None:
@@ -44,6 +49,18 @@ def job_refusal(model: Any) -> str | None:
     if hasattr(unet, "_original_forward"):
         return "ControlNet runs the UNet itself"
     return None
+
+
+def _has_hypernetwork(job: Any) -> bool:
+    """Whether one changes the context in this job. A1111 leaves those of the job before loaded
+    until it activates the networks of this one, which is after a job has begun."""
+    from modules import shared
+
+    prompts = getattr(job, "all_prompts", None)
+    if prompts is None or getattr(job, "extra_network_data", None) is not None:
+        return bool(shared.loaded_hypernetworks)
+    always = getattr(shared.opts, "sd_hypernetwork", None)
+    return always not in (None, "", "None") or any("<hypernet:" in text for text in prompts)
 
 
 def attention_refusal() -> str | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from onediff_ext.backends.registry import why_no_graphs
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
@@ -62,6 +63,9 @@ class StudioPort(PanelPort):
         if self.studio.device.type == "cuda":
             return None
         return "There is no GPU here, where graphs win little: off unless you turn it on."
+
+    def lacks(self) -> str | None:
+        return why_no_graphs(self.studio.device)
 
     def schema(self) -> dict[str, object]:
         return schema(FEATURES)

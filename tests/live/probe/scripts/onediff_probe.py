@@ -1,4 +1,5 @@
-"""An extension for the WebUI under test: looks at the model's attributes, and breaks jobs.
+"""An extension for the WebUI under test: looks at the model's attributes, breaks jobs, and
+changes layers as other extensions do.
 
 It belongs to `tests/live` and knows nothing of the extension that is tested. See
 `tests/live/README.md` for how it gets into the WebUI.
@@ -14,7 +15,10 @@ class ProbeError(RuntimeError):
 
 
 class Probe(scripts.Script):
-    """Always on; its argument is the forward of the UNet (from 1) that raises, or 0."""
+    """Always on. Its arguments: the forward of the UNet (from 1) that raises, or 0; and what is
+    changed for the length of the job, one of `CHANGES`, when sampling begins."""
+
+    undo = staticmethod(lambda: None)
 
     def title(self):
         return "OneDiff probe"
@@ -25,7 +29,19 @@ class Probe(scripts.Script):
     def ui(self, is_img2img):
         import gradio as gr
 
-        return [gr.Number(value=0, label="Forward that raises", visible=False)]
+        return [
+            gr.Number(value=0, label="Forward that raises", visible=False),
+            gr.Textbox(value="", label="What is changed", visible=False),
+        ]
+
+    def process_before_every_sampling(self, p, forward=0, change="", *_, **__):
+        if change:
+            self.undo()
+            self.undo = CHANGES[change]()
+
+    def postprocess(self, p, processed, forward=0, change="", *_):
+        self.undo()
+        self.undo = lambda: None
 
     def process(self, p, forward=0, *_):
         if not forward:
@@ -39,6 +55,62 @@ class Probe(scripts.Script):
                 raise ProbeError("raised by the probe")
 
         handle = unet().time_embed.register_forward_hook(count)
+
+
+def change_layer():
+    """One layer's own forward is replaced, as LyCORIS' own extension did."""
+    layer = next(m for n, m in unet().named_modules() if n.endswith("attn1.to_q"))
+    own = layer.forward
+    layer.forward = lambda x: 1.5 * own(x)
+
+    def undo():
+        del layer.forward
+
+    return undo
+
+
+def change_hook():
+    """A layer gets a forward hook."""
+    layer = next(m for n, m in unet().named_modules() if n.endswith("in_layers.2"))
+    return layer.register_forward_hook(lambda layer, args, output: 1.2 * output).remove
+
+
+def change_class(cls, method):
+    """A method of a class is replaced, for all layers or blocks."""
+    own = vars(cls)[method]
+
+    def changed(*args, **kwargs):
+        return 1.1 * own(*args, **kwargs)
+
+    setattr(cls, method, changed)
+    return lambda: setattr(cls, method, own)
+
+
+def change_linears():
+    import torch
+
+    return change_class(torch.nn.Linear, "forward")
+
+
+def change_blocks():
+    """All transformer blocks, by their class."""
+    block = next(m for m in unet().modules() if type(m).__name__ == "BasicTransformerBlock")
+    return change_class(type(block), "_forward")
+
+
+def change_feed_forwards():
+    """A class within the transformer blocks."""
+    layer = next(m for m in unet().modules() if type(m).__name__ == "GEGLU")
+    return change_class(type(layer), "forward")
+
+
+CHANGES = {
+    "layer": change_layer,
+    "hook": change_hook,
+    "all linears": change_linears,
+    "all blocks": change_blocks,
+    "all feed-forwards": change_feed_forwards,
+}
 
 
 def unet():
@@ -69,6 +141,7 @@ def attributes():
                 sorted(own),
                 [str(id(own[key])) for key in ("forward", "_forward") if key in own],
                 [len(module._forward_hooks), len(module._forward_pre_hooks)],
+                [type(own[key]).__module__ for key in ("forward", "_forward") if key in own],
             ]
     return {"modules": found, "classes": classes}
 
@@ -82,7 +155,18 @@ def features():
 def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
     app.add_api_route("/onediff-probe/features", features, methods=["GET"])
+    app.add_api_route("/onediff-probe/remove-hypertile", remove_hypertile, methods=["POST"])
     app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
+
+
+def remove_hypertile():
+    """A1111's HyperTile leaves its wrappers on layers when it is off."""
+    for model in (unet(), vae()):
+        vars(model).pop("__webui_hypertile_layers", None)
+        for module in model.modules():
+            if vars(module).pop("__webui_hypertile_params", None) is not None:
+                vars(module).pop("forward", None)
+    return {}
 
 
 def reload_ui():

@@ -1,0 +1,123 @@
+"""Kinds on their way to a graph, and the worker processes of one run that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from onediff_ext.core.errors import BackendError, OneDiffError
+from onediff_ext.engine.kinds import Kind
+from onediff_ext.service.build_folder import BuildFolder
+from onediff_ext.service.builder import Builder
+from onediff_ext.service.workers import WorkerProcess
+from onediff_ext.store import StoredGraph
+
+
+@dataclass(eq=False)
+class Job:
+    """One kind on its way to a graph.
+
+    Args:
+        kind: What it is for.
+        locks: Its build lock.
+        program: Once it is exported.
+        unproved: A stored graph that was never loaded on this machine.
+        attempts: Workers that were lost over it.
+        started_at: When its worker took it; monotonic.
+        reason: Why it is built.
+        news: What to note once its graph is loaded, as (event, reason).
+    """
+
+    kind: Kind
+    locks: ExitStack
+    program: bytes = b""
+    unproved: StoredGraph | None = None
+    attempts: int = 0
+    started_at: float = 0.0
+    reason: str = ""
+    news: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job in its worker; a proof has neither payload nor seconds."""
+
+    job: Job
+    payload: bytes | None
+    seconds: float
+    error: OneDiffError | None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Whether a job's graph is loaded; neither so nor an error when the run was stopped."""
+
+    job: Job
+    done: bool
+    error: BackendError | None
+
+
+class WorkerPool:
+    """The workers of one run, started when they are needed.
+
+    Args:
+        builder: Makes them.
+        in_background: At a low priority.
+        answer: Called with each answer, in a thread of its worker's.
+
+    Raises:
+        BackendError: There is no place to build in.
+    """
+
+    def __init__(
+        self, builder: Builder, in_background: bool, answer: Callable[[Answer], None]
+    ) -> None:
+        self._builder, self._in_background, self._answer = builder, in_background, answer
+        self._folder = BuildFolder()
+        self._workers: list[WorkerProcess] = []
+        self._idle: list[WorkerProcess] = []
+        self._threads = ThreadPoolExecutor(builder.worker_count, thread_name_prefix="onediff-build")
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes that live."""
+        return [pid for worker in list(self._workers) if (pid := worker.pid) is not None]
+
+    def submit(self, job: Job) -> None:
+        """Have a job's graph built, or the stored one proved."""
+        self._threads.submit(self._work, job)
+
+    def stop(self) -> None:
+        """End all workers at once."""
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+
+    def remove(self) -> None:
+        """Delete what the workers have left."""
+        self._folder.remove()
+
+    def _work(self, job: Job) -> None:
+        builder = self._builder
+        if not self._idle:
+            self._workers.append(builder.new_worker(self._folder.path, self._in_background))
+            self._idle.append(self._workers[-1])
+        worker, payload, seconds = self._idle.pop(), None, 0.0
+        error: OneDiffError | None = None
+        try:
+            if job.unproved is not None and job.unproved.payload is not None:
+                timeout_s = builder.options.build_timeout_s
+                device = str(job.kind.device)
+                worker.prove(job.unproved.payload, job.program, device, timeout_s)
+            else:
+                built = builder.build_in(worker, job.program, str(job.kind.device))
+                payload, seconds = built.payload, built.seconds
+        except OneDiffError as exc:
+            error = exc
+        except Exception as exc:  # would be lost in the pool, and the run would wait for ever
+            error = BackendError(f"{type(exc).__name__}: {exc}")
+        finally:
+            self._idle.append(worker)
+        self._answer(Answer(job, payload, seconds, error))

@@ -1,0 +1,64 @@
+"""The form that graphs have on GPUs, on a CPU: what changes with torch's versions shows here too.
+
+Kernels of our own are left out, and a CPU compiles C++ again at each load.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.fx.experimental._config as symbolic_config
+
+from onediff_ext.backends.inductor import standalone_artefact
+from onediff_ext.engine.structure import BlockTree
+from onediff_ext.engine.torch_versions import RELEASE
+from onediff_ext.engine.trace import export_block, input_fakes, load_program, save_program
+from tests.contracts.test_backend_contract import BLOCKS, CPU
+
+pytestmark = pytest.mark.skipif(
+    RELEASE < (2, 8), reason=f"torch {torch.__version__} has no standalone_compile"
+)
+
+# A process that has not built it, as a WebUI is when it starts.
+TRY_OUT = """
+import sys
+from pathlib import Path
+from onediff_ext.backends.inductor import load_standalone
+from onediff_ext.backends.trial import try_out
+from onediff_ext.engine.trace import load_program
+import torch
+
+program, graph = (Path(path).read_bytes() for path in sys.argv[1:])
+print(try_out(load_program(program), load_standalone(graph), torch.device("cpu")))
+"""
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_serves_other_sizes_in_another_process(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, make_block, make_inputs = BLOCKS[kind]
+    block = make_block()
+    tree = BlockTree(block, ("diffusers.",))
+    call = family.bind(block, make_inputs(2, 8, 8), {})
+    stored = save_program(export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU))
+    program = load_program(stored)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "building"))
+    with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):
+        graph = standalone_artefact(program.graph_module, input_fakes(program))
+    (tmp_path / "program").write_bytes(stored)
+    (tmp_path / "graph").write_bytes(graph)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "loading"))
+    tried = subprocess.run(
+        [sys.executable, "-c", TRY_OUT, str(tmp_path / "program"), str(tmp_path / "graph")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert tried.returncode == 0, tried.stderr
+    assert tried.stdout.split() == ["None"]
