@@ -72,6 +72,7 @@ class BatchResult:
         first: The host's ``Processed`` of the first batch.
         shown, infotexts: What goes into the host's gallery.
         was_stopped: The user interrupted; the same job goes on where it stopped.
+        skipped: Pictures of batches that the user skipped; the same job draws them.
     """
 
     written: list[Path] = field(default_factory=list)
@@ -81,12 +82,15 @@ class BatchResult:
     shown: list[Any] = field(default_factory=list)
     infotexts: list[str] = field(default_factory=list)
     was_stopped: bool = False
+    skipped: int = 0
 
     def summary(self) -> str:
         """One line for people, and one for each picture that was left out."""
         parts = [f"{len(self.written)} pictures drawn"]
         if self.already_done:
             parts.append(f"{len(self.already_done)} were done already")
+        if self.skipped:
+            parts.append(f"{self.skipped} skipped")
         if self.was_stopped:
             parts.append("stopped; the same job goes on here")
         failures = self.report.failures
@@ -194,6 +198,8 @@ class BatchJob:
     def _draw(self, batch: tuple[LoadedPicture, ...]) -> None:
         job = self._host_job(batch)
         processed = self._process(job)
+        if self._state.skipped and not self._state.interrupted:
+            self.result.skipped += len(batch)
         if self._state.interrupted or self._state.skipped or processed is None:
             return  # half-drawn pictures are not results
         if self.result.first is None:

@@ -117,6 +117,7 @@ def test_skip_leaves_out_one_batch_and_goes_on(folder: Path) -> None:
 
     result = run(folder, InvertingHost(skip_first))
     assert len(result.written) == 3
+    assert "3 pictures drawn, 2 skipped" in result.summary()
     assert not result.was_stopped
 
 
