@@ -248,9 +248,13 @@ class Session(Kinds):
 
     # What a user asks for.
 
-    def status(self) -> Status:
-        """What is drawn with and what is being made, at this moment. Cheap enough for polling."""
-        return session_status(self)
+    def status(self, since: Counter[tuple[str, str]] | None = None) -> Status:
+        """What is drawn with and what is being made, at this moment. Cheap enough for polling.
+
+        Args:
+            since: From `fell_back_so_far`: reasons are those of calls after that moment.
+        """
+        return session_status(self, since)
 
     def build_missing(self) -> None:
         """Build what is missing and wait for it; what fails runs eager, with its reason."""
@@ -291,9 +295,14 @@ class Session(Kinds):
         for kind in self.missing():
             self._load(kind)
 
-    def fallbacks(self) -> list[Fallback]:
-        """Calls that ran eager and why, most frequent first."""
-        return [Fallback(*key, count) for key, count in self._fallbacks.most_common()]
+    def fallbacks(self, since: Counter[tuple[str, str]] | None = None) -> list[Fallback]:
+        """Calls that ran eager and why, most frequent first; all, or those after a moment."""
+        counts = self._fallbacks - (since or Counter())
+        return [Fallback(*key, count) for key, count in counts.most_common()]
+
+    def fell_back_so_far(self) -> Counter[tuple[str, str]]:
+        """This moment, for `fallbacks` and `status`."""
+        return self._fallbacks.copy()
 
     def count(self, source: str) -> int:
         """How many kinds got their graph in this process by being ``"built"`` or ``"loaded"``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.status import Status
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 _SHOWN_REASONS = 5
 
 
-def session_status(session: Session) -> Status:
-    """Look at a session; see `Status` for what each field says."""
+def session_status(session: Session, since: Counter[tuple[str, str]] | None = None) -> Status:
+    """Look at a session; see `Status` for what each field says, `Session.status` for `since`."""
     kinds = session.current_kinds()
     ready = sum(kind.graph is not None for kind in kinds)
     failed = sum(kind.state is KindState.FAILED for kind in kinds)
@@ -52,13 +53,15 @@ def session_status(session: Session) -> Status:
             steps,
         ),
         problem=session.builder.problem,
-        reasons=_reasons(session, missing),
+        reasons=_reasons(session, missing, since),
     )
 
 
-def _reasons(session: Session, missing: int) -> tuple[str, ...]:
+def _reasons(
+    session: Session, missing: int, since: Counter[tuple[str, str]] | None
+) -> tuple[str, ...]:
     by_reason: dict[str, list[str]] = {}
-    for fallback in session.fallbacks():
+    for fallback in session.fallbacks(since):
         by_reason.setdefault(fallback.reason, []).append(fallback.what)
     reasons = [
         f"{whats[0]}: {reason}" if len(whats) == 1 else f"{reason} ({len(whats)} kinds of block)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -31,8 +32,6 @@ WarmUpListener = Callable[[int, int], None]
 _PARKED_LIMIT = 8
 # Choices (backend, store) whose loaded graphs are kept for the next job that asks for them.
 _SESSIONS_LIMIT = 3
-# Reasons in a status: the most frequent ones.
-_REASONS_LIMIT = 5
 
 
 class Acceleration:
@@ -59,7 +58,7 @@ class Acceleration:
         self._running = "off"
         self._reasons: list[str] = []
         self._early_reason: str | None = None  # given before the job came to its sampling
-        self._fell_back: dict[str, int] = {}  # calls of earlier jobs, by what and why
+        self._fell_back: Counter[tuple[str, str]] = Counter()  # in the jobs before
         self._reused = ReuseTally()
         self._warm_up_running: WarmUp | None = None
         self._lock = threading.RLock()
@@ -100,7 +99,9 @@ class Acceleration:
                 # Others may still put something of their own under the UNet before sampling,
                 # and would then keep ours: only what runs before sampling is served yet.
                 self._serve(entry, sampling=False)
-            self._fell_back = {} if self._session is None else _fallbacks(self._session)
+            self._fell_back = Counter()
+            if self._session is not None:
+                self._fell_back = self._session.fell_back_so_far()
 
     def before_sampling(self, job: Any) -> None:
         """Sampling starts: call from ``process_before_every_sampling``, for each pass.
@@ -176,14 +177,11 @@ class Acceleration:
         session, running, reasons = self._session, self._running, tuple(self._reasons)
         if session is None or running == "off":
             return Status(running, reasons=reasons)
-        status, fallbacks = session.status(), _fallbacks(session)
-        # Of the session's, which remembers all of them, those that this job has met.
-        met = [text for text, count in fallbacks.items() if count > self._fell_back.get(text, 0)]
-        met += [reason for reason in status.reasons if reason not in fallbacks]
+        status = session.status(since=self._fell_back)
         return replace(
             status,
             running="eager" if reasons else status.running,
-            reasons=tuple(dict.fromkeys((*reasons, *met)))[:_REASONS_LIMIT],
+            reasons=tuple(dict.fromkeys((*reasons, *status.reasons))),
             deepcache=self._reused.line(),
         )
 
@@ -449,11 +447,6 @@ class Acceleration:
         """Drop jobs that ended without a word, as a script's that raised may do."""
         for entry in [entry for entry in self._jobs if entry.job() is None]:
             self._finish(entry)
-
-
-def _fallbacks(session: Session) -> dict[str, int]:
-    """What ran eager and why, in words → how many calls, most frequent first."""
-    return {f"{one.what}: {one.reason}": one.count for one in session.fallbacks()}
 
 
 @dataclass(eq=False)
