@@ -42,7 +42,7 @@ def _call(batch: int = 2, tokens: int = 20) -> BlockCall:
 
 
 fp8_by_rows = pytest.mark.skipif(
-    RELEASE < (2, 9), reason=f"torch {torch.__version__} multiplies fp8 by rows on GPUs only"
+    RELEASE < (2, 11), reason=f"torch {torch.__version__} multiplies fp8 by rows on GPUs only"
 )
 
 

@@ -1,0 +1,35 @@
+"""What the panel is told before anything is drawn: off without a GPU, and what is missing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from onediff_ext.engine import torch_versions
+from onediff_ext.webui.extension import Extension
+from onediff_ext.webui.port import WebUIPort
+
+
+def _never() -> Extension:
+    raise AssertionError("nothing of the host is needed for this")
+
+
+PORT = WebUIPort(_never)
+
+
+def test_without_a_gpu_it_is_off_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no GPU here" in str(PORT.why_off())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert PORT.why_off() is None
+
+
+def test_missing_triton_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch_versions, "RELEASE", (2, 11))
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    assert "pip install" in str(PORT.lacks())
+    monkeypatch.setattr(torch_versions, "RELEASE", (2, 3))
+    assert "graphs need 2.8" in str(PORT.lacks())
