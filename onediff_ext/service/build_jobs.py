@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from onediff_ext.core.errors import BackendError, OneDiffError
+from onediff_ext.core.priority import GivingWay
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.service.build_folder import BuildFolder
 from onediff_ext.service.builder import Builder
@@ -78,12 +79,18 @@ class WorkerPool:
         self._folder = BuildFolder()
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
+        self._giving_way = GivingWay()
         self._threads = ThreadPoolExecutor(builder.worker_count, thread_name_prefix="onediff-build")
 
     @property
     def pids(self) -> list[int]:
         """The worker processes that live."""
         return [pid for worker in list(self._workers) if (pid := worker.pid) is not None]
+
+    def give_way(self, drawing: bool) -> None:
+        """Leave the processors to whoever draws, and take more of them between pictures."""
+        for pid in self.pids:
+            self._giving_way.tell(pid, drawing)
 
     def submit(self, job: Job) -> None:
         """Have a job's graph built, or the stored one proved."""

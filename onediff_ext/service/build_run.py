@@ -242,6 +242,7 @@ class BuildRun:
             self._workers.submit(job)
 
     def _handle_events(self) -> None:
+        self._workers.give_way(self._in_background and self._builder.gate.is_drawing)
         try:
             event = self._events.get(timeout=_POLL_S)
         except queue.Empty:

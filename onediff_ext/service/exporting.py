@@ -31,7 +31,7 @@ from typing import NoReturn
 import torch
 
 from onediff_ext.core.errors import ExportError, OneDiffError, WorkerLostError
-from onediff_ext.core.priority import step_back
+from onediff_ext.core.priority import GivingWay, step_back
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.service.gate import DrawingGate
 
@@ -133,7 +133,10 @@ def _export_in_children(
                 if stop.is_set() or not granted:
                     return
                 children.append(_Child(share, in_background))
+        giving_way = GivingWay()
         while children and not stop.is_set():
+            for child in children:
+                giving_way.tell(child.pid, in_background and gate.is_drawing)
             readable, _, _ = select.select([c.pipe for c in children], [], [], _POLL_S)
             for child in list(children):
                 if child.pipe in readable:
@@ -162,7 +165,7 @@ class _Child:
             pid = os.fork()
         if pid == 0:
             _serve([export for _, export in share], theirs, in_background)
-        self._pid = pid
+        self.pid = pid
         logger.debug("Forked in %.3f s", time.monotonic() - start)
         os.close(theirs)
 
@@ -197,9 +200,9 @@ class _Child:
     def kill(self) -> None:
         """End the child at once."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
         os.close(self.pipe)
 
 

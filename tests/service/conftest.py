@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.priority import GivingWay
 from onediff_ext.hosts.diffusers.compile import new_session
-from onediff_ext.service import exporting
 from onediff_ext.service.builder import Builder
 from onediff_ext.service.session import Session
 from onediff_ext.service.workers import Built, WorkerProcess
@@ -23,14 +23,9 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _do_not_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def _do_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests keep all cores busy: workers that give way to them would hardly get a turn."""
-    monkeypatch.setattr(
-        Builder,
-        "new_worker",
-        lambda self, cache, in_background: WorkerProcess(self.backend.name, cache),
-    )
-    monkeypatch.setattr(exporting, "step_back", lambda in_background: None)
+    monkeypatch.setattr(GivingWay, "tell", lambda self, pid, drawing: None)
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ class CudaRecorder(Recorder):
         return None
 
     def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
-        with torch.cuda.device(device):
+        # A recording that fails leaves its own stream behind as the current one.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
             pool = self._pools.get(device)
             if pool is None:
                 pool = self._pools[device] = torch.cuda.graph_pool_handle()

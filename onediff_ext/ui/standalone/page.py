@@ -142,7 +142,7 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
     negative = gr.Textbox(label="Negative prompt", lines=1, elem_id="onediff_negative")
     with gr.Row():
         sampler = gr.Dropdown(
-            min_width=140,
+            min_width=200,
             label="Sampler",
             choices=[*sampler_names(), "DPM++ 2M Karras"],
             value=defaults.sampler,
@@ -290,4 +290,6 @@ _CSS = """
 #onediff_panel .html-container { padding: 0 .8em; }
 #onediff_panel button { min-height: 2.2em; }
 #onediff_header { text-align: right; }
+#onediff_gallery .thumbnail-lg, #onediff_gallery .thumbnail-lg img { max-height: 420px; }
+#onediff_gallery .thumbnail-lg img { object-fit: contain; }
 """

@@ -1,0 +1,48 @@
+"""Sessions of builds give way to pictures; our own never does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onediff_ext.core.priority import GivingWay
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/autogroup").exists(), reason="this system has no autogroups"
+)
+
+
+def _nice_of(pid: int | str) -> int:
+    return int(Path(f"/proc/{pid}/autogroup").read_text(encoding="ascii").split()[-1])
+
+
+@pytest.fixture(params=[True, False], ids=["own-session", "our-session"])
+def child(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=request.param
+    )
+    yield process.pid, request.param
+    process.kill()
+    process.wait()
+
+
+def test_a_session_gives_way_and_takes_more_between_pictures(child: tuple[int, bool]) -> None:
+    pid, own = child
+    ours, giving_way, seen = _nice_of("self"), GivingWay(), []
+    for drawing in (True, True, False):
+        giving_way.tell(pid, drawing)
+        seen.append(_nice_of(pid))
+        time.sleep(0.15)  # the system takes such an order ten times a second
+    assert _nice_of("self") == ours
+    assert seen == ([15, 15, 5] if own else [ours] * 3)
+
+
+def test_a_process_that_has_ended_is_no_error() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    process.wait()
+    GivingWay().tell(process.pid, True)
