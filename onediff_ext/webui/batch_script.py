@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from modules import processing, scripts, shared
+from modules import processing, scripts, sd_models, shared
 
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
@@ -141,10 +141,25 @@ def _shown_limit() -> int:
 def _identity(p: Any) -> dict[str, object]:
     """What decides a picture besides the job's own numbers."""
     opts = shared.opts
-    info = getattr(shared.sd_model, "sd_checkpoint_info", None)
-    names = ("sd_vae", "CLIP_stop_at_last_layers", "eta_noise_seed_delta", "randn_source")
+    names = (
+        "sd_vae",
+        "forge_additional_modules",
+        "CLIP_stop_at_last_layers",
+        "eta_noise_seed_delta",
+        "randn_source",
+    )
     return {
-        "checkpoint": getattr(info, "shorthash", None) or getattr(info, "name", ""),
+        "checkpoint": _checkpoint(),
         **{name: str(getattr(opts, name, "")) for name in names},
         **changes_of_job(p),
     }
+
+
+def _checkpoint() -> str:
+    """The chosen checkpoint's short hash, or its name where the host makes no hashes.
+
+    Not the one in memory: Forge loads what was chosen only when it draws, so until then that is
+    another one, or none.
+    """
+    info = sd_models.select_checkpoint()
+    return "" if info is None else str(info.calculate_shorthash() or info.name)

@@ -171,6 +171,7 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNa
         "ui_components": SimpleNamespace(),
         "script_callbacks": SimpleNamespace(**{name: on(name) for name in names}),
         "processing": SimpleNamespace(),
+        "sd_models": SimpleNamespace(),
     }
     package = ModuleType("modules")
     monkeypatch.setitem(sys.modules, "modules", package)
@@ -183,5 +184,6 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNa
         shared=sys.modules["modules.shared"],
         scripts=sys.modules["modules.scripts"],
         processing=sys.modules["modules.processing"],
+        sd_models=sys.modules["modules.sd_models"],
         callbacks=callbacks,
     )
