@@ -205,7 +205,7 @@ class Faults:
 
     def _hit_a_worker(self, what: str, number: int) -> bool:
         run = self._session.builder.run
-        pids = run.worker_pids if run is not None else []
+        pids = run.workers.pids if run is not None else []
         if not pids:
             return False
         if what == "kill":

@@ -68,6 +68,9 @@ class WorkerPool:
         in_background: At a low priority.
         answer: Called with each answer, in a thread of its worker's.
 
+    Attributes:
+        folder: Where they work.
+
     Raises:
         BackendError: There is no place to build in.
     """
@@ -76,7 +79,7 @@ class WorkerPool:
         self, builder: Builder, in_background: bool, answer: Callable[[Answer], None]
     ) -> None:
         self._builder, self._in_background, self._answer = builder, in_background, answer
-        self._folder = BuildFolder()
+        self.folder = BuildFolder()
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
         self._giving_way = GivingWay()
@@ -104,12 +107,12 @@ class WorkerPool:
 
     def remove(self) -> None:
         """Delete what the workers have left."""
-        self._folder.remove()
+        self.folder.remove()
 
     def _work(self, job: Job) -> None:
         builder = self._builder
         if not self._idle:
-            self._workers.append(builder.new_worker(self._folder.path, self._in_background))
+            self._workers.append(builder.new_worker(self.folder.path, self._in_background))
             self._idle.append(self._workers[-1])
         worker, payload, seconds = self._idle.pop(), None, 0.0
         error: OneDiffError | None = None

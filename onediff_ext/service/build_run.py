@@ -62,7 +62,7 @@ class BuildRun:
         self._events: queue.SimpleQueue[Exported | Answer | Loaded] = queue.SimpleQueue()
         self._exporter: threading.Thread | None = None
         self._halt = threading.Event()  # for the exporter: stop, or leaving by an error
-        self._workers = WorkerPool(builder, in_background, self._events.put)
+        self.workers = WorkerPool(builder, in_background, self._events.put)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="onediff-load")
         self._machine_at_fault: MachineError | None = None
 
@@ -71,14 +71,14 @@ class BuildRun:
 
     def __exit__(self, *exc_info: object) -> None:
         self._halt.set()
-        self._workers.stop()  # an interrupted build ends at once
+        self.workers.stop()  # an interrupted build ends at once
         self._loader.shutdown(cancel_futures=True)
         if self._exporter is not None:
             self._exporter.join()
         unfinished = (*self._exporting.values(), *self._waiting, *self._working, *self._loading)
         for job in unfinished:
             job.locks.close()
-        self._workers.remove()
+        self.workers.remove()
 
     @property
     def stage(self) -> str:
@@ -91,11 +91,6 @@ class BuildRun:
     def building_now(self) -> tuple[str, ...]:
         """Labels of the kinds in the workers' hands."""
         return tuple(job.kind.label for job in list(self._working))
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """The worker processes that live."""
-        return self._workers.pids
 
     def seconds_left(self) -> float | None:
         """Until everything is built, from this machine's history; None when nothing is known."""
@@ -239,10 +234,10 @@ class BuildRun:
             self._waiting.remove(job)
             job.started_at = time.monotonic()
             self._working.append(job)
-            self._workers.submit(job)
+            self.workers.submit(job)
 
     def _handle_events(self) -> None:
-        self._workers.give_way(self._in_background and self._builder.gate.is_drawing)
+        self.workers.give_way(self._in_background and self._builder.gate.is_drawing)
         try:
             event = self._events.get(timeout=_POLL_S)
         except queue.Empty:

@@ -86,7 +86,7 @@ class BatchResult:
 
     def summary(self) -> str:
         """One line for people, and one for each picture that was left out."""
-        parts = [f"{len(self.written)} pictures drawn"]
+        parts = [f"{_pictures(len(self.written))} drawn"]
         if self.already_done:
             parts.append(f"{len(self.already_done)} were done already")
         if self.skipped:
@@ -147,7 +147,7 @@ class BatchJob:
                     return self.result
                 self._state.skipped = False
                 self._state.job = (
-                    f"{number} of {sum(counts)}: {len(batch)} pictures of "
+                    f"{number} of {sum(counts)}: {_pictures(len(batch))} of "
                     f"{group.canvas_width_px}x{group.canvas_height_px}"
                 )
                 self._draw(batch)
@@ -273,3 +273,7 @@ class BatchJob:
             "size_rule": str(self._choices.size_rule),
             "keep_alpha": self._choices.keep_alpha,
         }
+
+
+def _pictures(count: int) -> str:
+    return "1 picture" if count == 1 else f"{count} pictures"

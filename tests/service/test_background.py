@@ -262,8 +262,8 @@ def test_closing_leaves_nothing(open_session, small):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     small()
-    wait_for(lambda: session.builder.run and session.builder.run.worker_pids)
-    folder = session.builder.run._folder.path
+    wait_for(lambda: session.builder.run and session.builder.run.workers.pids)
+    folder = session.builder.run.workers.folder.path
     session.close()
     assert not folder.exists()
     assert not [t for t in threading.enumerate() if t.name.startswith("onediff-b")]
