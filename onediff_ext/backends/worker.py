@@ -23,7 +23,15 @@ from pathlib import Path
 from onediff_ext.core.priority import step_back
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
-_NO_MEMORY = ("out of memory", "Cannot allocate memory", "bad_alloc", "DefaultCPUAllocator")
+_NO_MEMORY = (
+    "out of memory",
+    "Cannot allocate memory",
+    "MemoryError",
+    "bad_alloc",
+    "DefaultCPUAllocator",
+    "virtual memory exhausted",  # g++
+    "Killed signal",  # g++, when the system has ended its compiler
+)
 
 
 def main(arguments: list[str]) -> int:

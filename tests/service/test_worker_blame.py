@@ -1,0 +1,26 @@
+"""Whom a worker blames for a build that failed decides what is remembered of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from onediff_ext.backends.worker import _blame
+from onediff_ext.core.errors import BackendError
+
+
+@pytest.mark.parametrize(
+    ("text", "blamed"),
+    [
+        ("Inductor failed: InductorError: MemoryError:", "memory"),
+        ("C++ compile error\nc++: fatal error: Killed signal terminated program cc1plus", "memory"),
+        ("cc1plus: out of memory allocating 65536 bytes", "memory"),
+        ("[Errno 28] No space left on device: '/tmp/x.so'", "machine"),
+        ("The block cannot be traced: NameError: x", "graph"),
+    ],
+)
+def test_by_what_was_said(text: str, blamed: str) -> None:
+    assert _blame(BackendError(text)) == blamed
+
+
+def test_an_error_without_words() -> None:
+    assert _blame(MemoryError()) == "memory"
