@@ -83,6 +83,10 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
 
     try:
         program = load_program(Path(request["program"]).read_bytes(), device)
+    except Exception as exc:  # it was written a moment ago: what fails is this process
+        blame = "machine" if _blame(exc) == "machine" else "memory"
+        return failed(f"The exported block cannot be read: {_first_line(str(exc))}", blame)
+    try:
         is_new = request["task"] == "build"
         payload = backend.build(program, device) if is_new else graph.read_bytes()
         problem = try_out(program, backend.load(payload, device), device)

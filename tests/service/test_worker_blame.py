@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from onediff_ext.backends.worker import _blame
+from onediff_ext.backends.worker import _answer, _blame
 from onediff_ext.core.errors import BackendError
 
 
@@ -24,3 +26,12 @@ def test_by_what_was_said(text: str, blamed: str) -> None:
 
 def test_an_error_without_words() -> None:
     assert _blame(MemoryError()) == "memory"
+
+
+def test_a_program_that_cannot_be_read_is_the_workers_fault(tmp_path: Path) -> None:
+    program = tmp_path / "program.pt2"
+    program.write_bytes(b"half of one")
+    request = {"program": str(program), "graph": str(tmp_path / "graph.bin")}
+    answer = _answer({**request, "backend": "eager", "device": "cpu", "task": "build"})
+    assert answer["blame"] == "memory"
+    assert "cannot be read" in str(answer["error"])
