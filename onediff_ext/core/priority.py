@@ -29,7 +29,8 @@ def step_back(in_background: bool) -> None:
 class GivingWay:
     """Sessions that give way to others: much while somebody draws, a little between pictures.
 
-    Does nothing on systems that know no such thing.
+    Makes no difference where sessions share nothing (another system, autogroups switched off, a
+    control group with a share of its own): nice values count among all sessions there.
     """
 
     def __init__(self) -> None:
