@@ -23,7 +23,7 @@ class EagerBackend(Backend):
     name = "eager"
 
     def unavailable_reason(self, device: torch.device) -> str | None:  # noqa: ARG002
-        return too_old_for_graphs((2, 6))
+        return too_old_for_graphs()
 
     def key_entries(self, device: torch.device) -> Mapping[str, str]:  # noqa: ARG002
         return {"backend": "eager"}

@@ -20,12 +20,16 @@ import torch
 from onediff_ext.backends.triton_package import missing_reason
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
-from onediff_ext.engine.torch_versions import ready_for_standalone_compile, too_old_for_graphs
+from onediff_ext.engine.torch_versions import (
+    OLDEST_FOR_GRAPHS,
+    ready_for_standalone_compile,
+    too_old_for_graphs,
+)
 from onediff_ext.engine.trace import input_fakes
 
 # The oldest that this was tried with (docs/torch-versions.md): torch.export takes what it has to
 # from 2.6 on, and standalone_compile came with 2.8.
-_OLDEST_TORCH = {"cpu": (2, 6), "cuda": (2, 8)}
+_OLDEST_TORCH = {"cpu": OLDEST_FOR_GRAPHS, "cuda": (2, 8)}
 
 # Inductor settings that change the code it makes; they are part of every key.
 CPU_CONFIG: Mapping[str, Any] = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         make_folder(folder)
     report_file.check_report_path(arguments.report)
     if plan.already_done:
-        print(f"{_pictures(len(plan.already_done))} already done.")
+        print(f"{counted(len(plan.already_done), 'picture')} already done.")
     try:
         if plan.todo:
             model = model_arguments.load_model(
@@ -110,16 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
         report_file.write_report(arguments.report, report)
     if plan.todo:
         report_file.print_summary(report)
-        print(f"{_pictures(len(report.pictures))} drawn, in {job.output_dir}")
+        print(f"{counted(len(report.pictures), 'picture')} drawn, in {job.output_dir}")
     else:
         report_file.print_left_out(report)
         if not plan.already_done and not skipped.failures:
             print(_nothing_found(arguments), file=sys.stderr)
     return 1 if skipped.failures else 0
-
-
-def _pictures(count: int) -> str:
-    return "1 picture" if count == 1 else f"{count} pictures"
 
 
 def _nothing_found(arguments: argparse.Namespace) -> str:

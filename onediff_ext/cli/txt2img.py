@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_arguments import LoadedModel
@@ -82,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
     report_file.print_summary(report)
-    count = len(report.pictures)
-    print(f"{count} picture{'' if count == 1 else 's'} drawn, in {arguments.output}")
+    print(f"{counted(len(report.pictures), 'picture')} drawn, in {arguments.output}")
     return 1 if report.skipped else 0
 
 

@@ -7,6 +7,9 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from onediff_ext.engine.changes import content_of
+from onediff_ext.engine.torch_versions import autocast_dtype
+
 
 class Projections:
     """Tensors that a block's `prompt_layers` made of a prompt.
@@ -67,8 +70,9 @@ class Pinned(Projections):
 def stamp_of(
     epoch: Hashable, prompt: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> Hashable | None:
-    """A value that differs when a prompt or weights have changed in place, or None if that cannot
-    be seen: tensors made under inference mode count no versions.
+    """A value that differs when a prompt or weights have changed in place, or autocast would make
+    something else of them; None if that cannot be seen: tensors made under inference mode count no
+    versions.
 
     Args:
         epoch: Differs after any moment in which weights may have changed without a trace.
@@ -77,4 +81,5 @@ def stamp_of(
     tensors = (prompt, *weights)
     if any(tensor.is_inference() for tensor in tensors):
         return None
-    return (epoch, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
+    autocast = autocast_dtype(prompt.device.type)
+    return (epoch, autocast, *(content_of(tensor) for tensor in tensors))

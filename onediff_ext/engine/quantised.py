@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from onediff_ext.engine.changes import content_of
 from onediff_ext.engine.torch_versions import autocast_dtype
 
 # The 8-bit type of each precision, and its largest value that is used.
@@ -126,7 +127,7 @@ class QuantisedWeights:
 
     def refresh(self, epoch: Hashable) -> None:
         """Make the copies anew if the weights may have changed since."""
-        now = (epoch, *(_stamp(w) for group in self._sources for w in group))
+        now = (epoch, *(content_of(w) for group in self._sources for w in group))
         if now == self._made_from:
             return
         if not self._copies:
@@ -256,7 +257,3 @@ def outlines(weights: Sequence[torch.Tensor], quantisation: Quantisation) -> lis
         scale.untyped_storage().resize_(0)
         scales.append(scale)
     return [*taken, *scales]
-
-
-def _stamp(weight: torch.Tensor) -> tuple[int, int]:
-    return weight.data_ptr(), -1 if weight.is_inference() else weight._version

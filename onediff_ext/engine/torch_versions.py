@@ -22,8 +22,11 @@ OutOfMemoryError: type[RuntimeError] = (
     torch.OutOfMemoryError if hasattr(torch, "OutOfMemoryError") else torch.cuda.OutOfMemoryError
 )
 
+# The oldest release whose `torch.export` makes programs of blocks with dynamic sizes.
+OLDEST_FOR_GRAPHS = (2, 6)
 
-def too_old_for_graphs(needed: tuple[int, int]) -> str | None:
+
+def too_old_for_graphs(needed: tuple[int, int] = OLDEST_FOR_GRAPHS) -> str | None:
     """Why this torch builds no graphs and what a newer one brings, in one line; None if it does.
 
     Args:

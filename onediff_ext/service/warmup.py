@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onediff_ext.core.shapes import BatchShape
+from onediff_ext.core.words import counted
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.service.component import Component
@@ -104,10 +105,9 @@ class WarmUpReport:
         gain = "" if self.speedup is None else f", {self.speedup:.1f}x measured"
         stays = f", {self.eager} stay eager" if self.eager else ""
         ended = "cancelled: " if self.cancelled else ""
-        sizes = "1 size" if len(self.sizes) == 1 else f"{len(self.sizes)} sizes"
-        built = "1 graph" if self.built == 1 else f"{self.built} graphs"
+        done = f"{counted(self.built, 'graph')} built, {self.loaded} loaded"
         return (
-            f"{ended}{sizes}, {built} built, {self.loaded} loaded"
+            f"{ended}{counted(len(self.sizes), 'size')}, {done}"
             f"{stays} in {self.seconds:.1f} s{gain}"
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.status import Status
+from onediff_ext.core.words import counted
 from onediff_ext.ui.graph_rows import GraphGroup, age_text, size_text
 from onediff_ext.ui.port import WarmUpStep
 
@@ -89,7 +90,7 @@ def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int) -> s
         )
     rows = "".join(_row(group) for group in groups)
     distinct = {graph.digest: graph.size_bytes for group in groups for graph in group.graphs}
-    total = f"{_count(len(distinct))}, {size_text(sum(distinct.values()))}"
+    total = f"{counted(len(distinct), 'graph')}, {size_text(sum(distinct.values()))}"
     return (
         '<div class="onediff-scroll"><table class="onediff-graphs"><thead><tr>'
         '<th>Checkpoint</th><th class="n">Graphs</th><th class="n">Size</th>'
@@ -125,7 +126,3 @@ def _row(group: GraphGroup) -> str:
         f'<td class="n">{age_text(group.built_at)}</td><td class="n">{age_text(group.used_at)}</td>'
         f'<td class="n">{speedup}</td></tr>'
     )
-
-
-def _count(graphs: int) -> str:
-    return "1 graph" if graphs == 1 else f"{graphs} graphs"

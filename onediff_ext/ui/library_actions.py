@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.words import counted
 from onediff_ext.store import CheckpointRecords, GraphLibrary
 from onediff_ext.ui.graph_rows import EVERYTHING, digests_of, size_text
 
@@ -22,10 +23,11 @@ def verify(library: GraphLibrary) -> str:
     count = len(library.entries())
     problems = library.verify(repair=True)
     if not problems:
-        return f"{_graphs(count)} checked: all sound."
+        return f"{counted(count, 'graph')} checked: all sound."
     removed = sum(problem.removed for problem in problems)
     lines = "; ".join(f"{p.path.stem[:12]}… {p.reason}" for p in problems[:5])
-    return f"{_graphs(removed)} removed, {_graphs(len(problems) - removed)} left alone: {lines}."
+    left = counted(len(problems) - removed, "graph")
+    return f"{counted(removed, 'graph')} removed, {left} left alone: {lines}."
 
 
 def delete(library: GraphLibrary, name: str) -> str:
@@ -41,7 +43,7 @@ def delete(library: GraphLibrary, name: str) -> str:
     for listing in records.list():
         if len(listing.missing) == len(listing.record.kinds):
             records.delete(listing.record.content_hash)
-    return f"{_graphs(len(digests))} deleted, {size_text(freed)} free again."
+    return f"{counted(len(digests), 'graph')} deleted, {size_text(freed)} free again."
 
 
 def export(library: GraphLibrary, name: str, folder: Path) -> Path:
@@ -76,8 +78,4 @@ def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, t
         raise OptionError("No file is chosen.", "Choose an archive that was exported.")
     report = library.import_archive(Path(path), trust=trust)
     kept = f", {len(report.kept)} were here already" if report.kept else ""
-    return f"{_graphs(len(report.imported))} imported{kept}."
-
-
-def _graphs(count: int) -> str:
-    return "1 graph" if count == 1 else f"{count} graphs"
+    return f"{counted(len(report.imported), 'graph')} imported{kept}."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.core.words import counted
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.fitting import from_canvas, to_target
@@ -86,7 +87,7 @@ class BatchResult:
 
     def summary(self) -> str:
         """One line for people, and one for each picture that was left out."""
-        parts = [f"{_pictures(len(self.written))} drawn"]
+        parts = [f"{counted(len(self.written), 'picture')} drawn"]
         if self.already_done:
             parts.append(f"{len(self.already_done)} were done already")
         if self.skipped:
@@ -147,7 +148,7 @@ class BatchJob:
                     return self.result
                 self._state.skipped = False
                 self._state.job = (
-                    f"{number} of {sum(counts)}: {_pictures(len(batch))} of "
+                    f"{number} of {sum(counts)}: {counted(len(batch), 'picture')} of "
                     f"{group.canvas_width_px}x{group.canvas_height_px}"
                 )
                 self._draw(batch)
@@ -273,7 +274,3 @@ class BatchJob:
             "size_rule": str(self._choices.size_rule),
             "keep_alpha": self._choices.keep_alpha,
         }
-
-
-def _pictures(count: int) -> str:
-    return "1 picture" if count == 1 else f"{count} pictures"

@@ -154,6 +154,26 @@ def test_a_change_within_a_picture_is_seen(
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(after, before, strict=True))
 
 
+def test_autocast_may_change_within_a_picture(
+    pipe: Any, session: Session, projections: CountedProjections
+) -> None:
+    step = inputs(pipe.unet, seed=5)
+
+    def draw(autocast: bool) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            assert_right(pipe, step)
+
+    for _ in range(2):  # graphs of both kinds are built, and checked
+        for autocast in (True, False):
+            draw(autocast)
+    projections.count = 0
+    with session.picture():
+        for autocast in (False, True, True, False):
+            draw(autocast)
+    assert projections.count == 3 * blocks(pipe)
+    assert session.fallbacks() == []
+
+
 def test_a_change_without_a_trace_is_seen_with_the_next_picture(
     pipe: Any, session: Session
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,12 +57,12 @@ def recorder() -> StrictRecorder:
     return StrictRecorder()
 
 
-@pytest.fixture
-def job(
-    acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Any
+@contextmanager
+def recorded_job(
+    acceleration: Acceleration, recorder: StrictRecorder, store: Path
 ) -> Iterator[FakeProcessing]:
     """A job whose session records on a CPU."""
-    options = CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1)
+    options = CompileOptions(backend="eager", build="wait", store=store, workers=1)
     p = FakeProcessing()
     acceleration.begin(p, options)
     assert acceleration.session is not None
@@ -68,6 +70,14 @@ def job(
     acceleration.before_sampling(p)
     yield p
     acceleration.end(p)
+
+
+@pytest.fixture
+def job(
+    acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Path
+) -> Iterator[FakeProcessing]:
+    with recorded_job(acceleration, recorder, tmp_path) as p:
+        yield p
 
 
 def step(
@@ -143,7 +153,7 @@ def test_an_embedding_that_is_another_goes_on_as_it_is(
     acceleration: Acceleration,
     recorder: StrictRecorder,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     """It cannot be recorded, so the blocks run through their graphs one by one."""
     if host.name == "reforge":
@@ -154,18 +164,13 @@ def test_an_embedding_that_is_another_goes_on_as_it_is(
         return embed_from_the_cpu(timesteps + 1, dim, max_period)
 
     monkeypatch.setattr(home, "timestep_embedding", shifted)
-    options = CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1)
-    p = FakeProcessing()
-    acceleration.begin(p, options)
-    assert acceleration.session is not None
-    acceleration.session.captures = Captures(recorder)
-    acceleration.before_sampling(p)
-    settle(host)
-    assert "not permitted" in captured(acceleration).reason
-    before = sum(kind.calls for kind in acceleration.session.kinds)
-    assert_right(host, acceleration, 50)
-    assert sum(kind.calls for kind in acceleration.session.kinds) > before
-    acceleration.end(p)
+    with recorded_job(acceleration, recorder, tmp_path):
+        settle(host)
+        assert "not permitted" in captured(acceleration).reason
+        assert acceleration.session is not None
+        before = sum(kind.calls for kind in acceleration.session.kinds)
+        assert_right(host, acceleration, 50)
+        assert sum(kind.calls for kind in acceleration.session.kinds) > before
     assert home.timestep_embedding is shifted
 
 
@@ -196,16 +201,10 @@ def test_what_a_controlnet_adds_is_part_of_the_shape(
 
 
 def test_nothing_is_left_behind(
-    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Any
+    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Path
 ) -> None:
     before = host.attributes()
-    options = CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1)
-    p = FakeProcessing()
-    acceleration.begin(p, options)
-    assert acceleration.session is not None
-    acceleration.session.captures = Captures(recorder)
-    acceleration.before_sampling(p)
-    settle(host)
-    assert host.attributes() != before
-    acceleration.end(p)
+    with recorded_job(acceleration, recorder, tmp_path):
+        settle(host)
+        assert host.attributes() != before
     assert host.attributes() == before

@@ -1,7 +1,7 @@
 """Weights of other kinds: LyCORIS files, checkpoints of another architecture or for inpainting.
 
-Each needs files that not every WebUI under test has: LoRAs with "loha" or "lokr" in their names,
-checkpoints named by ONEDIFF_WEBUI_OTHER and ONEDIFF_WEBUI_INPAINTING.
+Each needs files that not every WebUI under test has: checkpoints named by ONEDIFF_WEBUI_OTHER and
+ONEDIFF_WEBUI_INPAINTING.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import PROMPT, WebUI, assert_different, assert_same
+from tests.live.client import WebUI, assert_different, assert_same
 
 
 def checkpoint_of(webui: WebUI, variable: str) -> str:
@@ -26,22 +26,6 @@ def checkpoint_of(webui: WebUI, variable: str) -> str:
 
 
 @pytest.mark.usefixtures("no_rebuild")
-@pytest.mark.parametrize("form", ["loha", "lokr"])
-def test_lycoris(webui: WebUI, loras: list[str], same: Any, form: str) -> None:
-    names = [name for name in loras if form in name.lower()]
-    if not names:
-        pytest.skip(f"the WebUI has no {form} file")
-    plain, _ = same()
-    full, _ = same(prompt=f"{PROMPT} <lora:{names[0]}:1>")
-    half, _ = same(prompt=f"{PROMPT} <lora:{names[0]}:0.5>")
-    both, _ = same(prompt=f"{PROMPT} <lora:{names[0]}:0.7> <lora:{loras[0]}:0.6>")
-    off, _ = same()
-    for changed in (full, half, both):
-        assert_different(changed, plain)
-    assert_different(full, half)
-    assert_same(off, plain)
-
-
 def test_another_architecture_and_back(
     webui: WebUI, checkpoints: list[str], photo: np.ndarray, same: Any
 ) -> None:

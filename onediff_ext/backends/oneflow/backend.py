@@ -33,7 +33,7 @@ class OneFlowBackend(Backend):
         return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        return too_old_for_graphs((2, 6)) or unavailable_reason(device)
+        return too_old_for_graphs() or unavailable_reason(device)
 
     def key_entries(self, device: torch.device) -> Mapping[str, str]:  # noqa: ARG002
         try:

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.families.base import (
-    CONTEXT,
     IMAGE,
-    TOKENS,
     VECTOR,
     BlockCall,
     BlockFamily,
@@ -133,18 +131,10 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
             reason = _processor_refusal(attention)
             if reason is not None:
                 return Refusal(reason)
-        # x [B, H*W, D], context [B, 77n, C] or None
         context = named.get("encoder_hidden_states")
-        if context is None:
-            return BlockCall((named["hidden_states"],), (TOKENS,), (("context", False),))
         if isinstance(context, tuple):
             return Refusal("IP-Adapter embeddings among the context")
-        return BlockCall(
-            (named["hidden_states"], context),
-            (TOKENS, CONTEXT),
-            (("context", True),),
-            prompt=context if _projects_alone(block) else None,
-        )
+        return self.bound(named["hidden_states"], context, _projects_alone(block))
 
     def call(
         self,

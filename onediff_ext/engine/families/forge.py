@@ -18,9 +18,7 @@ from torch import nn
 
 from onediff_ext.engine.families.attention import attend, attend_image
 from onediff_ext.engine.families.base import (
-    CONTEXT,
     IMAGE,
-    TOKENS,
     VECTOR,
     BlockCall,
     BlockFamily,
@@ -209,12 +207,8 @@ class ForgeTransformer(TransformerBlocks, _ForgeFamily):
             return Refusal(reason)
         wanted = getattr(block.attn1, "attn_precision", None)
         upcast = x.dtype != torch.float32 and self.attention.upcasts(wanted, x.dtype)
-        # x [B, H*W, D], context [B, 77n, C] or None
-        statics = (("context", context is not None), ("upcast", upcast))
-        if context is None:
-            return BlockCall((x,), (TOKENS,), statics)
-        prompt = None if getattr(block, "disable_self_attn", False) else context
-        return BlockCall((x, context), (TOKENS, CONTEXT), statics, prompt)
+        ahead = not getattr(block, "disable_self_attn", False)
+        return self.bound(x, context, ahead, ("upcast", upcast))
 
     def prepare(self, block: Any) -> None:
         super().prepare(block)

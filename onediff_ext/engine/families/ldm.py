@@ -18,9 +18,7 @@ from torch import nn
 
 from onediff_ext.engine.families.attention import attend, attend_image
 from onediff_ext.engine.families.base import (
-    CONTEXT,
     IMAGE,
-    TOKENS,
     VECTOR,
     BlockCall,
     BlockFamily,
@@ -127,12 +125,8 @@ class TransformerFamily(TransformerBlocks, _LdmFamily):
         reason = self.attention.refusal()
         if reason is not None:
             return Refusal(reason)
-        # x [B, H*W, D], context [B, 77n, C] or None
-        statics = (("context", context is not None), ("upcast", self.attention.upcast()))
-        if context is None:
-            return BlockCall((x,), (TOKENS,), statics)
-        prompt = None if getattr(block, "disable_self_attn", False) else context
-        return BlockCall((x, context), (TOKENS, CONTEXT), statics, prompt)
+        ahead = not getattr(block, "disable_self_attn", False)
+        return self.bound(x, context, ahead, ("upcast", self.attention.upcast()))
 
     def prepare(self, block: Any) -> None:
         # The host's own attention may slice by free memory, or cannot be traced at all.

@@ -32,6 +32,26 @@ class TransformerBlocks(BlockFamily):
     ) -> torch.Tensor:
         """Call the block's own method: x [B, N, D], context [B, M, C] or None."""
 
+    def bound(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None,
+        ahead: bool,
+        *statics: tuple[str, Hashable],
+    ) -> BlockCall:
+        """A call with tokens and perhaps a context.
+
+        Args:
+            x: [B, H*W, D].
+            context: [B, 77n, C] or None.
+            ahead: Only the `prompt_layers` read the context, which may happen ahead of the graph.
+            statics: More of them.
+        """
+        named = (("context", context is not None), *statics)
+        if context is None:
+            return BlockCall((x,), (TOKENS,), named)
+        return BlockCall((x, context), (TOKENS, CONTEXT), named, context if ahead else None)
+
     def run(
         self,
         block: Any,

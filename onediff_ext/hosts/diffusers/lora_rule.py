@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.changes import content_of
 from onediff_ext.engine.structure import WrapperRule
 
 
@@ -41,11 +42,10 @@ class PeftLoraRule(WrapperRule):
 
     def state(self, module: Any) -> Hashable:
         weight = module.get_base_layer().weight
-        parts: list[Hashable] = [weight.data_ptr(), weight.dtype, _version(weight)]
+        parts: list[Hashable] = [weight.dtype, content_of(weight)]
         for name in self._live(module):
             down, up = module.lora_A[name].weight, module.lora_B[name].weight
-            parts += [name, module.scaling[name], down.data_ptr(), up.data_ptr()]
-            parts += [_version(down), _version(up)]
+            parts += [name, module.scaling[name], content_of(down), content_of(up)]
         # A merge or an undone one writes into the base weight past its version counter.
         parts += module.merged_adapters
         return tuple(parts)
@@ -67,7 +67,3 @@ class PeftLoraRule(WrapperRule):
         if module.disable_adapters or module.merged:
             return []
         return [name for name in module.active_adapters if name in module.lora_A]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

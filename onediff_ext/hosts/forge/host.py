@@ -35,7 +35,7 @@ class ForgeHost(WebUIHost):
     name = "forge"
 
     def __init__(self) -> None:
-        self._embeddings: list[TimestepEmbedding] = []
+        self._embeddings: dict[Callable[..., Any], TimestepEmbedding] = {}
 
     def families(self) -> Sequence[BlockFamily]:
         return forge_families(FORGE, forge_attention())
@@ -159,10 +159,7 @@ class ForgeHost(WebUIHost):
         home = sys.modules[type(unet).__module__]
         own = vars(home).get("timestep_embedding")
         if callable(own) and not isinstance(own, TimestepEmbedding):
-            ours = next((one for one in self._embeddings if one.own is own), None)
-            if ours is None:
-                ours = TimestepEmbedding(own)
-                self._embeddings.append(ours)
+            ours = self._embeddings.setdefault(own, TimestepEmbedding(own))
             patches.set(home, "timestep_embedding", ours)
         patches.hook(unet.register_forward_pre_hook(without_controlnet, with_kwargs=True))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import nearest_side_px
+from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
 from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
 from onediff_ext.pictures.fitting import from_canvas, to_canvas
@@ -143,7 +144,7 @@ def _keep(
         path = _free(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
         write_png(path, image, infotext=text, digest="")
         paths.append(path)
-    count = "1 picture" if len(paths) == 1 else f"{len(paths)} pictures"
+    count = counted(len(paths), "picture")
     said = (
         f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step. Seed {seeds[0]}."
     )
