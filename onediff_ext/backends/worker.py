@@ -27,6 +27,7 @@ _NO_MEMORY = (
     "out of memory",
     "Cannot allocate memory",
     "MemoryError",
+    "error return without exception set",  # of C code that did not expect to run out of it
     "bad_alloc",
     "DefaultCPUAllocator",
     "virtual memory exhausted",  # g++

@@ -19,7 +19,7 @@ class Attributes:
     A look at SDXL's UNet takes some milliseconds.
 
     Args:
-        model: Any module.
+        model: Any module. Its own forward does not count, which is no part of any block.
         transient: Names that do not count, as `BlockFamily.transient` has them.
     """
 
@@ -28,7 +28,7 @@ class Attributes:
         self._values: list[Any] = []
         for module in model.modules():
             for name, value in module.__dict__.items():
-                if name not in ignored:
+                if name not in ignored and (module is not model or name != "forward"):
                     self._values += (name, value)
 
     def same(self, other: Attributes) -> bool:

@@ -179,7 +179,7 @@ class BlockTree:
 
     def _foreign(self, module: nn.Module, inner: bool) -> str | None:
         """What makes a module compute something else than its class says, or None."""
-        if _is_hooked(module) if inner else _replaces(module, "_forward"):
+        if _is_hooked(module) if inner else replaces(module, "_forward"):
             return "has a hook or a replaced forward of another extension"
         attributes = module.__dict__
         for name in self._interfering:
@@ -246,8 +246,8 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
-        or _replaces(module, "forward")
-        or _replaces(module, "_forward")
+        or replaces(module, "forward")
+        or replaces(module, "_forward")
     )
 
 
@@ -257,7 +257,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def _replaces(module: nn.Module, name: str) -> bool:
+def replaces(module: nn.Module, name: str) -> bool:
     """Whether the instance has a method of its own, and not its class's put back by hand, as
     ControlNet for A1111 does when it is done."""
     method = module.__dict__.get(name)

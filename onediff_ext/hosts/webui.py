@@ -43,6 +43,9 @@ class WebUIHost(ABC):
     """
 
     name: str
+    # Beginnings of the names of components that the host, or an extension, may give up after any
+    # job: nothing is kept of them, so that their memory is free then.
+    lent: tuple[str, ...] = ()
 
     @abstractmethod
     def families(self) -> Sequence[BlockFamily]:

@@ -50,13 +50,16 @@ class Component:
 
         After `suspend`, the same runners and captures go on, if the model still is the same.
         """
-        if self.runners and self._put_back():
-            return
-        for block, family in _known_blocks(self.model, self._session.families):
-            runner = BlockRunner(block, family, getattr(block, family.method), self._session)
-            self._patches.set(block, family.method, runner)
-            self.runners.append(runner)
-        forward = self.model.forward
+        if not (self.runners and self._put_back()):
+            for block, family in _known_blocks(self.model, self._session.families):
+                runner = BlockRunner(block, family, getattr(block, family.method), self._session)
+                self._patches.set(block, family.method, runner)
+                self.runners.append(runner)
+        if self._forward is None:
+            self._forward = self._around(self.model.forward)
+        self._patches.set(self.model, "forward", self._forward)
+
+    def _around(self, forward: Callable[..., Any]) -> _ModelForward:
         within: Callable[..., Any] | None = None
         if self.name.startswith("vae"):
             within = MemoryLadder(forward, self._session.captures, self._without_graphs)
@@ -70,16 +73,24 @@ class Component:
                 sources,
                 self._session.rules,
             )
-        self._forward = _ModelForward(forward, self.captured, self._session, within)
-        self._patches.set(self.model, "forward", self._forward)
+        return _ModelForward(forward, self.captured, self._session, within)
+
+    @property
+    def foreign(self) -> str | None:
+        """Why the model's forward is not its own: another extension's, which calls the blocks from
+        there. None if it is, or nothing is installed."""
+        return None if self.captured is None else self.captured.foreign
 
     def remove(self) -> None:
         """Leave every attribute as it was before `install`, and drop the captures."""
         self.suspend()
         self._attributes = None
+        self._forget_forward()
+        self.runners = []
+
+    def _forget_forward(self) -> None:
         if self.captured is not None:
             self.captured.forget()
-        self.runners = []
         self.captured = self._forward = None
 
     def suspend(self) -> None:
@@ -87,6 +98,8 @@ class Component:
         self._set_active(False)  # somebody may still hold a runner
         left = self._patches.undo()
         self._attributes = self._look()
+        if self.foreign is not None:
+            self._forget_forward()  # which may hold models that are nobody else's any more
         if left:
             logger.warning(
                 "%s: another extension has replaced %s since; ours now only passes calls on",
@@ -118,22 +131,20 @@ class Component:
             part.active = active
 
     def _put_back(self) -> bool:
-        """Install what was suspended; without that, when blocks or forwards are others now."""
+        """Install the runners that were suspended; nothing is left of them when blocks or their
+        forwards are others now, and no captures when the model's forward is."""
         blocks = _known_blocks(self.model, self._session.families)
         parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
-        after = self._forward
-        if after is None or self.model.forward != after.eager:
-            self.remove()
-            return False
         if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
             return False
+        if self._forward is not None and self.model.forward != self._forward.eager:
+            self._forget_forward()
         if self._attributes is None or not self._attributes.same(self._look()):
             for runner in self.runners:
                 runner.tree = None  # looked at anew
         for runner in self.runners:
             self._patches.set(runner.block, runner.family.method, runner)
-        self._patches.set(self.model, "forward", after)
         self._set_active(True)
         return True
 

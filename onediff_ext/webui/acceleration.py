@@ -282,6 +282,7 @@ class Acceleration:
                 self.host.weights(),
                 "" if checkpoint is None else checkpoint.name,
                 self._reused,
+                unet.component.foreign,
             )
         elif entry.deepcache.is_on:
             self._reused.reason = "DeepCache needs the UNet among the components"
@@ -358,6 +359,9 @@ class Acceleration:
 
     def _park(self, attachment: Attachment) -> None:
         self._attached.remove(attachment)
+        if attachment.component.name.startswith(self.host.lent):
+            attachment.undo()
+            return
         attachment.suspend()
         self._parked.insert(0, attachment)
         for old in self._parked[_PARKED_LIMIT:]:

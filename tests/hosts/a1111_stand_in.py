@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,12 +91,34 @@ class FakeProcessing:
         self.closed = True
 
 
+class FakeControlNet:
+    """The script of Mikubill's extension: `latest_network` hooks the UNet while a job runs."""
+
+    def __init__(self) -> None:
+        self.latest_network: Any = None
+
+    def hook(self, unet: nn.Module, strength: float, network: nn.Module | None) -> None:
+        def forward(
+            unet: Any, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor
+        ) -> torch.Tensor:
+            if network is not None:
+                network(x, timesteps, context)
+            result: torch.Tensor = unet._original_forward(x, timesteps, context)
+            return result * strength
+
+        unit = SimpleNamespace(control_model=SimpleNamespace(control_model=network))
+        self.latest_network = SimpleNamespace(model=unet, lowvram=False, control_params=[unit])
+        unet._original_forward = unet.forward
+        unet.forward = MethodType(forward, unet)  # type: ignore[method-assign]
+
+
 class A1111StandIn:
     """The fake host, and how a job of it runs."""
 
     def __init__(self, lora: FakeLora) -> None:
         self.lora = lora
         self.model = FakeModel(seed=0)
+        self.controlnet = FakeControlNet()
 
     def checkpoint(self, model: FakeModel) -> None:
         """Another model in memory is the one that draws."""
@@ -122,6 +144,16 @@ class A1111StandIn:
                 x, torch.full((batch,), 321.5), context=context
             )
         return result
+
+    def control(self, unet: nn.Module, strength: float, network: nn.Module | None = None) -> None:
+        """Mikubill's ControlNet hooks the UNet, with a network beside it, as in its ``process``."""
+        self.controlnet.hook(unet, strength, network)
+
+    def restore(self, unet: nn.Module) -> None:
+        """It lets the UNet go, as in ``postprocess``, or when the next job begins after an error;
+        the method that it puts back stays among the attributes of the instance."""
+        unet.forward = unet.__dict__.pop("_original_forward")
+        self.controlnet.latest_network = None
 
     def decode(self, height: int = 8, width: int = 8) -> torch.Tensor:
         z = torch.randn(1, 4, height, width, generator=torch.Generator().manual_seed(2))
@@ -167,6 +199,10 @@ def a1111() -> Iterator[A1111StandIn]:
                 "dtype_vae": torch.float32,
                 "device": torch.device("cpu"),
                 "autocast": nullcontext,
+            },
+            "modules.scripts": {
+                "scripts_txt2img": SimpleNamespace(alwayson_scripts=[object(), host.controlnet]),
+                "scripts_img2img": None,
             },
             "modules.sd_models": {"model_data": SimpleNamespace(sd_model=host.model)},
             "modules.sd_unet": {"current_unet": None},

@@ -360,6 +360,7 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
     for cls_name, cls in classes.items():
         home = homes.get(cls_name, homes["ResBlock"])
         cls.__module__, cls.__qualname__ = home, cls_name
+        cls.forward.__module__ = home
         contents[home][cls_name] = cls
     known = homes["attention"]
     attention_module = contents.setdefault(known, {})

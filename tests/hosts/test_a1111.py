@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,11 @@ from torch import nn
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.hosts.a1111.host import A1111Host
+from onediff_ext.service.component import Component
 from onediff_ext.webui.acceleration import Acceleration
+from tests.hosts import ldm_stand_in
 from tests.hosts.a1111_stand_in import A1111StandIn, FakeModel, FakeProcessing, a1111
 
 
@@ -291,21 +295,68 @@ def test_runners_outlive_a_job(host: A1111StandIn, acceleration: Acceleration, j
     acceleration.end(p)
 
 
+def unet_of(acceleration: Acceleration) -> Component:
+    return next(a.component for a in acceleration._attached if a.component.name == "unet")
+
+
 def test_a_controlnet_that_takes_the_unet_over_before_sampling(
     host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
 ) -> None:
+    """It calls the UNet's blocks from a forward of its own; these have graphs all the same."""
     unet = host.model.model.diffusion_model
-    own = unet.forward
+    own, plain = unet.forward, host.unet()
+    runners = []
+    for strength in (2, 3):
+        p = FakeProcessing()
+        acceleration.begin(p, options)
+        host.control(unet, strength)  # in `process`
+        acceleration.before_sampling(p)
+        assert close(host.unet(), strength * plain)
+        assert acceleration.status().line() == "compiled"
+        component = unet_of(acceleration)
+        assert component.captured is not None
+        assert component.captured.reason == "another extension runs the UNetModel itself"
+        runners.append(component.runners[0])
+        acceleration.end(p)
+        host.restore(unet)
+        assert unet.forward == own
+    assert runners[0] is runners[1]
     p = FakeProcessing()
     acceleration.begin(p, options)
-    unet._original_forward = unet.forward  # as ControlNet's hook does in `process`
-    unet.forward = lambda *args, **kwargs: own(*args, **kwargs) * 2
     acceleration.before_sampling(p)
-    assert "ControlNet" in acceleration.status().reasons[0]
-    host.unet()
+    assert close(host.unet(), plain)
+    captured = unet_of(acceleration).captured
+    assert captured is not None
+    assert captured.foreign is None
     acceleration.end(p)
-    assert unet._original_forward == own
-    del unet.forward, unet._original_forward
+    del unet.forward  # which the extension leaves there
+
+
+@pytest.mark.usefixtures("built")
+def test_what_runs_beside_the_unet_has_graphs_for_one_job(
+    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+) -> None:
+    unet, network = host.model.model.diffusion_model, ldm_stand_in.UNetModel()
+    network.eval().requires_grad_(False)
+    needed = acceleration.status().kinds_needed
+    for ignored in (False, True):
+        p = FakeProcessing()
+        acceleration.begin(p, options, frozenset({"controlnet"} if ignored else ()))
+        host.control(unet, 2, network)
+        acceleration.before_sampling(p)
+        forwards = [vars(module).get("forward") for module in network.modules()]
+        assert any(isinstance(forward, BlockRunner) for forward in forwards) is not ignored
+        names = [attached.component.name for attached in acceleration._attached]
+        assert ("controlnet" in names) is not ignored
+        acceleration.end(p)
+        host.restore(unet)
+        assert not any("forward" in vars(module) for module in network.modules())
+    assert acceleration.status().kinds_needed == needed
+    kept = weakref.ref(network)
+    del network, forwards
+    gc.collect()
+    assert kept() is None
+    del unet.forward
 
 
 # ------------------------------------------------------------------ refusals
@@ -435,11 +486,10 @@ def test_a_controlnet_that_the_job_before_left_behind(
 ) -> None:
     """After an error, the extension lets the UNet go only when the next job begins."""
     unet = host.model.model.diffusion_model
-    unet._original_forward = unet.forward
+    host.control(unet, 2)
     p = FakeProcessing()
     acceleration.begin(p, options)
-    assert "ControlNet" in acceleration.status().line()
-    del unet._original_forward
+    host.restore(unet)
     acceleration.before_sampling(p)
     host.unet()
     assert acceleration.status().line() == "compiled"

@@ -27,6 +27,13 @@ from tests.ldm_models import LDM_UNETS
 MEDIUM = DeepCacheOptions(3)
 ADAPTERS = {"a1111": A1111Host, "forge": ForgeHost, "reforge": ReForgeHost}
 
+# Where each host's own UNets come from.
+HOMES = {
+    "a1111": "ldm.modules.diffusionmodules.openaimodel",
+    "forge": "backend.nn.unet",
+    "reforge": "ldm_patched.ldm.modules.diffusionmodules.openaimodel",
+}
+
 
 class Job:
     """`p`: a picture of 12 steps."""
@@ -55,6 +62,7 @@ class Host:
     def new_unet(self) -> None:
         """Another checkpoint: the same module in A1111, another one in the others."""
         unet = LDM_UNETS[self.name]()
+        type(unet).forward.__module__ = HOMES[self.name]
         if self.name == "a1111":
             model = self.stand_in.model
             if type(model.model.diffusion_model) is type(unet):
@@ -495,7 +503,7 @@ def test_prompts_that_alternate_are_drawn_as_without_deepcache(host: Host) -> No
 
 def test_a_controlnet_that_begins_and_ends(host: Host) -> None:
     if host.name == "a1111":
-        pytest.skip("A1111's ControlNet runs the UNet itself, and everything is eager")
+        pytest.skip("the extension for A1111 runs the UNet itself: the next test")
     arguments: dict[str, Any] = {}
 
     def control(number: int) -> None:
@@ -513,3 +521,23 @@ def test_a_controlnet_that_begins_and_ends(host: Host) -> None:
     host.acceleration.end(p)
     # 0, 3; begins at 4, 7; ends at 8, 11.
     assert host.calls == (6, 6)
+
+
+def test_an_extension_that_runs_the_unet_itself(host: Host) -> None:
+    """What it adds may begin and end on the way: nothing is reused."""
+    plain = host.draw(None)
+    own = host.unet.forward
+    host.unet.forward = lambda *args, **kwargs: own(*args, **kwargs) * 1.5
+    try:
+        theirs = host.draw(None)
+        assert not torch.equal(theirs, plain)
+        assert torch.equal(host.draw(MEDIUM), theirs)
+        assert host.calls == (0, 0)
+        status = host.acceleration.status()
+        assert status.deepcache.startswith("DeepCache is off: another extension runs the")
+        assert "DeepCache is off" in status.line()
+    finally:
+        del host.unet.forward
+    assert torch.equal(host.draw(OFF), plain)
+    host.draw(MEDIUM)
+    assert host.calls == (4, 8)

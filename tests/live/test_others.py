@@ -164,29 +164,52 @@ UNITS: dict[str, dict[str, Any]] = {
     "begins late": {"guidance_start": 0.5},
     "ends early": {"guidance_end": 0.4},
     "prompt matters more": {"control_mode": "My prompt is more important"},
-    "reference only": {"module": "reference_only", "model": "None"},
 }
 
 
 @pytest.mark.parametrize("name", UNITS)
 @pytest.mark.usefixtures("unchanged_by_us")
-def test_controlnet(webui: WebUI, photo: np.ndarray, plain: Drawn, eager: Any, name: str) -> None:
+def test_controlnet(webui: WebUI, photo: np.ndarray, plain: Drawn, same: Any, name: str) -> None:
+    """It calls the UNet's blocks, and its network's, from a forward of its own."""
     job = {"scripts": controlnet(webui, photo, **UNITS[name]), "steps": 6}
     without = webui.draw(False, steps=6)
-    assert_different(eager("ControlNet runs the UNet itself", **job), without)
+    drawn, _ = same(**job)
+    assert not webui.status()["reasons"], webui.status()["reasons"]
+    assert_different(drawn, without)
     assert_same(webui.draw(True, steps=6), without)
     assert_same(webui.draw(True), plain)
     assert webui.status()["running"] == "compiled"
 
 
+@pytest.mark.usefixtures("unchanged_by_us")
+def test_controlnet_for_reference(webui: WebUI, photo: np.ndarray, plain: Drawn, same: Any) -> None:
+    """Its reference mode replaces transformer blocks' forwards, which therefore run eager."""
+    unit = {"module": "reference_only", "model": "None"}
+    job = {"scripts": controlnet(webui, photo, **unit), "steps": 6}
+    drawn, _ = same(**job)
+    assert any("replaced forward" in text for text in webui.status()["reasons"])
+    assert_different(drawn, webui.draw(False, steps=6))
+    assert_same(webui.draw(True), plain)
+
+
+def test_controlnet_of_other_sizes(webui: WebUI, photo: np.ndarray, same: Any) -> None:
+    """No further kind is needed."""
+    job = {"scripts": controlnet(webui, photo)}
+    same(**job)
+    needed = webui.status()["kinds_needed"]
+    for size in ({"width": 136, "height": 200}, {"width": 192, "height": 64, "batch_size": 2}):
+        same(**job, **size)
+    assert webui.status()["kinds_needed"] == needed
+
+
 def test_controlnet_with_a_lora(
-    webui: WebUI, photo: np.ndarray, loras: list[str], plain: Drawn, eager: Any, same: Any
+    webui: WebUI, photo: np.ndarray, loras: list[str], plain: Drawn, same: Any
 ) -> None:
     lora = {"prompt": f"{PROMPT} <lora:{loras[0]}:1>"}
     scripts = controlnet(webui, photo)
     with_lora, _ = same(**lora)
-    both = eager("ControlNet runs the UNet itself", scripts=scripts, **lora)
-    alone = eager("ControlNet runs the UNet itself", scripts=scripts)
+    both, _ = same(scripts=scripts, **lora)
+    alone, _ = same(scripts=scripts)
     for one, other in ((both, with_lora), (both, alone), (both, plain)):
         assert_different(one, other)
     again, _ = same(**lora)
@@ -194,24 +217,23 @@ def test_controlnet_with_a_lora(
 
 
 def test_controlnet_in_img2img_and_hires_fix(
-    webui: WebUI, photo: np.ndarray, plain: Drawn, eager: Any
+    webui: WebUI, photo: np.ndarray, plain: Drawn, same: Any
 ) -> None:
     scripts = controlnet(webui, photo)
-    reason = "ControlNet runs the UNet itself"
-    eager(reason, "img2img", scripts=scripts, init_images=[photo], denoising_strength=0.6, steps=4)
+    same("img2img", scripts=scripts, init_images=[photo], denoising_strength=0.6, steps=4)
     hires = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "Latent", "denoising_strength": 0.6}
-    eager(reason, scripts=scripts, **hires)
+    same(scripts=scripts, **hires)
 
 
 def test_exception_under_a_controlnet(
-    webui: WebUI, photo: np.ndarray, plain: Drawn, eager: Any
+    webui: WebUI, photo: np.ndarray, plain: Drawn, same: Any
 ) -> None:
     scripts = controlnet(webui, photo)
     with pytest.raises(WebUIError, match="raised by the probe"):
         webui.draw(True, scripts={**scripts, "OneDiff probe": {"args": [2]}})
     assert_same(webui.draw(True), plain)
     assert not webui.status()["reasons"]
-    eager("ControlNet runs the UNet itself", scripts=scripts)
+    same(scripts=scripts)
 
 
 def test_weights_in_8_bits(webui: WebUI, plain: Drawn, eager: Any) -> None:

@@ -15,6 +15,7 @@ from onediff_ext.core.errors import BackendError
     [
         ("Inductor failed: InductorError: MemoryError:", "memory"),
         ("C++ compile error\nc++: fatal error: Killed signal terminated program cc1plus", "memory"),
+        ("Inductor failed: SystemError: error return without exception set", "memory"),
         ("cc1plus: out of memory allocating 65536 bytes", "memory"),
         ("[Errno 28] No space left on device: '/tmp/x.so'", "machine"),
         ("The block cannot be traced: NameError: x", "graph"),

@@ -19,7 +19,7 @@ from onediff_ext.engine.capture.captures import Capture, Captures
 from onediff_ext.engine.capture.ladder import MemoryLadder
 from onediff_ext.engine.capture.prompt import PromptPart, readers
 from onediff_ext.engine.capture.recorder import Recorder
-from onediff_ext.engine.capture.watch import ModelWatch, Snapshot
+from onediff_ext.engine.capture.watch import ModelWatch, Snapshot, foreign_forward
 from onediff_ext.engine.check import compare
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.engine.runner import BlockRunner
@@ -63,6 +63,7 @@ class CapturedForward:
             model may consist of other modules in each variant.
         keeps: What a capture of this variant has to keep alive, set together with it.
         reason: Why the last call was not replayed, or "".
+        foreign: Why none ever is: the forward is another extension's. None if it is the model's.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class CapturedForward:
         self._model, self._forward, self._runners = model, forward, runners
         self._captures, self._sources, self._rules = captures, sources, rules
         self._within_memory = MemoryLadder(forward, captures)
+        self.foreign = foreign_forward(model, forward, sources)
         self._watches: OrderedDict[Hashable, ModelWatch] = OrderedDict()
         # The captures own them: when these go, so does the memory of all recordings.
         self._prompts: WeakValueDictionary[Hashable, PromptPart] = WeakValueDictionary()
@@ -93,6 +95,9 @@ class CapturedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self._forward(*args, **kwargs)
+        if self.foreign is not None:
+            self.reason = self.foreign
+            return self._within_memory(*args, **kwargs)
         call = read_call(args, kwargs)
         if isinstance(call, str) or (reason := self._captures.unavailable_reason(call.device)):
             self.reason = call if isinstance(call, str) else str(reason)

@@ -8,7 +8,27 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.structure import WrapperRule, replaces
+
+
+def foreign_forward(model: nn.Module, forward: Any, sources: Sequence[str]) -> str | None:
+    """Why a model's forward is not the one that its class has, or None.
+
+    What another extension put in its place may do something else at each step, unseen by its
+    arguments: ControlNet for A1111 has its own schedule there.
+
+    Args:
+        model: The host's module.
+        forward: What runs as its forward, bound.
+        sources: As `ModelWatch` has them.
+    """
+    if type(forward).__module__.startswith("onediff_ext."):
+        return None
+    function = getattr(forward, "__func__", None)
+    own = function is not None and function is type(model).forward
+    if own and f"{function.__module__}.".startswith(tuple(sources)):
+        return None
+    return f"another extension runs the {type(model).__qualname__} itself"
 
 
 class ModelWatch:
@@ -106,11 +126,11 @@ def _refusal(
     if not wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(known):
         return f"{cls.__qualname__} is not known as free of side effects"
     if module is model:
-        # Its own hooks and its forward run around the capture, not within it.
+        # Its own hooks run around the capture; its forward is `foreign_forward`'s to judge.
         return None
     if module._forward_hooks or module._forward_pre_hooks:
         return f"a {cls.__qualname__} has a hook of another extension"
     forward = vars(module).get("forward")
-    if forward is not None and not getattr(forward, "capturable", False):
+    if replaces(module, "forward") and not getattr(forward, "capturable", False):
         return f"a {cls.__qualname__} has the forward of another extension"
     return None

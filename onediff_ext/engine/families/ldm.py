@@ -55,7 +55,8 @@ class _LdmFamily(BlockFamily):
         attention: AttentionSetting | None = None,
     ) -> None:
         self.package, self.transient = package, transient
-        self.sources = (f"{package}.modules.",)
+        # A1111 has its UNets' forward look whether another UNet is chosen.
+        self.sources = (f"{package}.modules.", "modules.sd_unet.")
         self.label = self.class_name
         self.attention = attention or AttentionSetting()
 

@@ -13,6 +13,7 @@ from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.families.ldm import AttentionSetting, ldm_families
 from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.hosts.a1111.controlnet import control_models
 from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
@@ -25,6 +26,7 @@ class A1111Host(WebUIHost):
     """AUTOMATIC1111 1.10: one model object whose weights change under it."""
 
     name = "a1111"
+    lent = ("controlnet",)
 
     def families(self) -> Sequence[BlockFamily]:
         from modules import shared
@@ -64,6 +66,8 @@ class A1111Host(WebUIHost):
         for name, module in candidates:
             if name not in ignores and isinstance(module, nn.Module):
                 found.append((name, module))
+        if "controlnet" not in ignores:
+            found += control_models(model.model.diffusion_model)
         return found
 
     def refusal(self, job: Any) -> str | None:

@@ -45,9 +45,6 @@ def job_refusal(model: Any, job: Any = None) -> str | None:
     patched = foreign_patch()
     if patched is not None:
         return f"{patched}, which is not known here"
-    unet = getattr(model.model, "diffusion_model", None)
-    if hasattr(unet, "_original_forward"):
-        return "ControlNet runs the UNet itself"
     return None
 
 

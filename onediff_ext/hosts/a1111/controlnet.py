@@ -1,0 +1,31 @@
+"""The networks that Mikubill's extension "ControlNet" runs beside the UNet.
+
+Its script keeps a hook for the length of a job, which has put a forward of its own on the UNet and
+calls the UNet's blocks from there. Source: scripts/hook.py and scripts/controlnet.py of v1.1.455.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def control_models(unet: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    """What runs beside this UNet in the current job, as components with their names."""
+    from modules import scripts
+
+    found: dict[int, nn.Module] = {}
+    for runner in (scripts.scripts_txt2img, scripts.scripts_img2img):
+        for script in getattr(runner, "alwayson_scripts", ()):
+            hook: Any = getattr(script, "latest_network", None)
+            # Short of memory it moves them in and out at each step.
+            if hook is None or getattr(hook, "model", None) is not unet or hook.lowvram:
+                continue
+            for unit in getattr(hook, "control_params", None) or ():
+                network = getattr(unit.control_model, "control_model", None)
+                if isinstance(network, nn.Module):
+                    found[id(network)] = network
+    for number, network in enumerate(found.values(), 1):
+        yield ("controlnet" if number == 1 else f"controlnet {number}"), network
