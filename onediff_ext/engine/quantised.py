@@ -15,7 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onediff_ext.engine.changes import content_of
-from onediff_ext.engine.torch_versions import autocast_dtype
 
 # The 8-bit type of each precision, and its largest value that is used.
 _TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
@@ -177,11 +176,18 @@ class QuantisedLinears(TorchFunctionMode):
     Args:
         quantisation: Which.
         weights: The block's weights and the scales, from `QuantisedWeights.apply` or `outlines`.
+        computes_in: The type of a product's result under autocast; None outside of it, where it
+            is the input's.
     """
 
-    def __init__(self, quantisation: Quantisation, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        quantisation: Quantisation,
+        weights: Sequence[torch.Tensor],
+        computes_in: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self._precision = quantisation.precision
+        self._precision, self._computes_in = quantisation.precision, computes_in
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, int, int]] = {}
         self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._outputs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -230,7 +236,7 @@ class QuantisedLinears(TorchFunctionMode):
             rows = x.reshape(-1, x.shape[-1])
             self._inputs[id(x)] = (x, *quantise_rows(rows, self._precision))
         _, rows, row_scales = self._inputs[id(x)]
-        dtype = autocast_dtype(x.device.type) or x.dtype
+        dtype = self._computes_in or x.dtype
         if self._precision == "fp8":
             product = torch._scaled_mm(
                 rows, weight.t(), scale_a=row_scales, scale_b=scale,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import BlockGoneError, ExportError, MachineError
+from onediff_ext.core.errors import BlockGoneError, MachineError
 from onediff_ext.core.keys import KindKey
 from onediff_ext.engine.check import QUANTISED_TOLERANCE, as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
@@ -360,8 +360,6 @@ def _prepare_export(
     weights = tree.weights()
     if tree.refusal is not None or weights is None or tree.entries != identified.entries:
         raise BlockGoneError("The block has changed since its kind was named.")
-    if autocast is not None and autocast[0] != device.type:
-        raise ExportError(f"Autocast for {autocast[0]} is traced there only.")
     traced = tree.copy()
     family.prepare(traced)
     examples = make_examples(outline, device)

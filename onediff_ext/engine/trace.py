@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from onediff_ext.core.errors import ExportError
+from onediff_ext.engine.autocast import CudaAutocast
 from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.quantised import Quantisation, QuantisedLinears
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
@@ -45,11 +46,12 @@ class BlockFunction(nn.Module):
     def forward(self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         linears: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._quantisation is not None:
-            linears = QuantisedLinears(self._quantisation, weights)
+            computes_in = None if self._autocast is None else self._autocast[1]
+            linears = QuantisedLinears(self._quantisation, weights, computes_in)
             weights = weights[: len(self._names)]  # scales stand behind
         named = dict(zip(self._names, weights, strict=True))
         # Tracing under an outer autocast does not record it, so it stands inside.
-        with _autocast_context(self._autocast), linears:
+        with _autocast_context(self._autocast, tensors[0].device), linears:
             output: torch.Tensor = torch.func.functional_call(self._caller, named, tensors)
             return output
 
@@ -83,7 +85,7 @@ def export_block(
         names, weights: The block's weights; their shapes become constants.
         call: Gives dtypes, layouts and fixed dims; its sizes do not matter, and its
             tensors may be on the meta device.
-        device: Where the block runs.
+        device: Where the block is traced: where it runs, or the CPU.
         examples: From `make_examples`, when they are made already.
         quantisation: Which of the weights are 8-bit copies.
 
@@ -233,10 +235,14 @@ def _check_dims_vary(
                 raise ExportError(f"Tracing narrowed {name} to {bounds.lower}..{bounds.upper}.")
 
 
-def _autocast_context(autocast: Autocast) -> contextlib.AbstractContextManager[object]:
+def _autocast_context(
+    autocast: Autocast, device: torch.device
+) -> contextlib.AbstractContextManager[object]:
     if autocast is None:
         return contextlib.nullcontext()
     device_type, dtype = autocast
+    if device_type == "cuda" and device.type == "cpu":  # traced for another place
+        return CudaAutocast(dtype)
     return torch.autocast(device_type, dtype=dtype)
 
 

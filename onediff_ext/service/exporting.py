@@ -5,8 +5,8 @@ does: it replaces `builtins.max` and `math.pow`, and `torch.compiler.is_compilin
 every thread (torch 2.13). A picture that is drawn meanwhile waits, and may take other branches.
 On Linux a forked child exports, which has the host's classes as they are now, patches of other
 extensions included; torch's own DataLoader forks the same way beside CUDA. A child cannot reach the
-GPU, so it traces as if on the CPU, and the worker puts the program on the GPU. Elsewhere, under
-autocast, whose rules are the device's own, or when the child fails, this process does it while no
+GPU, so it traces as if on the CPU, with what autocast does on a GPU written out, and the worker
+puts the program on the GPU. Elsewhere, or when the child fails, this process does it while no
 picture is being drawn.
 """
 
