@@ -141,19 +141,27 @@ def resnet() -> tuple[BlockFamily, nn.Module, BlockCall]:
     return ResnetFamily(), block, call
 
 
+def exported(
+    family: BlockFamily, block: nn.Module, call: BlockCall, dtype: torch.dtype
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The program of a block under a GPU's autocast, traced on the CPU, and its weights."""
+    tree = look_at(block, family, ())
+    weights = tree.weights()
+    assert weights is not None
+    autocast = ("cuda", dtype)
+    program = export_block(
+        tree.copy(), family, tree.names, weights, call, torch.device("cpu"), autocast
+    )
+    return save_program(program), weights
+
+
 @pytest.mark.parametrize("make", [transformer, resnet])
 @torch.no_grad()
 def test_a_block_traced_on_the_cpu_has_the_casts_in_it(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     family, block, call = make()
-    tree = look_at(block, family, ())
-    weights = tree.weights()
-    assert weights is not None
-    program = export_block(
-        tree.copy(), family, tree.names, weights, call, torch.device("cpu"),
-        ("cuda", torch.bfloat16),
-    )  # fmt: skip
-    program = load_program(save_program(program))
+    saved, weights = exported(family, block, call, torch.bfloat16)
+    program = load_program(saved)
     types: dict[str, set[torch.dtype]] = {}
     for node in program.graph.nodes:
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -175,14 +183,8 @@ def test_a_block_traced_on_the_cpu_has_the_casts_in_it(make: Callable[[], Any]) 
 def test_moved_to_the_gpu_it_computes_as_under_autocast(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     family, block, call = make()
-    tree = look_at(block, family, ())
-    weights = tree.weights()
-    assert weights is not None
-    program = export_block(
-        tree.copy(), family, tree.names, weights, call, torch.device("cpu"),
-        ("cuda", torch.float16),
-    )  # fmt: skip
-    program = load_program(save_program(program), torch.device("cuda"))
+    saved, weights = exported(family, block, call, torch.float16)
+    program = load_program(saved, torch.device("cuda"))
     tensors = [tensor.cuda() for tensor in call.tensors]
     found = program.graph_module(*(weight.cuda() for weight in weights), *tensors)[0]
     with torch.autocast("cuda", dtype=torch.float16):
