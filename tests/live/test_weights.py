@@ -119,7 +119,13 @@ def test_checkpoint_of_another_architecture(
         assert status["kinds_ready"] == status["kinds_needed"], status["line"]
 
 
-def test_vae_change(webui: WebUI) -> None:
+def test_vae_change(webui: WebUI, checkpoints: list[str], request: pytest.FixtureRequest) -> None:
+    def load_anew() -> None:
+        """A1111 that has kept two checkpoints leaves the other VAE in the model for good."""
+        for title in checkpoints[1::-1]:
+            webui.set_options(sd_model_checkpoint=title)
+
+    request.addfinalizer(load_anew)
     if webui.has("/sdapi/v1/sd-modules"):
         others = webui.get("/sdapi/v1/sd-modules")  # Forge's name for it
         key = "forge_additional_modules"
