@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ class BlockRunner:
     def __init__(
         self, block: nn.Module, family: BlockFamily, forward: Callable[..., Any], kinds: Kinds
     ) -> None:
-        self.block, self.family, self.eager, self._kinds = block, family, forward, kinds
+        self.block, self.family, self._kinds = block, family, kinds
+        own = getattr(type(block), family.method)
+        self._forward = None if getattr(forward, "__func__", None) is own else forward
         self.active = True
         self.used: Kind | None = None
         self.tree: BlockTree | None = None
@@ -100,6 +103,14 @@ class BlockRunner:
         self._quantised: QuantisedWeights | None = None
         self._prompt_weights: tuple[int, ...] = ()  # indices of what the prompt's layers read
         self.projections: Projections | None = None
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What runs in place of a graph: what the block had as an instance, or else what its class
+        has now, which somebody may have changed since."""
+        if self._forward is not None:
+            return self._forward
+        return MethodType(getattr(type(self.block), self.family.method), self.block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model has weights of its own: its blocks run their own forward, eager.
@@ -340,7 +351,13 @@ class BlockRunner:
 def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
     """What a block consists of now, as its family sees it."""
     return BlockTree(
-        block, family.sources, rules, family.parts, family.transient, family.interfering
+        block,
+        family.sources,
+        rules,
+        family.parts,
+        family.transient,
+        family.interfering,
+        family.patchers,
     )
 
 

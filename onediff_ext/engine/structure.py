@@ -85,9 +85,11 @@ class BlockTree:
         parts: Sequence[str] | None = None,
         transient: frozenset[str] = frozenset(),
         interfering: tuple[str, ...] = (),
+        patchers: tuple[str, ...] = (),
     ) -> None:
         self.refusal: str | None = None
         self._parts, self._transient, self._interfering = parts, transient, interfering
+        self._patchers = patchers
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self.drops = any(_drops(module) for module in block.modules())
@@ -96,6 +98,7 @@ class BlockTree:
         self._modules: list[tuple[nn.Module, type, int, str | None]] = []
         self._processors: list[tuple[dict[str, Any], Any]] = []
         self._slots: list[_Slot] = []
+        self._methods: dict[type, tuple[Any, ...]] = {}
         lines: list[str] = []
         self._sources: set[str] = set()
         self._visit("", block, lines, inner=False)
@@ -115,6 +118,11 @@ class BlockTree:
         self._modules.append((module, type(module), len(module._modules), foreign))
         if foreign:
             self._refuse(f"{path or 'the block'} {foreign}")
+        if type(module) not in self._methods:
+            self._methods[type(module)] = methods_of(type(module))
+            patched = patched_class(type(module), self._patchers)
+            if patched:
+                self._refuse(patched)
         if not _qualname(type(module)).startswith(self._packages):
             self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
         self._sources.add(type(module).__module__)
@@ -201,6 +209,9 @@ class BlockTree:
                 return False
             if self._foreign(module, module is not self._block) != foreign:
                 return False
+        for cls, methods in self._methods.items():
+            if methods_of(cls) != methods:
+                return False
         return all(holder.get("processor") is processor for holder, processor in self._processors)
 
     def weights(self) -> list[torch.Tensor] | None:
@@ -240,6 +251,29 @@ class BlockTree:
                 child = rule.base(child)
                 module._modules[name] = child
             self._unwrap(child)
+
+
+def methods_of(cls: type) -> tuple[Any, ...]:
+    """What runs when a module of this class is called."""
+    return getattr(cls, "forward", None), getattr(cls, "_forward", None)
+
+
+def patched_class(cls: type, patchers: Sequence[str]) -> str | None:
+    """Who has put another method into a class of modules, in plain words, or None.
+
+    A graph knows nothing of a patch made after it was traced, and would hand a patch that was there
+    then on to the next process.
+
+    Args:
+        cls: Of a block or a layer.
+        patchers: Prefixes of the modules whose patches are known.
+    """
+    own = {base.__module__ for base in cls.__mro__}
+    for method in methods_of(cls):
+        source = getattr(method, "__module__", None)
+        if source is not None and source not in own and not source.startswith(tuple(patchers)):
+            return f"{cls.__qualname__} is patched by {source}"
+    return None
 
 
 def _is_hooked(module: nn.Module) -> bool:

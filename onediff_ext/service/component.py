@@ -64,7 +64,9 @@ class Component:
         if self.name.startswith("vae"):
             within = MemoryLadder(forward, self._session.captures, self._without_graphs)
         else:
-            sources = sorted({s for family in self._session.families for s in family.sources})
+            families = self._session.families
+            sources = sorted({s for family in families for s in family.sources})
+            patchers = sorted({p for family in families for p in family.patchers})
             self.captured = CapturedForward(
                 self.model,
                 forward,
@@ -72,6 +74,7 @@ class Component:
                 self._session.captures,
                 sources,
                 self._session.rules,
+                patchers,
             )
         return _ModelForward(forward, self.captured, self._session, within)
 

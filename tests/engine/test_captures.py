@@ -21,6 +21,7 @@ from onediff_ext.engine.capture.recorder import Recorder, Recording
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.service.session import Session
+from tests.hosts.ldm_stand_in import live_in
 from tests.models import sd15, sdxl
 
 
@@ -272,7 +273,7 @@ def test_a_forward_that_changes_from_call_to_call_is_found_out(
             type(self).calls += 1
             return x * type(self).calls
 
-    Counting.__module__ = "diffusers.made_for_a_test"
+    live_in(Counting, "diffusers.made_for_a_test")
     pipe.unet.conv_norm_out = Counting()
     for seed in range(5):
         Counting.calls = 0

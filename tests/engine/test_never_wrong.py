@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import pytest
 import torch
 
@@ -141,6 +143,47 @@ def test_hooks_and_replaced_forwards_inside_a_block_are_honoured(pipe_and_latent
     linear.forward = lambda x: torch.zeros(*x.shape[:-1], linear.out_features)
     assert relative_error(draw_latents(pipe), changed) < 1e-4
     del linear.forward
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "diffusers.models.attention.BasicTransformerBlock",
+        "diffusers.models.activations.GEGLU",
+        "diffusers.models.resnet.ResnetBlock2D",
+        "torch.nn.SiLU",
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_classes_that_somebody_patches(pipe_and_latents, make_session, monkeypatch, path, when):
+    """A graph knows nothing of a patch made since, and must not hand one on to the next process."""
+    pipe, plain = pipe_and_latents
+    cls = pkgutil.resolve_name(path)
+    own = cls.forward
+
+    def changed(self, *args, **kwargs):
+        return own(self, *args, **kwargs) * 1.5
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", changed)
+        expected = draw_latents(pipe)
+    assert relative_error(plain, expected) > 1e-2
+    session = make_session("eager")
+    with monkeypatch.context() as patch:
+        if when == "before":
+            patch.setattr(cls, "forward", changed)
+        compile_pipe(pipe, session=session)
+        for _ in range(2):
+            draw_latents(pipe)
+        patch.setattr(cls, "forward", changed)
+        assert relative_error(draw_latents(pipe), expected) < 1e-4
+        assert f"{cls.__name__} is patched by {__name__}" in {
+            fallback.reason for fallback in session.fallbacks()
+        }
+    for _ in range(2):
+        draw_latents(pipe)
+    assert relative_error(draw_latents(pipe), plain) < 1e-4
+    assert not any(kind.graph is None for kind in session.kinds)
 
 
 def test_training_and_gradients_run_eager(make_session):

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from tests.hosts.ldm_stand_in import live_in
+
 Namespace = dict[str, Any]
 
 
@@ -349,18 +351,18 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
         ops.__qualname__ = "ForgeOperations"
         layers = [cls for cls in vars(ops).values() if isinstance(cls, type)]
         for cls in layers:
-            cls.__module__ = "backend.operations"
+            live_in(cls, "backend.operations")
             cls.__qualname__ = f"ForgeOperations.{cls.__name__}"
     else:
         ops, homes = reforge_layers(), _REFORGE_HOMES
         for cls in [cls for cls in vars(ops).values() if isinstance(cls, type)]:
-            cls.__module__ = "ldm_patched.modules.ops"
+            live_in(cls, "ldm_patched.modules.ops")
     classes = make_blocks(ops, attention, options_to_resnets=name == "forge")
     contents: dict[str, Namespace] = {home: {} for home in homes.values()}
     for cls_name, cls in classes.items():
         home = homes.get(cls_name, homes["ResBlock"])
-        cls.__module__, cls.__qualname__ = home, cls_name
-        cls.forward.__module__ = home
+        live_in(cls, home)
+        cls.__qualname__ = cls_name
         contents[home][cls_name] = cls
     known = homes["attention"]
     attention_module = contents.setdefault(known, {})

@@ -210,7 +210,7 @@ def installed() -> Iterator[None]:
     for place, classes in _PLACES.items():
         for cls in classes:
             setattr(sys.modules[f"ldm.{place}"], cls.__name__, cls)
-            _live_in(cls, f"ldm.{place}")
+            live_in(cls, f"ldm.{place}")
     for cls in (CrossAttention, AttnBlock):
         place = cls.__module__.replace("ldm.", "sgm.")
         other = type(cls.__name__, (nn.Module,), {"__module__": place})
@@ -220,7 +220,7 @@ def installed() -> Iterator[None]:
         yield
     finally:
         for cls, home in homes.items():
-            _live_in(cls, home)
+            live_in(cls, home)
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)
@@ -228,7 +228,8 @@ def installed() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _live_in(cls: type, module: str) -> None:
+def live_in(cls: type, module: str) -> None:
+    """Let a class and its methods come from this module."""
     cls.__module__ = module
     for value in vars(cls).values():
         if callable(value) and hasattr(value, "__code__"):

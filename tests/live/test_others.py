@@ -108,7 +108,7 @@ CHANGES = {
     "all blocks": ("eager", "BasicTransformerBlock is patched by"),
     "all feed-forwards": ("eager", "GEGLU is patched by"),
 }
-"""What the probe changes → what is drawn with then, if nothing at all is compiled; the reason."""
+"""What the probe changes → what A1111 draws with then, if nothing is compiled; the reason."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -121,7 +121,8 @@ def test_layers_changed_by_another_extension(webui: WebUI, plain: Drawn, change:
     for _ in range(3):
         assert_same(webui.draw(True, **job), theirs)
         status = webui.status()
-        assert not running or status["running"] == running, status["line"]
+        if running and webui.host() == "a1111":
+            assert status["running"] == running, status["line"]
         assert any(reason in text for text in status["reasons"]), status["reasons"]
 
 
@@ -237,8 +238,8 @@ def test_exception_under_a_controlnet(
 
 
 def test_weights_in_8_bits(webui: WebUI, plain: Drawn, eager: Any) -> None:
-    """The setting "FP8 weight"."""
-    if webui.option("fp8_storage") is None:
+    """The setting "FP8 weight", which Forge and reForge have too and leave unread."""
+    if webui.host() != "a1111" or webui.option("fp8_storage") is None:
         pytest.skip("this WebUI has no such setting")
     try:
         webui.set_options(fp8_storage="Enable")

@@ -56,6 +56,7 @@ class CapturedForward:
         captures: Where captures are kept.
         sources: Prefixes of the full names of classes that are known.
         rules: Wrappers around layers.
+        patchers: As `BlockFamily.patchers`.
 
     Attributes:
         active: False lets every call through.
@@ -74,7 +75,9 @@ class CapturedForward:
         captures: Captures,
         sources: Sequence[str],
         rules: Sequence[WrapperRule],
+        patchers: Sequence[str] = (),
     ) -> None:
+        self._patchers = patchers
         self._model, self._forward, self._runners = model, forward, runners
         self._captures, self._sources, self._rules = captures, sources, rules
         self._within_memory = MemoryLadder(forward, captures)
@@ -275,7 +278,7 @@ class CapturedForward:
         return (watch or self._new_watch()).look()
 
     def _new_watch(self) -> ModelWatch:
-        watch = ModelWatch(self._model, self._sources, self._rules)
+        watch = ModelWatch(self._model, self._sources, self._rules, self._patchers)
         self._watches[self.variant] = watch
         if len(self._watches) > _WATCHES:
             self._watches.popitem(last=False)

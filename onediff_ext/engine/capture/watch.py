@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.structure import WrapperRule, replaces
+from onediff_ext.engine.structure import WrapperRule, methods_of, patched_class, replaces
 
 
 def foreign_forward(model: nn.Module, forward: Any, sources: Sequence[str]) -> str | None:
@@ -42,15 +42,21 @@ class ModelWatch:
         model: The host's module.
         sources: Prefixes of the full names of classes that are known, besides torch's own.
         rules: Wrappers around layers, whose `state` counts.
+        patchers: As `BlockFamily.patchers`.
 
     Attributes:
         refusal: Why no capture of this model would be safe, or None.
     """
 
     def __init__(
-        self, model: nn.Module, sources: Sequence[str], rules: Sequence[WrapperRule]
+        self,
+        model: nn.Module,
+        sources: Sequence[str],
+        rules: Sequence[WrapperRule],
+        patchers: Sequence[str] = (),
     ) -> None:
         self._modules = list(model.modules())
+        self._classes = list(dict.fromkeys(map(type, self._modules)))
         self._wrappers = [(r, m) for m in self._modules for r in rules if r.matches(m)]
         wrapped = {id(inner) for _, m in self._wrappers for inner in m.modules()}
         known = ("torch.nn.modules", "onediff_ext.", *sources)
@@ -61,7 +67,7 @@ class ModelWatch:
                 if (reason := _refusal(module, model, known, id(module) in wrapped))
             ),
             None,
-        )
+        ) or next(filter(None, (patched_class(cls, patchers) for cls in self._classes)), None)
         own = [m for m in self._modules if not type(m).__module__.startswith("torch.nn.modules")]
         self._leaves = [vars(m) for m in self._modules]
         self._dicts: list[dict[str, Any]] = [vars(m) for m in own]
@@ -87,6 +93,7 @@ class ModelWatch:
             (
                 list(map(type, self._modules)),
                 [attributes.get("forward") for attributes in self._leaves],
+                [methods_of(cls) for cls in self._classes],
                 [rule.state(module) for rule, module in self._wrappers],
             ),
         )

@@ -70,6 +70,9 @@ class BlockFamily(ABC):
     # Attributes of the block's modules that change what they compute while they are there and
     # not empty (a LoRA applied at each call): the block runs eager then.
     interfering: tuple[str, ...] = ()
+    # Prefixes of the modules that may put methods of theirs into the classes of a block: the
+    # host's own, which do nothing that a graph has to know.
+    patchers: tuple[str, ...] = ()
     # Whether the block's own forward writes into its inputs; `run` must not.
     mutates_inputs = False
     # Whether the block's linear layers may compute in 8 bits when the user wants that.

@@ -57,6 +57,8 @@ class _LdmFamily(BlockFamily):
         self.package, self.transient = package, transient
         # A1111 has its UNets' forward look whether another UNet is chosen.
         self.sources = (f"{package}.modules.", "modules.sd_unet.")
+        # A1111's own attentions, and the merging of its Lora extension.
+        self.patchers = ("ldm.", "sgm.", "modules.", "networks")
         self.label = self.class_name
         self.attention = attention or AttentionSetting()
 
