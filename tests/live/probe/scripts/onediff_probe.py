@@ -93,9 +93,9 @@ def change_linears():
 
 
 def change_blocks():
-    """All transformer blocks, by their class."""
+    """All transformer blocks, by what their class calls first."""
     block = next(m for m in unet().modules() if type(m).__name__ == "BasicTransformerBlock")
-    return change_class(type(block), "_forward")
+    return change_class(type(block), "forward")
 
 
 def change_feed_forwards():
