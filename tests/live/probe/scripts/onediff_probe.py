@@ -148,6 +148,7 @@ def attributes():
 
 def features():
     """Memory of the features that the tested extension keeps just now, in bytes."""
+    gc.collect()  # the traceback of an error holds what its frames held, until then
     found = [one for one in gc.get_objects() if type(one).__name__ == "Feature"]
     return sum(getattr(one, "size_bytes", 0) for one in found)
 
