@@ -19,6 +19,22 @@ _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
 _MAKING_S = 2.0
 
 
+def remove_stale(parent: Path | None = None) -> None:
+    """Delete build folders whose owners are dead.
+
+    Args:
+        parent: Where they were made; None is the system's temporary folder.
+    """
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
+        lock = _lock_of(folder)
+        if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
+            continue  # just being made, or not ours
+        with contextlib.suppress(Timeout, OSError):
+            lock.acquire(timeout=0)
+            lock.release()
+            _remove(folder)
+
+
 class BuildFolder:
     """A temporary folder with a lock in it that the system frees when its owner dies.
 
@@ -33,9 +49,8 @@ class BuildFolder:
 
     def __init__(self, parent: Path | None = None) -> None:
         try:
-            self._parent = parent or Path(tempfile.gettempdir())
-            self._remove_stale()
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+            remove_stale(parent)
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._lock = _lock_of(self.path)
             self._lock.acquire(timeout=0)
         except OSError as exc:
@@ -48,16 +63,6 @@ class BuildFolder:
         """Delete the folder; what is still being written there is waited for, a little."""
         self._lock.release()
         _remove(self.path)
-
-    def _remove_stale(self) -> None:
-        for folder in self._parent.glob(f"{_PREFIX}*"):
-            lock = _lock_of(folder)
-            if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
-                continue  # just being made, or not ours
-            with contextlib.suppress(Timeout, OSError):
-                lock.acquire(timeout=0)
-                lock.release()
-                _remove(folder)
 
 
 def _is_forsaken(folder: Path) -> bool:

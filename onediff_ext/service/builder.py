@@ -146,10 +146,7 @@ class Builder:
 
         self.problem = ""
         with self._running:
-            try:
-                self.library.sweep()
-            except StoreError as exc:
-                logger.debug("The store was not swept: %s", exc)  # said when a graph is to be kept
+            self.sweep()
             try:
                 run = BuildRun(self, kinds, listen, stop or threading.Event(), in_background)
             except BackendError as exc:
@@ -166,6 +163,13 @@ class Builder:
                 finally:
                     self.run = None
                     self.intake.use_ready()
+
+    def sweep(self) -> None:
+        """Delete what killed processes have left in the store."""
+        try:
+            self.library.sweep()
+        except StoreError as exc:
+            logger.debug("The store was not swept: %s", exc)  # said when a graph is to be kept
 
     def lock(self, kind: Kind, timeout_s: float) -> AbstractContextManager[None]:
         """The kind's build lock; no lock at all where the store cannot be written."""

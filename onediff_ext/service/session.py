@@ -25,6 +25,7 @@ from onediff_ext.engine.machine import machine_entries
 from onediff_ext.engine.runner import Kinds
 from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.service.background import BackgroundBuilds
+from onediff_ext.service.build_folder import remove_stale
 from onediff_ext.service.builder import Builder, ProgressListener
 from onediff_ext.service.checkpoint_use import CheckpointUse
 from onediff_ext.service.gate import DrawingGate
@@ -82,6 +83,9 @@ class Session(Kinds):
         self.library = GraphLibrary(root, options.store_limit_bytes)
         self.gate, self.journal = DrawingGate(), Journal()
         self.builder = Builder(self.library, self.backend, options, self.journal, self.gate)
+        # Whoever was killed with its last graph leaves nothing to be built, and may have left more.
+        self.builder.sweep()
+        remove_stale()
         to_build = weakref.WeakMethod(self._to_build)
         self.background = BackgroundBuilds(
             self.builder, lambda: [] if (method := to_build()) is None else method()

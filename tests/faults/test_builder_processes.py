@@ -192,6 +192,18 @@ def test_fifty_kills_while_building_and_saving(start, tmp_path, programs):
     assert generation == finished
 
 
+def test_what_a_killed_process_left_goes_though_nothing_is_to_be_built(start, tmp_path, programs):
+    assert sorted(start().finish()) == sorted(programs)
+    library = GraphLibrary(tmp_path / "store", LIMIT_BYTES)
+    folder = tmp_path / "tmp" / "onediff-build-abcdefgh"
+    folder.mkdir()
+    (folder / "owner.lock").touch()
+    part = library.folder.tmp / "0123.part"
+    part.write_bytes(b"half")
+    assert start().finish() == []
+    nothing_is_left(tmp_path, library)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_processes_build_each_kind_once(start, tmp_path, programs, count):
     drawers = [start() for _ in range(count)]
