@@ -215,7 +215,7 @@ def never_wait_table(figures: Figures) -> str:
         ["the slowest picture, times eager's at its size", f"{figures['longest_ratio']:.2f}"],
         ["the median picture", f"{figures['median_ratio']:.2f}"],
         ["kinds, all of them in use at picture",
-         f"{figures['kinds_needed']}, {figures['kinds_ready_at_picture'] or '-'}"],
+         f"{figures['kinds_needed']}, {figures['kinds_ready_at_picture'] or 'after the last one'}"],
         ["pictures equal to eager's", f"{figures['pictures_equal_eager']}"],
         ["what went wrong meanwhile", "; ".join(figures["faults"])],
     ]  # fmt: skip
