@@ -2,8 +2,8 @@
 
 Linux shares the processors between sessions first ("autogroups"), and nice values count within a
 session only. What works beside the pictures has sessions of its own, so these have to give way: at
-nice 10 in a session of nice 0 workers took half the processors, and a picture took more than ten
-times as long, because its threads wait for each other at every operation.
+nice 10 in a session of nice 0 workers took half the processors, and pictures waited far longer
+than that, because their threads wait for each other at every operation.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,12 @@ class HostCheckpoint:
     architecture: str
     content_hash: str = ""
     path: str = ""
+
+
+def control_components(networks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The ControlNets of one job as components with their names."""
+    for number, network in enumerate(networks, 1):
+        yield ("controlnet" if number == 1 else f"controlnet {number}"), network
 
 
 class WebUIHost(ABC):

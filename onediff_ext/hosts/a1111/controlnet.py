@@ -6,14 +6,14 @@ calls the UNet's blocks from there. Source: scripts/hook.py and scripts/controln
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 
-def control_models(unet: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
-    """What runs beside this UNet in the current job, as components with their names."""
+def control_models(unet: nn.Module | None) -> Iterable[nn.Module]:
+    """What runs beside this UNet in the current job, each once."""
     from modules import scripts
 
     found: dict[int, nn.Module] = {}
@@ -27,5 +27,4 @@ def control_models(unet: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
                 network = getattr(unit.control_model, "control_model", None)
                 if isinstance(network, nn.Module):
                     found[id(network)] = network
-    for number, network in enumerate(found.values(), 1):
-        yield ("controlnet" if number == 1 else f"controlnet {number}"), network
+    return found.values()

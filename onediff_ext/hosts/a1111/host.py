@@ -16,7 +16,7 @@ from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.hosts.a1111.controlnet import control_models
 from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
-from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
+from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
 
 # How large the VAE is tried while warming up, in latent cells.
 _VAE_CELLS = (16, 24)
@@ -67,7 +67,7 @@ class A1111Host(WebUIHost):
             if name not in ignores and isinstance(module, nn.Module):
                 found.append((name, module))
         if "controlnet" not in ignores:
-            found += control_models(model.model.diffusion_model)
+            found += control_components(control_models(model.model.diffusion_model))
         return found
 
     def refusal(self, job: Any) -> str | None:

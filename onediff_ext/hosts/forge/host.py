@@ -7,7 +7,7 @@ pending while it draws; each block reads its weights anew at every call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.hosts.forge.attention import forge_attention
 from onediff_ext.hosts.forge.capturing import TimestepEmbedding, without_controlnet
-from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
+from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
 
 # How far the VAE is tried while warming up: its kinds do not depend on the size.
 _VAE_CELLS = (16, 24)
@@ -66,7 +66,8 @@ class ForgeHost(WebUIHost):
         for part in ("encoder", "decoder"):
             candidates.append((f"vae_{part}", getattr(vae, part, None)))
         if "controlnet" not in ignores:
-            candidates += _controlnets(objects.unet)
+            controls = objects.unet.list_controlnets()  # of this job, the latest first
+            candidates += control_components(getattr(c, "control_model", None) for c in controls)
         return [
             (name, module)
             for name, module in candidates
@@ -193,13 +194,6 @@ class ForgeHost(WebUIHost):
 def _objects(model: Any) -> Any:
     """The patchers that the host draws with, or None before the first load."""
     return getattr(model, "forge_objects", None)
-
-
-def _controlnets(unet: Any) -> Iterator[tuple[str, Any]]:
-    """The ControlNets that this job has put on the UNet, latest first."""
-    for number, control in enumerate(unet.list_controlnets(), 1):
-        model = getattr(control, "control_model", None)
-        yield ("controlnet" if number == 1 else f"controlnet {number}"), model
 
 
 def _context_width(unet: nn.Module) -> int:
