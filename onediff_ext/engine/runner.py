@@ -100,6 +100,7 @@ class BlockRunner:
         self.used: Kind | None = None
         self.tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
+        self._missing_in: int | None = None  # the epoch in which the last call had no graph
         self._quantised: QuantisedWeights | None = None
         self._prompt_weights: tuple[int, ...] = ()  # indices of what the prompt's layers read
         self.projections: Projections | None = None
@@ -119,6 +120,8 @@ class BlockRunner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self.eager(*args, **kwargs)
+        if self._is_still_missing():
+            return self.eager(*args, **kwargs)
         prepared = self._prepare(args, kwargs)
         if isinstance(prepared, Refusal):
             self.used = None
@@ -131,6 +134,8 @@ class BlockRunner:
         if graph is None:
             if kind.state is KindState.FAILED:
                 self._kinds.fell_back(kind.label, kind.reason)
+            else:
+                self._missing_in = self._kinds.epoch
             return self.eager(*args, **kwargs)
         output: torch.Tensor | None = None
         try:
@@ -161,6 +166,19 @@ class BlockRunner:
     def epoch(self) -> int:
         """As `Kinds.epoch`."""
         return self._kinds.epoch
+
+    def _is_still_missing(self) -> bool:
+        """Whether nothing has to be looked at: there was no graph before in the same picture, and
+        there is none now. A look takes as long as a launch or two, for each block of each step."""
+        kind = self.used
+        if (
+            kind is None
+            or kind.state is not KindState.MISSING
+            or self._missing_in != self._kinds.epoch
+        ):
+            return False
+        kind.calls += 1
+        return True
 
     def _ahead(self, call: BlockCall, weights: Sequence[torch.Tensor]) -> BlockCall:
         """A call as its graph takes it, with what depends on the prompt alone computed."""

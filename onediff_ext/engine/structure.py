@@ -205,8 +205,19 @@ class BlockTree:
             if holder.get(name) is not child:
                 return False
         for module, cls, count, foreign in self._modules:
-            if module.__class__ is not cls or len(module._modules) != count:
+            if module.__class__ is not cls:
                 return False
+            attributes = module.__dict__
+            if len(attributes["_modules"]) != count:
+                return False
+            if foreign is None and not (
+                "forward" in attributes
+                or "_forward" in attributes
+                or attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or self._interfering
+            ):
+                continue  # by far most of them, at each call of each block
             if self._foreign(module, module is not self._block) != foreign:
                 return False
         for cls, methods in self._methods.items():

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 # After a full disk or a missing compiler: how long until builds are tried again.
 RETRY_AFTER_S = 60.0
+# The picture that met the first missing kinds has enough to do, unless it takes long.
+_FIRST_PICTURE_S = 3.0
 
 
 class BackgroundBuilds:
@@ -70,6 +72,7 @@ class BackgroundBuilds:
 
     def _work(self) -> None:
         try:
+            self._builder.gate.let_picture_end(_FIRST_PICTURE_S, self._stop)
             while not self._stop.is_set():
                 kinds = self._missing()
                 if not kinds:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from onediff_ext.core.priority import quick_switches
+
 logger = logging.getLogger(__name__)
 
 # Of the time that pictures take, the part that other work may cost them.
@@ -116,6 +118,16 @@ class DrawingGate:
             else:
                 action()
 
+    def let_picture_end(self, at_most_s: float, stop: threading.Event) -> None:
+        """Wait for the end of the picture that is being drawn, if it comes soon."""
+        until = time.monotonic() + at_most_s
+        with self._changed:
+            while (self._pictures or self._forwards) and not stop.is_set():
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(min(_POLL_S, left_s))
+
     @contextmanager
     def turn(
         self, cost_s: float, *, alone: bool = False, stop: threading.Event | None = None
@@ -145,7 +157,8 @@ class DrawingGate:
                 self._exclusive, self._gap_turn = True, False
         start = time.monotonic()
         try:
-            yield granted
+            with quick_switches():
+                yield granted
         finally:
             with self._changed:
                 if granted:

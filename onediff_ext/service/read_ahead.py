@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from onediff_ext.core.errors import BackendError, StoreError
+from onediff_ext.core.priority import quick_switches
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.engine.port import Graph
 from onediff_ext.service.builder import Builder
@@ -68,6 +69,10 @@ class ReadAhead:
             thread.join(timeout_s)
 
     def _read(self, content_hash: str, device: torch.device) -> None:
+        with quick_switches():
+            self._read_all(content_hash, device)
+
+    def _read_all(self, content_hash: str, device: torch.device) -> None:
         library = self._builder.library
         self._builder.backend.prepare_to_load(device)
         try:

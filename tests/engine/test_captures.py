@@ -156,6 +156,21 @@ def test_the_second_comparison_is_made_for_the_first_size_only(
     assert len(compared) == 5
 
 
+def test_once_a_size_has_passed_others_are_recorded_with_their_first_call(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    step(pipe)
+    assert captured(pipe).reason == "this size is new"
+    settle(pipe)
+    assert recorder.recorded == 1
+    step(pipe, height=8, width=8)
+    assert recorder.recorded == 2
+    assert_right(pipe, height=8, width=8)
+    change_storage(pipe.unet)
+    step(pipe, height=16, width=8)
+    assert recorder.recorded == 2  # another model has to pass first
+
+
 def test_a_result_outlives_the_next_replay(pipe: Any) -> None:
     settle(pipe)
     first = step(pipe, 20)
@@ -406,7 +421,7 @@ def test_undoing_gives_the_memory_back(
     assert recorder.forgotten
 
 
-def test_while_graphs_are_missing_a_size_is_recorded_with_its_second_picture(
+def test_before_there_are_graphs_a_size_is_recorded_within_its_first_picture(
     make_session: Callable[..., Session], recorder: RerunRecorder, tmp_path: Path
 ) -> None:
     session = make_session(build="never", store=tmp_path)
@@ -414,12 +429,9 @@ def test_while_graphs_are_missing_a_size_is_recorded_with_its_second_picture(
     pipe = sd15(seed=3)
     compile_pipe(pipe, session=session, ignores=["vae"])
     with session.picture():
-        for seed in range(4):
-            step(pipe, seed)
-        assert recorder.recorded == 0
-        assert "next picture" in captured(pipe).reason
-    with session.picture():
-        step(pipe)
+        step(pipe, 0)
+        assert captured(pipe).reason == "this size is new"
+        for seed in range(1, 4):
+            assert_right(pipe, seed)
         assert recorder.recorded == 1
-        assert_right(pipe)
     undo_compile(pipe)

@@ -77,7 +77,7 @@ def test_a_forward_that_waits_for_the_gpu_is_found_out_and_harms_nothing(pipe: A
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * float(x.abs().amax() > -1)
 
-    Waiting.__module__ = "diffusers.made_for_a_test"
+    Waiting.__module__ = Waiting.forward.__module__ = "diffusers.made_for_a_test"
     settle(pipe, height=16, width=24)
     pipe.unet.conv_norm_out = torch.nn.Sequential(pipe.unet.conv_norm_out, Waiting())
     for seed in range(5):

@@ -11,8 +11,9 @@ import pytest
 
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.hosts.diffusers.compile import compile_pipe
-from onediff_ext.service import workers
+from onediff_ext.service import background, workers
 from tests.engine.draw import relative_error
 
 TIMEOUT_S = 240
@@ -43,6 +44,24 @@ def test_first_forward_is_eager_and_later_ones_compiled(open_session, small):
     assert status.kinds_needed == len(session.kinds) > 5
     assert {kind.state for kind in session.kinds} == {KindState.READY}
     assert {event.what for event in session.journal.events} == {"build", "built"}
+
+
+def test_without_a_graph_blocks_are_looked_at_once_a_picture(open_session, small, monkeypatch):
+    session = open_session(build="never")
+    compile_pipe(small.pipe, session=session)
+    expected, looked, prepare = small(), [], BlockRunner._prepare
+    monkeypatch.setattr(
+        BlockRunner, "_prepare", lambda self, *call: looked.append(self) or prepare(self, *call)
+    )
+    for _ in range(2):
+        looked.clear()
+        with session.picture():
+            assert relative_error(small(), expected) == 0
+            once = len(looked)
+            calls = sum(kind.calls for kind in session.kinds)
+            assert relative_error(small(), expected) == 0
+        assert once == len(set(looked)) == len(looked) > 5
+        assert sum(kind.calls for kind in session.kinds) == calls + once
 
 
 def test_graphs_change_between_pictures_only(open_session, small, instant):
@@ -84,6 +103,25 @@ def test_cancel_is_immediate_and_keeps_what_is_built(open_session, small):
     assert sum(e.what == "built" for e in session.journal.events) == len(session.kinds)
 
 
+def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
+    open_session, small, instant, monkeypatch
+):
+    session = open_session()
+    compile_pipe(small.pipe, session=session)
+    with session.picture():
+        small()
+        time.sleep(0.5)
+        assert not session.journal.events
+    wait_for(lambda: session.journal.events)
+    session.close()
+    monkeypatch.setattr(background, "_FIRST_PICTURE_S", 0.1)
+    session = open_session()
+    compile_pipe(small.pipe, session=session)
+    with session.picture():
+        small()
+        wait_for(lambda: session.journal.events)
+
+
 @pytest.mark.parametrize("children", [0, 2])
 def test_exports_here_or_in_children(open_session, small, children, instant):
     session = open_session()
@@ -100,6 +138,7 @@ def test_an_export_in_this_process_waits_for_the_picture(open_session, small, in
     compile_pipe(small.pipe, session=session)
     with session.picture():
         small()
+        wait_for(lambda: session.status().stage == "exporting")
         time.sleep(1)
         assert session.status().stage == "exporting"
         assert session.builder.run._waiting == session.builder.run._working == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from onediff_ext.core.priority import GivingWay
+from onediff_ext.core.priority import GivingWay, quick_switches
 
 
 def _nice_of(pid: int | str) -> int:
@@ -50,3 +51,30 @@ def test_a_process_that_has_ended_is_no_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     process.wait()
     GivingWay().tell(process.pid, True)
+
+
+def _seconds_of_one_that_waits_often() -> float:
+    start = time.perf_counter()
+    for _ in range(40):
+        time.sleep(0)  # gives Python up, as each operation of a picture does
+    return time.perf_counter() - start
+
+
+def test_a_thread_that_computes_in_python_holds_others_up_less() -> None:
+    usual, stop = sys.getswitchinterval(), threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        slow = min(_seconds_of_one_that_waits_often() for _ in range(3))
+        with quick_switches(), quick_switches():
+            quick = min(_seconds_of_one_that_waits_often() for _ in range(3))
+        assert sys.getswitchinterval() == usual
+    finally:
+        stop.set()
+        thread.join()
+    assert quick < slow / 3

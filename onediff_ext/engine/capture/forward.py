@@ -46,8 +46,8 @@ class CapturedForward:
     """Stands for a model's own forward, and calls it whenever no capture can.
 
     The first call of a shape runs as always, the second is recorded after it has run, and
-    those after it are replayed, as long as the model is what it was. While graphs are missing,
-    which will change the model soon, a shape is recorded with its second picture only.
+    those after it are replayed, as long as the model is what it was. Once a shape has passed all
+    comparisons, others are recorded with their first call.
 
     Args:
         model: The host's module.
@@ -85,7 +85,7 @@ class CapturedForward:
         self._watches: OrderedDict[Hashable, ModelWatch] = OrderedDict()
         # The captures own them: when these go, so does the memory of all recordings.
         self._prompts: WeakValueDictionary[Hashable, PromptPart] = WeakValueDictionary()
-        self._seen: dict[Hashable, Hashable] = {}  # the epoch in which a call was new
+        self._seen: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}
         # Per variant: what the model was when a capture of it had passed all comparisons.
         self._proved: dict[Hashable, tuple[Snapshot, list[object]]] = {}
@@ -116,7 +116,7 @@ class CapturedForward:
                     return self._judged(key, call.form, capture, output, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
-                self._seen[key] = self._epoch()
+                self._seen.add(key)
             output = self._within_memory(*args, **kwargs)
             self._consider(key, call, output)
             return output
@@ -164,18 +164,21 @@ class CapturedForward:
         if key in self._refused:
             self.reason = self._refused[key]
             return
-        if key not in self._seen:
-            self._seen[key] = self._epoch()
-            self.reason = "this size is new"
-            return
-        if self._seen[key] == self._epoch() and self._awaits_graphs():
-            self.reason = "graphs are still to come: this size is recorded with the next picture"
+        proof = self._proved.get((self.variant, call.form))
+        if key not in self._seen and proof is None:
+            self._is_new(key)
             return
         self.reason = self._why_not() or ""
         if self.reason:
             return
+        state = self._look(), self._graphs()
+        if key not in self._seen and proof != state:
+            self._is_new(key)
+            return
         try:
-            capture = self._captures.record(key, lambda r: self._record(r, call), call.device)
+            capture = self._captures.record(
+                key, lambda r: self._record(r, call, *state), call.device
+            )
         except CaptureError as exc:
             self._refuse(key, f"cannot be captured: {exc.message}")
             return
@@ -187,8 +190,13 @@ class CapturedForward:
         capture.recording.replay()
         self._check(key, capture, capture.recording.output, output)
 
-    def _record(self, recorder: Recorder, call: ForwardCall) -> Capture:
-        snapshot, graphs = self._look(), self._graphs()
+    def _is_new(self, key: Hashable) -> None:
+        self._seen.add(key)
+        self.reason = "this size is new"
+
+    def _record(
+        self, recorder: Recorder, call: ForwardCall, snapshot: Snapshot, graphs: list[object]
+    ) -> Capture:
         prompts = {
             i: self._prompt_part(recorder, call, i, runners, snapshot)
             for i, runners in readers(self._runners, call.tensors).items()
@@ -244,12 +252,6 @@ class CapturedForward:
             if not comparison.decided:
                 return
         capture.checks += 1
-
-    def _epoch(self) -> Hashable:
-        return self._runners[0].epoch if self._runners else None
-
-    def _awaits_graphs(self) -> bool:
-        return any(r.used and r.used.state is KindState.MISSING for r in self._runners)
 
     def _why_not(self) -> str | None:
         if self._wasted >= _WASTED_LIMIT:

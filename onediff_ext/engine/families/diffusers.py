@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class _DiffusersFamily(BlockFamily):
         return getattr(importlib.import_module(module), name, None)
 
     def packages(self) -> Mapping[str, str]:
-        return {"diffusers": importlib.metadata.version("diffusers")}
+        return {"diffusers": _diffusers_version()}
 
 
 class ResnetFamily(_DiffusersFamily):
@@ -288,6 +289,11 @@ DIFFUSERS_FAMILIES: tuple[BlockFamily, ...] = (
     ProjectionOutFamily(),
     GroupNormFamily(),
 )
+
+
+@cache
+def _diffusers_version() -> str:
+    return importlib.metadata.version("diffusers")  # reads and parses a file at each call
 
 
 def _named(
