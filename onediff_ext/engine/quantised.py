@@ -1,8 +1,12 @@
 """Linear layers in 8 bits: copies of the weights, and the arithmetic that a graph is traced with.
 
-A weight has one scale for each output channel, an activation one for each token, found when the
-graph runs. Only the linear layers inside transformer blocks are taken: convolutions, time
-embeddings and the layers between blocks stay as the host has them.
+fp8 (e4m3) is a floating type: where the scale lies hardly matters, as long as nothing runs over.
+So a weight has one scale, and what a LayerNorm gives has one that its weights prove to be enough;
+one for each token is found, when the graph runs, only for what has no bound. Products with one
+scale are the fast ones. Whole numbers need a scale for each output channel and for each token.
+
+Only the linear layers inside transformer blocks are taken: convolutions, time embeddings and the
+layers between blocks stay as the host has them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from onediff_ext.engine.changes import content_of
 _TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 _SMALLEST_SCALE = 1e-12
 _MULTIPLE = 16  # what the libraries' 8-bit products ask of both dims
+# What attention gives would have to be written in 8 bits by a pass of its own, which takes longer
+# than these products save.
+_KEPT = ("to_out.0",)
 # Names of layers that read one input, and are one product.
 _TOGETHER = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
 
@@ -70,6 +77,7 @@ def plan(
         for i, (name, weight) in enumerate(zip(names, weights, strict=True))
         if (layer := name.removesuffix(".weight")) != name
         and layer not in without
+        and not layer.endswith(_KEPT)
         and _fits(weight)
     }
     groups = []
@@ -101,6 +109,7 @@ class QuantisedWeights:
     def __init__(self, quantisation: Quantisation) -> None:
         self.quantisation = quantisation
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unit: list[torch.Tensor] = []
         self._sources: list[list[torch.Tensor]] = []
         self._made_from: Hashable = None
 
@@ -111,7 +120,8 @@ class QuantisedWeights:
 
     def apply(self, weights: Sequence[torch.Tensor], epoch: Hashable) -> list[torch.Tensor]:
         """A block's weights as its quantised graph takes them: with the copies in place of the
-        first of each group, and the scales of all groups behind.
+        first of each group, the scales of all groups behind, and with fp8 a scale for inputs of
+        at most 1.
 
         Args:
             weights: Of the block, in the order of the plan.
@@ -122,50 +132,83 @@ class QuantisedWeights:
         taken = list(weights)
         for group, (copy, _) in zip(self.quantisation.groups, self._copies, strict=True):
             taken[group[0]] = copy
-        return [*taken, *(scale for _, scale in self._copies)]
+        return [*taken, *(scale for _, scale in self._copies), *self._unit]
 
     def refresh(self, epoch: Hashable) -> None:
         """Make the copies anew if the weights may have changed since."""
         now = (epoch, *(content_of(w) for group in self._sources for w in group))
         if now == self._made_from:
             return
+        precision = self.quantisation.precision
         if not self._copies:
-            self._copies = [self._room(group) for group in self._sources]
+            self._copies = [_room(group, precision) for group in self._sources]
+            self._unit = _unit(precision, self._sources[0][0].device)
+        fill = _fill_fp8 if precision == "fp8" else _fill_int8
         for group, (rows, scales) in zip(self._sources, self._copies, strict=True):
-            start = 0
-            for weight in group:
-                end = start + weight.shape[0]
-                self._fill(weight.detach(), rows[start:end], scales[0, start:end])
-                start = end
+            fill([weight.detach() for weight in group], rows, scales)
         self._made_from = now
 
-    def _room(self, group: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """For weights [N, K]: one matrix [sum of N, K], and its float32 scales [1, sum of N]."""
-        dtype, _ = _TYPES[self.quantisation.precision]
-        rows, (columns, device) = (
-            sum(w.shape[0] for w in group),
-            (group[0].shape[1], group[0].device),
+
+def _room(group: Sequence[torch.Tensor], precision: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """For weights [N, K]: one matrix [sum of N, K], and its float32 scales: [1], or with whole
+    numbers [1, sum of N]."""
+    dtype, _ = _TYPES[precision]
+    rows, columns, device = sum(w.shape[0] for w in group), group[0].shape[1], group[0].device
+    form = (1,) if precision == "fp8" else (1, rows)
+    with torch.inference_mode(False):
+        return (
+            torch.empty(rows, columns, dtype=dtype, device=device),
+            torch.empty(form, dtype=torch.float32, device=device),
         )
-        with torch.inference_mode(False):
-            return (
-                torch.empty(rows, columns, dtype=dtype, device=device),
-                torch.empty(1, rows, dtype=torch.float32, device=device),
-            )
 
-    def _fill(self, weight: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
-        # Few operations, since this is done for each weight of a model before each picture.
-        _, limit = _TYPES[self.quantisation.precision]
+
+def _unit(precision: str, device: torch.device) -> list[torch.Tensor]:
+    """The scale [1] of numbers that are at most 1, for the precision that needs it."""
+    if precision != "fp8":
+        return []
+    with torch.inference_mode(False):
+        return [torch.full((1,), 1 / _TYPES[precision][1], device=device)]
+
+
+# Few operations, since this is done for each weight of a model before each picture.
+
+
+def _fill_fp8(group: Sequence[torch.Tensor], rows: torch.Tensor, scale: torch.Tensor) -> None:
+    most = [torch.linalg.vector_norm(w, torch.inf, dtype=torch.float32) for w in group]
+    torch.mul(torch.stack(most).amax(), 1 / _TYPES["fp8"][1], out=scale[0])
+    inverse = scale.clamp_min_(_SMALLEST_SCALE).reciprocal()
+    start = 0
+    for weight in group:
+        end = start + weight.shape[0]
+        rows[start:end].copy_(weight * inverse)
+        start = end
+
+
+def _fill_int8(group: Sequence[torch.Tensor], rows: torch.Tensor, scales: torch.Tensor) -> None:
+    start = 0
+    for weight in group:
+        end = start + weight.shape[0]
         most = torch.linalg.vector_norm(weight, torch.inf, dim=-1, dtype=torch.float32)
-        torch.mul(most, 1 / limit, out=scales).clamp_min_(_SMALLEST_SCALE)
-        scaled = weight * scales.reciprocal().unsqueeze(-1)
-        rows.copy_(scaled.round_() if self.quantisation.precision == "int8" else scaled)
+        part = torch.mul(most, 1 / _TYPES["int8"][1], out=scales[0, start:end])
+        inverse = part.clamp_min_(_SMALLEST_SCALE).reciprocal()
+        rows[start:end].copy_((weight * inverse.unsqueeze(-1)).round_())
+        start = end
 
 
-def quantise_rows(x: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] in 8 bits, and the float32 scales [M, 1] that it has to be multiplied by."""
+def quantise_rows(
+    x: torch.Tensor, precision: str, bound: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] in 8 bits, and the float32 scales that it has to be multiplied by.
+
+    Args:
+        x: To be rounded.
+        precision: One of `PRECISIONS`.
+        bound: [1], what no number of x exceeds; the scale is [1] then, and otherwise [M, 1].
+    """
     dtype, limit = _TYPES[precision]
     wide = x.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / limit).clamp_min(_SMALLEST_SCALE)
+    most = wide.abs().amax(-1, keepdim=True) if bound is None else bound
+    scale = (most / limit).clamp_min(_SMALLEST_SCALE)
     scaled = (wide / scale).clamp(-limit, limit)
     return (scaled.round() if precision == "int8" else scaled).to(dtype), scale
 
@@ -175,7 +218,8 @@ class QuantisedLinears(TorchFunctionMode):
 
     Args:
         quantisation: Which.
-        weights: The block's weights and the scales, from `QuantisedWeights.apply` or `outlines`.
+        weights: The block's weights and what comes with them, from `QuantisedWeights.apply` or
+            `outlines`.
         computes_in: The type of a product's result under autocast; None outside of it, where it
             is the input's.
     """
@@ -191,6 +235,9 @@ class QuantisedLinears(TorchFunctionMode):
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, int, int]] = {}
         self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._outputs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._normed: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        if quantisation.precision == "fp8":
+            *weights, self._unit = weights
         scales = weights[len(weights) - len(quantisation.groups) :]
         for group, scale in zip(quantisation.groups, scales, strict=True):
             start = 0
@@ -209,6 +256,8 @@ class QuantisedLinears(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.nn.functional.layer_norm:
+            return self._layer_norm(func, args, kwargs or {})
         layer = None
         if func is torch.nn.functional.linear and len(args) > 1:
             layer = self._layers.get(id(args[1]))
@@ -225,6 +274,31 @@ class QuantisedLinears(TorchFunctionMode):
         output = known[1][..., start:end]
         return output if bias is None else output + bias
 
+    def _layer_norm(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        output = func(*args, **kwargs)
+        named = dict(zip(("input", "normalized_shape", "weight", "bias"), args, strict=False))
+        named |= kwargs
+        weight, bias = named.get("weight"), named.get("bias")
+        if weight is not None and bias is not None and weight.ndim == 1:
+            self._normed[id(output)] = (output, weight, bias)
+        return output
+
+    def _in_8_bits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `quantise_rows`, once for all layers that read x."""
+        if id(x) not in self._inputs:
+            bound = None
+            if self._precision == "fp8" and id(x) in self._normed:
+                _, weight, bias = self._normed[id(x)]
+                # Of n numbers with mean 0 and variance 1, none is beyond the root of n.
+                root = weight.shape[0] ** 0.5
+                bound = (weight.float().abs() * root + bias.float().abs()).amax(0, keepdim=True)
+            rows = x.reshape(-1, x.shape[-1])
+            self._inputs[id(x)] = (x, *quantise_rows(rows, self._precision, bound))
+        _, rows, scales = self._inputs[id(x)]
+        return rows, scales
+
     def _product(
         self,
         x: torch.Tensor,
@@ -232,34 +306,44 @@ class QuantisedLinears(TorchFunctionMode):
         scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        if id(x) not in self._inputs:
-            rows = x.reshape(-1, x.shape[-1])
-            self._inputs[id(x)] = (x, *quantise_rows(rows, self._precision))
-        _, rows, row_scales = self._inputs[id(x)]
+        rows, scales = self._in_8_bits(x)
         dtype = self._computes_in or x.dtype
-        if self._precision == "fp8":
-            product = torch._scaled_mm(
-                rows, weight.t(), scale_a=row_scales, scale_b=scale,
-                bias=None if bias is None else bias.to(dtype),
-                out_dtype=dtype, use_fast_accum=True,
-            )  # fmt: skip
+        added = None if bias is None else bias.to(dtype)
+        if self._precision == "int8":
+            product = torch._int_mm(rows, weight.t()) * scales * scale
+        elif scales.ndim == 1:
+            inside = None if dtype is torch.float32 else added  # the library adds none to float32
+            product = _fp8_product(rows, weight, scales, scale, dtype, inside)
+            added = added if inside is None else None
         else:
-            wide = torch._int_mm(rows, weight.t()) * row_scales * scale
-            product = (wide if bias is None else wide + bias).to(dtype)
+            # As if the largest number of each row were 1, which float16 has room for.
+            product = _fp8_product(rows, weight, self._unit, scale, dtype, None)
+            product = product.float() * (scales * _TYPES["fp8"][1])
+        product = (product if added is None else product + added).to(dtype)
         return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _fp8_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """rows [M, K] and weight [N, K] → [M, N] of dtype, with one scale for each."""
+    return torch._scaled_mm(
+        rows, weight.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
 
 
 def outlines(weights: Sequence[torch.Tensor], quantisation: Quantisation) -> list[torch.Tensor]:
     """Tensors without memory of the forms that `QuantisedWeights.apply` gives."""
     taken, scales = list(weights), []
-    dtype, _ = _TYPES[quantisation.precision]
     for group in quantisation.groups:
-        rows, columns = sum(weights[i].shape[0] for i in group), weights[group[0]].shape[1]
-        device = weights[group[0]].device
-        with torch.inference_mode(False):
-            taken[group[0]] = torch.empty(rows, columns, dtype=dtype, device=device)
-            scale = torch.empty(1, rows, dtype=torch.float32, device=device)
+        taken[group[0]], scale = _room([weights[i] for i in group], quantisation.precision)
         taken[group[0]].untyped_storage().resize_(0)
         scale.untyped_storage().resize_(0)
         scales.append(scale)
-    return [*taken, *scales]
+    return [*taken, *scales, *_unit(quantisation.precision, weights[0].device)]

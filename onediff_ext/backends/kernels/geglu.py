@@ -2,6 +2,9 @@
 
 Source: Shazeer 2020, arXiv:2002.05202. A row is a program's own, so no address needs a division,
 and loads are as wide as the machine has them.
+
+In 8 bits a program holds a whole row, which is 5 · 2^n numbers wide in all that this is for: as two
+powers of two, since one would leave a third of the program idle.
 """
 
 from __future__ import annotations
@@ -11,7 +14,33 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
+from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, rounded_to, row_scale
+
 _BLOCK = 512
+
+
+@triton.jit
+def normal_cdf(x):
+    """The normal distribution function; 8e-8 from it at most, and half the work of erf.
+
+    Source: Abramowitz and Stegun 1964, formula 7.1.26.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    series = -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
+    tail = 0.5 * t * (0.254829592 + t * series) * tl.exp(-z * z)
+    return tl.where(x > 0.0, 1.0 - tail, tail)
+
+
+@triton.jit
+def gated(x_ptr, row, column, inside, half):
+    """Some columns of one row's output."""
+    source = x_ptr + row * 2 * half + column
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    gelu = gate * normal_cdf(gate)
+    rounded = gelu.to(x_ptr.dtype.element_ty).to(tl.float32)  # as eager rounds in between
+    return (value * rounded).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -20,13 +49,27 @@ def geglu_kernel(x_ptr, out_ptr, half, BLOCK: tl.constexpr):
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < half
-    source = x_ptr + row * 2 * half + column
-    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    gelu = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    rounded = gelu.to(out_ptr.dtype.element_ty).to(tl.float32)  # as eager rounds in between
-    y = (value * rounded).to(out_ptr.dtype.element_ty)
+    y = gated(x_ptr, row, column, inside, half)
     tl.store(out_ptr + row * half + column, y, mask=inside)
+
+
+@triton.jit
+def geglu_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, half, LIMIT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr
+):
+    """One row of the output in 8 bits, and its scale: FIRST columns and at most REST more."""
+    row = tl.program_id(0)
+    first = tl.arange(0, FIRST)
+    rest = FIRST + tl.arange(0, REST)
+    inside = rest < half
+    y = gated(x_ptr, row, first, first < half, half).to(tl.float32)
+    more = gated(x_ptr, row, rest, inside, half).to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(y), axis=0), tl.max(tl.abs(more), axis=0))
+    scale = row_scale(most, LIMIT)
+    target = q_ptr + row * half
+    tl.store(target + first, rounded_to(y, scale, q_ptr, LIMIT))
+    tl.store(target + rest, rounded_to(more, scale, q_ptr, LIMIT), mask=inside)
+    tl.store(scale_ptr + row, scale)
 
 
 @triton_op("onediff::geglu", mutates_args={})
@@ -39,3 +82,18 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
         x, out, channels // 2, BLOCK=_BLOCK, num_warps=2
     )
     return out
+
+
+@triton_op("onediff::geglu_in_8_bits", mutates_args={})
+def geglu_in_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`geglu`, as `rows_in_8_bits` gives it."""
+    x = x.contiguous()
+    batch, tokens, channels = x.shape
+    half = channels // 2
+    q, scale = empty_rows(x, half, dtype)
+    first = triton.next_power_of_2(half + 1) // 2
+    wrap_triton(geglu_rows_kernel)[(batch * tokens,)](
+        x, q, scale, half, LIMIT=LIMITS[dtype], FIRST=first,
+        REST=triton.next_power_of_2(max(1, half - first)), num_warps=max(2, min(8, first // 512)),
+    )  # fmt: skip
+    return q, scale

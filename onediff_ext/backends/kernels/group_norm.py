@@ -160,7 +160,8 @@ def group_norm(
     scale = x.new_empty((batch, channels), dtype=torch.float32)
     shift = torch.empty_like(scale)
     out = torch.empty_like(rows)
-    wrap_triton(moments_kernel)[(batch, CHUNKS, -(-channels // _CHANNELS))](
+    chunks = torch.sym_min(CHUNKS, (pixels + _ROWS - 1) // _ROWS)
+    wrap_triton(moments_kernel)[(batch, chunks, -(-channels // _CHANNELS))](
         rows, counts, means, squares, pixels, channels,
         CHUNKS=CHUNKS, ROWS=_ROWS, CHANNELS_BLOCK=_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip

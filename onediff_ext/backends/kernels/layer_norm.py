@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, quantise, warps
+from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, rounded_to, row_scale, warps
 
 
 @triton.jit
@@ -20,7 +20,8 @@ def layer_norm_kernel(
     ADD: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: (x + other), rounded as it is stored, and its normalised self; with a LIMIT above
-    zero in 8 bits."""
+    zero in 8 bits. In fp8 all rows have one scale, since no number of a normalised row exceeds
+    the root of their count."""
     row = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     inside = channel < channels
@@ -38,8 +39,17 @@ def layer_norm_kernel(
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     y = away * inverse * weight + bias
+    if LIMIT == 448.0:
+        bound = tl.max(tl.sqrt(weight * weight * channels) + tl.abs(bias), axis=0)
+        scale = row_scale(bound, LIMIT)
+        tl.store(out_ptr + address, rounded_to(y, scale, out_ptr, LIMIT), mask=inside)
+        if row == 0:
+            tl.store(scale_ptr, scale)
+        return
     if LIMIT > 0:
-        quantise(y, inside, out_ptr, scale_ptr, row, address, LIMIT)
+        scale = row_scale(tl.max(tl.where(inside, tl.abs(y), 0.0), axis=0), LIMIT)
+        tl.store(out_ptr + address, rounded_to(y, scale, out_ptr, LIMIT), mask=inside)
+        tl.store(scale_ptr + row, scale)
         return
     tl.store(out_ptr + address, y.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -70,10 +80,10 @@ def layer_norm(
 def layer_norm_in_8_bits(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layer_norm`, as `rows_in_8_bits` gives it."""
+    """`layer_norm`, as `rows_in_8_bits` gives it; in fp8 with one scale [1]."""
     x = x.contiguous()
     batch, tokens, channels = x.shape
-    q, scale = empty_rows(x, channels, dtype)
+    q, scale = _empty(x, dtype)
     block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, x, x, weight, bias, q, scale, channels, eps,
@@ -107,14 +117,19 @@ def add_layer_norm_in_8_bits(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x + other, and its `layer_norm` as `rows_in_8_bits` gives it)."""
+    """(x + other, and its `layer_norm_in_8_bits`)."""
     x, other = x.contiguous(), other.contiguous()
     batch, tokens, channels = x.shape
     total = torch.empty_like(x)
-    q, scale = empty_rows(x, channels, dtype)
+    q, scale = _empty(x, dtype)
     block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, other, total, weight, bias, q, scale, channels, eps,
         ADD=True, LIMIT=LIMITS[dtype], BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return total, q, scale
+
+
+def _empty(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = empty_rows(x, x.shape[-1], dtype)
+    return q, scale if dtype is torch.int8 else x.new_empty((1,), dtype=torch.float32)

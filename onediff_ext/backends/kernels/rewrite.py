@@ -16,7 +16,13 @@ _ATEN = torch.ops.aten
 
 def with_kernels(graph_module: GraphModule) -> GraphModule:
     """A copy of an exported graph that calls our kernels where they are of use."""
-    from onediff_ext.backends.kernels import geglu, group_norm, layer_norm, rows  # noqa: F401
+    from onediff_ext.backends.kernels import (  # noqa: F401
+        cross_attention,
+        geglu,
+        group_norm,
+        layer_norm,
+        rows,
+    )
 
     rewritten = copy.deepcopy(graph_module)
     for node in list(rewritten.graph.nodes):
@@ -163,14 +169,17 @@ def _product_in_8_bits(node: Any) -> None:
         return
     alone = len(x.users) == 1 and len(reshaped.users) == 1
     dtype = cast.meta["val"].dtype
+    # In fp8 what a LayerNorm gives has one scale, and nothing else has.
+    bounded = scale.meta["val"].ndim == 1
+    normed = alone and bounded == (dtype is not torch.int8)
     source = x.args[0] if x.target is operator.getitem else None
     with cast.graph.inserting_before(cast):
-        if alone and x.target is torch.ops.onediff.layer_norm.default:
+        if normed and x.target is torch.ops.onediff.layer_norm.default:
             both = cast.graph.call_function(
                 torch.ops.onediff.layer_norm_in_8_bits.default, (*x.args, dtype)
             )
         elif (
-            alone
+            normed
             and source is not None
             and source.target is torch.ops.onediff.add_layer_norm.default
         ):
@@ -183,6 +192,12 @@ def _product_in_8_bits(node: Any) -> None:
             for user in list(source.users):
                 if user is not x:
                     user.replace_all_uses_with(total)
+        elif bounded:
+            return
+        elif alone and x.target is torch.ops.onediff.geglu.default:
+            both = cast.graph.call_function(
+                torch.ops.onediff.geglu_in_8_bits.default, (*x.args, dtype)
+            )
         else:
             both = cast.graph.call_function(torch.ops.onediff.rows_in_8_bits.default, (x, dtype))
         first = 1 if both.target is torch.ops.onediff.add_layer_norm_in_8_bits.default else 0
@@ -237,6 +252,31 @@ def _division(node: Any) -> None:
             node.replace_all_uses_with(x)
 
 
+def _cross_attention(node: Any) -> None:
+    """Attention of tokens to others than themselves."""
+    query, key, value, mask, dropout, causal, scale, grouped = _arguments(node, 8)
+    forms = [n.meta["val"] for n in (query, key, value)]
+    width = forms[0].shape[-1]
+    if mask is not None or dropout or causal or grouped or any(f.ndim != 4 for f in forms):
+        return
+    if any(f.dtype not in (torch.float16, torch.bfloat16) for f in forms):
+        return
+    if not isinstance(width, int) or width > 256 or any(f.shape[-1] != width for f in forms):
+        return
+    if str(forms[0].shape[2]) == str(forms[1].shape[2]):
+        return
+    scale = width**-0.5 if scale is None else scale
+    _replace(node, torch.ops.onediff.cross_attention.default, (query, key, value, scale))
+
+
+def _dropout(node: Any) -> None:
+    """Drop a dropout of nothing, which stands between what fuses."""
+    x, share, training = node.args
+    if not training or share == 0.0:
+        node.replace_all_uses_with(x)
+        node.graph.erase_node(node)  # the uses of what is left are counted
+
+
 def _arguments(node: Any, count: int) -> list[Any]:
     """Arguments in the order of the operator's schema, None where left out."""
     names = [argument.name for argument in node.target._schema.arguments]
@@ -254,6 +294,8 @@ def _replace(node: Node, target: Callable[..., object], arguments: tuple[Any, ..
 _RESHAPES = (_ATEN.reshape.default, _ATEN.view.default)
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _ATEN.div.Tensor: _division,
+    _ATEN.dropout.default: _dropout,
+    _ATEN.scaled_dot_product_attention.default: _cross_attention,
     _ATEN._int_mm.default: _product_in_8_bits,
     _ATEN._scaled_mm.default: _product_in_8_bits,
     _ATEN.mul.Tensor: _geglu,
