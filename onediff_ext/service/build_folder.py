@@ -20,16 +20,16 @@ _MAKING_S = 2.0
 
 
 def remove_stale(parent: Path | None = None) -> None:
-    """Delete build folders whose owners are dead.
+    """Delete build folders whose owners are dead; those of other users stay as they are.
 
     Args:
         parent: Where they were made; None is the system's temporary folder.
     """
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
-        lock = _lock_of(folder)
-        if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
-            continue  # just being made, or not ours
         with contextlib.suppress(Timeout, OSError):
+            lock = _lock_of(folder)
+            if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
+                continue  # just being made, or not ours
             lock.acquire(timeout=0)
             lock.release()
             _remove(folder)

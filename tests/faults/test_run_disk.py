@@ -214,6 +214,7 @@ def test_a_disk_that_is_read_only(
 def test_stores_that_belong_to_somebody_else(command_line: CommandLine, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become somebody else")
+    from onediff_ext.service.build_folder import BuildFolder
     from tests.command_line import in_child
     from tests.quick import quick_builds
 
@@ -244,7 +245,10 @@ def test_stores_that_belong_to_somebody_else(command_line: CommandLine, tmp_path
         assert (theirs / store.parent.name / "a.png").stat().st_uid == 65534
         return (theirs / "said").read_text()
 
+    ours = BuildFolder()  # which somebody else cannot even look into
     stored = draw(command_line.store)
+    assert ours.path.exists()
+    ours.remove()
     assert f"0 built, {KINDS} loaded" in stored
     assert "cannot" not in stored
     missing = draw(tmp_path / "no-store")
