@@ -76,11 +76,9 @@ class Ours(Contender):
         probe(pipe)
         self._ready_s = time.perf_counter() - start
         probe(pipe)
-        if self._options.get("build") != "never":
-            # Steps of one picture, as in use: 8-bit weights, and keys and values, are made with
-            # each picture. Where no graphs come, a size is captured with its second picture.
-            self._picture = one_picture(pipe)
-            self._picture.__enter__()
+        # Steps of one picture, as in use: 8-bit weights, and keys and values, are made with each.
+        self._picture = one_picture(pipe)
+        self._picture.__enter__()
         return unet
 
     def figures(self) -> dict[str, Any]:

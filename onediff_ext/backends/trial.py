@@ -59,7 +59,7 @@ def _random_like(
         return values.to(device=device, dtype=fake.dtype).contiguous(memory_format=layout)
     if _is_8_bit(fake):
         return (values * 32).clamp(-127, 127).to(device=device, dtype=fake.dtype)
-    if fake.dtype == torch.float32 and shape[0] == 1:  # scales of such weights
+    if fake.dtype == torch.float32 and shape[:1] == [1]:  # scales of such weights
         return ((1 + values.abs()) * 1e-3).to(device)
     # A weight: at the usual scale of its fan-in, so that deep products stay of order 1.
     values *= max(1, math.prod(shape[1:])) ** -0.5

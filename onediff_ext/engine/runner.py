@@ -84,6 +84,7 @@ class BlockRunner:
     Attributes:
         active: False lets every call through.
         used: The kind of the last call, or None when it ran eager for a reason of its own.
+        compared: Calls that gave eager's result although a graph ran, to compare the two.
         tree: What the block consisted of then.
         projections: What the last call with a graph had computed from its prompt.
     """
@@ -97,6 +98,7 @@ class BlockRunner:
         own = getattr(type(block), family.method)
         self._forward = None if getattr(forward, "__func__", None) is own else forward
         self.active = True
+        self.compared = 0
         self.used: Kind | None = None
         self.tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
@@ -158,6 +160,7 @@ class BlockRunner:
         if self.family.mutates_inputs:
             call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
+        self.compared += 1
         if not self._was_checked(kind, output, self.family.tensor_of(eager), call, weights):
             self._kinds.fell_back(kind.label, "no memory yet to compare its graph with eager")
         return eager
@@ -169,7 +172,8 @@ class BlockRunner:
 
     def _is_still_missing(self) -> bool:
         """Whether nothing has to be looked at: there was no graph before in the same picture, and
-        there is none now. A look takes as long as a launch or two, for each block of each step."""
+        there is none now. (One for another way of calling the block is found with the next.) A
+        look takes as long as a launch or two, for each block of each step."""
         kind = self.used
         if (
             kind is None

@@ -20,7 +20,8 @@ from onediff_ext.service.component import Component
 from onediff_ext.service.session import Session
 
 _POLL_S = 0.1
-# The first forward of a size runs as always, the second is recorded, two more are compared.
+# The first forward of a size runs as always, the second is recorded and compared, and so is one
+# more; new graphs are compared before that.
 _FORWARDS_TO_CAPTURE = 4
 # One step each is measured, and more of them where they are short.
 _MEASURE_S, _MOST_ROUNDS = 0.3, 5

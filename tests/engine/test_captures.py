@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.service.session import Session
@@ -159,8 +160,6 @@ def test_the_second_comparison_is_made_for_the_first_size_only(
 def test_once_a_size_has_passed_others_are_recorded_with_their_first_call(
     pipe: Any, recorder: RerunRecorder
 ) -> None:
-    step(pipe)
-    assert captured(pipe).reason == "this size is new"
     settle(pipe)
     assert recorder.recorded == 1
     step(pipe, height=8, width=8)
@@ -169,6 +168,32 @@ def test_once_a_size_has_passed_others_are_recorded_with_their_first_call(
     change_storage(pipe.unet)
     step(pipe, height=16, width=8)
     assert recorder.recorded == 2  # another model has to pass first
+
+
+def test_nothing_is_recorded_where_a_block_gave_eagers_result(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    kind = compiled_state(pipe).components[0].runners[3].used
+    kind.state = KindState.UNCHECKED  # compared within the forward, and ready at its end
+    step(pipe, height=8, width=8)
+    assert kind.state is KindState.READY
+    assert recorder.recorded == 1
+    assert captured(pipe).reason == "new graphs are being compared with eager"
+    step(pipe, height=8, width=8)
+    assert recorder.recorded == 2
+
+
+def test_graphs_that_come_one_after_another_do_not_stop_the_recording(
+    pipe: Any, recorder: RerunRecorder
+) -> None:
+    settle(pipe)
+    kind = compiled_state(pipe).components[0].runners[3].used
+    for seed, graph in enumerate(12 * [kind.graph]):
+        kind.graph = lambda arguments, graph=graph: graph(arguments)
+        assert_right(pipe, seed)
+    settle(pipe)
+    assert recorder.recorded == 13
 
 
 def test_a_result_outlives_the_next_replay(pipe: Any) -> None:

@@ -135,6 +135,26 @@ def test_gelu_is_as_good_as_eagers(ops: Any) -> None:
 
 
 @pytest.mark.parametrize("into", list(STEP))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_visible(ops: Any, bad: float, into: torch.dtype) -> None:
+    weight, bias = _noise(640, dtype=torch.float16), _noise(641, dtype=torch.float16)[1:]
+    x = _noise(2, 3, 640, dtype=torch.float16)
+    x[1, 2, 5] = bad
+    broken = weight.clone()
+    broken[5] = bad
+    gate = _noise(2, 3, 1280, dtype=torch.float16)
+    gate[1, 2, 645] = bad
+    for rows, scales in (
+        ops.rows_in_8_bits(x, into),
+        ops.layer_norm_in_8_bits(x, weight, bias, 1e-5, into),
+        ops.layer_norm_in_8_bits(_noise(2, 3, 640).half(), broken, bias, 1e-5, into),
+        ops.add_layer_norm_in_8_bits(x, x, weight, bias, 1e-5, into)[1:],
+        ops.geglu_in_8_bits(gate, into),
+    ):
+        assert not (rows.float() * scales)[5].isfinite().all()
+
+
+@pytest.mark.parametrize("into", list(STEP))
 def test_rows(ops: Any, into: torch.dtype) -> None:
     x = _noise(2, 37, 640, dtype=torch.float16)
     x[0, 0] = 0

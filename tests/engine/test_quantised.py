@@ -69,6 +69,22 @@ def test_a_quantised_block_is_close_to_the_exact_one_at_any_size(precision: str)
         assert 1e-4 < error < ERROR[precision]  # exact would mean that nothing was quantised
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_it_is_traced_without_a_gpu_under_a_gpus_autocast(precision: str) -> None:
+    block, family, call = _block(), TransformerFamily(), _call()
+    tree = look_at(block, family, ())
+    weights = tree.weights()
+    assert weights is not None
+    quantisation = plan(tree.names, weights, precision)
+    assert quantisation is not None
+    program = export_block(
+        tree.copy(), family, tree.names, outlines(weights, quantisation), call, CPU,
+        ("cuda", torch.float16), quantisation=quantisation,
+    )  # fmt: skip
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert {"fp8": "aten._scaled_mm.default", "int8": "aten._int_mm.default"}[precision] in targets
+
+
 def test_layers_with_one_input_are_one_product() -> None:
     tree = look_at(_block(), TransformerFamily(), ())
     weights = tree.weights()

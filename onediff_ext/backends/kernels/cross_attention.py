@@ -13,8 +13,19 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-_TOKENS = 64
-_KEYS = 128
+TOKENS_BLOCK = 64
+# Keys of a step ahead (`num_stages`) would take more memory than a program of a GeForce may have.
+LAUNCH = {"num_warps": 4, "num_stages": 1}
+
+
+def blocks(width: int) -> dict[str, int]:
+    """What the kernel is compiled for, with heads so wide."""
+    return {
+        "WIDTH": width,
+        "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)),
+        "TOKENS_BLOCK": TOKENS_BLOCK,
+        "KEYS_BLOCK": 128 if width <= 128 else 64,
+    }
 
 
 @triton.jit
@@ -70,12 +81,10 @@ def cross_attention(
     batch, heads, tokens, width = q.shape
     keys, channels = k.shape[2], heads * width
     out = q.new_empty((batch, tokens, heads, width))
-    wrap_triton(cross_attention_kernel)[((tokens + _TOKENS - 1) // _TOKENS, heads, batch)](
+    wrap_triton(cross_attention_kernel)[((tokens + TOKENS_BLOCK - 1) // TOKENS_BLOCK, heads, batch)](
         q.transpose(1, 2).contiguous(),
         k.transpose(1, 2).contiguous(),
         v.transpose(1, 2).contiguous(),
-        out, tokens, keys, channels,
-        FACTOR=scale / math.log(2), WIDTH=width, WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
-        TOKENS_BLOCK=_TOKENS, KEYS_BLOCK=_KEYS if width <= 128 else _KEYS // 2, num_warps=4,
+        out, tokens, keys, channels, FACTOR=scale / math.log(2), **blocks(width), **LAUNCH,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, rounded_to, row_scale
+from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, largest, rounded_to, row_scale
 
 _BLOCK = 512
 
@@ -64,7 +64,7 @@ def geglu_rows_kernel(
     inside = rest < half
     y = gated(x_ptr, row, first, first < half, half).to(tl.float32)
     more = gated(x_ptr, row, rest, inside, half).to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(y), axis=0), tl.max(tl.abs(more), axis=0))
+    most = tl.maximum(largest(y), largest(more), propagate_nan=tl.PropagateNan.ALL)
     scale = row_scale(most, LIMIT)
     target = q_ptr + row * half
     tl.store(target + first, rounded_to(y, scale, q_ptr, LIMIT))

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, rounded_to, row_scale, warps
+from onediff_ext.backends.kernels.rows import (
+    LIMITS,
+    empty_rows,
+    largest,
+    rounded_to,
+    row_scale,
+    warps,
+)
 
 
 @triton.jit
@@ -40,14 +47,14 @@ def layer_norm_kernel(
     bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     y = away * inverse * weight + bias
     if LIMIT == 448.0:
-        bound = tl.max(tl.sqrt(weight * weight * channels) + tl.abs(bias), axis=0)
-        scale = row_scale(bound, LIMIT)
+        bound = tl.sqrt(weight * weight * channels) + tl.abs(bias)
+        scale = row_scale(largest(bound), LIMIT)
         tl.store(out_ptr + address, rounded_to(y, scale, out_ptr, LIMIT), mask=inside)
         if row == 0:
             tl.store(scale_ptr, scale)
         return
     if LIMIT > 0:
-        scale = row_scale(tl.max(tl.where(inside, tl.abs(y), 0.0), axis=0), LIMIT)
+        scale = row_scale(largest(tl.where(inside, y, 0.0)), LIMIT)
         tl.store(out_ptr + address, rounded_to(y, scale, out_ptr, LIMIT), mask=inside)
         tl.store(scale_ptr + row, scale)
         return

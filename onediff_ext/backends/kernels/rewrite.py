@@ -253,7 +253,7 @@ def _division(node: Any) -> None:
 
 
 def _cross_attention(node: Any) -> None:
-    """Attention of tokens to others than themselves."""
+    """Attention of tokens to others than themselves, where a program has room for it."""
     query, key, value, mask, dropout, causal, scale, grouped = _arguments(node, 8)
     forms = [n.meta["val"] for n in (query, key, value)]
     width = forms[0].shape[-1]
@@ -264,6 +264,10 @@ def _cross_attention(node: Any) -> None:
     if not isinstance(width, int) or width > 256 or any(f.shape[-1] != width for f in forms):
         return
     if str(forms[0].shape[2]) == str(forms[1].shape[2]):
+        return
+    if any(str(f.shape[:2]) != str(forms[0].shape[:2]) for f in forms):
+        return
+    if width > 64 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return
     scale = width**-0.5 if scale is None else scale
     _replace(node, torch.ops.onediff.cross_attention.default, (query, key, value, scale))

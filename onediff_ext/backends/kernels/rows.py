@@ -15,10 +15,19 @@ from torch.library import triton_op, wrap_triton
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
+# A NaN has to stay one, or a broken LoRA would draw something: Triton's maximum drops it.
+
+
+@triton.jit
+def largest(y):
+    """The largest size of all numbers; NaN if one of them is."""
+    return tl.max(tl.abs(y), axis=0) + tl.sum(tl.where(y == y, 0.0, y), axis=0)
+
+
 @triton.jit
 def row_scale(most, LIMIT: tl.constexpr):
     """The scale of numbers of which none is larger than `most`."""
-    return tl.maximum(most / LIMIT, 1e-12)
+    return tl.maximum(most / LIMIT, 1e-12, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -27,7 +36,8 @@ def rounded_to(y, scale, q_ptr, LIMIT: tl.constexpr):
     scaled = y / scale
     if LIMIT == 127.0:
         scaled = tl.floor(scaled + 0.5)
-    scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
+    scaled = tl.maximum(scaled, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.minimum(scaled, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(q_ptr.dtype.element_ty)
 
 
@@ -39,7 +49,7 @@ def rows_kernel(x_ptr, q_ptr, scale_ptr, channels, LIMIT: tl.constexpr, BLOCK: t
     inside = channel < channels
     address = row * channels + channel
     x = tl.load(x_ptr + address, mask=inside, other=0.0).to(tl.float32)
-    scale = row_scale(tl.max(tl.abs(x), axis=0), LIMIT)
+    scale = row_scale(largest(x), LIMIT)
     tl.store(q_ptr + address, rounded_to(x, scale, q_ptr, LIMIT), mask=inside)
     tl.store(scale_ptr + row, scale)
 

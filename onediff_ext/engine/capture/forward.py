@@ -21,7 +21,6 @@ from onediff_ext.engine.capture.prompt import PromptPart, readers
 from onediff_ext.engine.capture.recorder import Recorder
 from onediff_ext.engine.capture.watch import ModelWatch, Snapshot, foreign_forward
 from onediff_ext.engine.check import compare
-from onediff_ext.engine.kinds import KindState
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.engine.torch_versions import OutOfMemoryError
@@ -116,9 +115,15 @@ class CapturedForward:
                     return self._judged(key, call.form, capture, output, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
+                capture = None  # and what it owned, the prompt's part, goes with it
                 self._seen.add(key)
+            compared = self._compared()
             output = self._within_memory(*args, **kwargs)
-            self._consider(key, call, output)
+            if compared == self._compared():
+                self._consider(key, call, output)
+            else:  # and what was compared is eager's here, which a replay would not give
+                self._seen.add(key)
+                self.reason = "new graphs are being compared with eager"
             return output
 
     def forget(self) -> None:
@@ -256,8 +261,6 @@ class CapturedForward:
     def _why_not(self) -> str | None:
         if self._wasted >= _WASTED_LIMIT:
             return "something changes the model at every call"
-        if any(r.used and r.used.state is KindState.UNCHECKED for r in self._runners):
-            return "new graphs are being compared with eager"
         watch = self._watches.get(self.variant)
         if watch is None or (watch.refusal and self._refusals % _LOOK_AGAIN == 0):
             watch = self._new_watch()
@@ -293,8 +296,12 @@ class CapturedForward:
             for runner in self._runners
         ]
 
+    def _compared(self) -> int:
+        return sum(runner.compared for runner in self._runners)
+
     def _waste(self, capture: Capture) -> None:
-        if capture.replays < _WORTH_REPLAYS:
+        # New graphs are no reason to stop: they come to an end.
+        if capture.replays < _WORTH_REPLAYS and self._graphs() == capture.graphs:
             self._wasted += 1
 
     def _refuse(self, key: Hashable, reason: str) -> None:
