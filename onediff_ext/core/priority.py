@@ -74,8 +74,7 @@ def quick_switches() -> Iterator[None]:
     """Have this process's threads take turns often, for work in Python beside one that draws.
 
     A thread that draws gives Python up at nearly each operation, and gets it back when the other
-    thread's time is over: at 5 ms each, a picture of 1.1 s took 2.5 s beside the first load of a
-    graph (H200, SDXL).
+    thread's time is over: 5 ms each.
     """
     _switching.change(1)
     try:

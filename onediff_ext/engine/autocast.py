@@ -49,18 +49,8 @@ AS_THEY_ARE = frozenset(
         *("add_", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__", "__imul__", "mul_"),
         *("div", "__truediv__", "__itruediv__", "div_", "silu", "gelu", "relu", "sigmoid"),
         *("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like"),
-        *(
-            "dropout",
-            "abs",
-            "amax",
-            "amin",
-            "mean",
-            "clamp",
-            "clamp_min",
-            "round",
-            "_scaled_mm",
-            "_int_mm",
-        ),
+        *("dropout", "abs", "amax", "amin", "mean", "clamp", "clamp_min", "round"),
+        *("_scaled_mm", "_int_mm"),
     }
 )
 

@@ -177,22 +177,19 @@ def _fill_fp8(group: Sequence[torch.Tensor], rows: torch.Tensor, scale: torch.Te
     most = [torch.linalg.vector_norm(w, torch.inf, dtype=torch.float32) for w in group]
     torch.mul(torch.stack(most).amax(), 1 / _TYPES["fp8"][1], out=scale[0])
     inverse = scale.clamp_min_(_SMALLEST_SCALE).reciprocal()
-    start = 0
-    for weight in group:
-        end = start + weight.shape[0]
-        rows[start:end].copy_(weight * inverse)
-        start = end
+    sizes = [weight.shape[0] for weight in group]
+    for weight, part in zip(group, torch.split(rows, sizes), strict=True):
+        part.copy_(weight * inverse)
 
 
 def _fill_int8(group: Sequence[torch.Tensor], rows: torch.Tensor, scales: torch.Tensor) -> None:
-    start = 0
-    for weight in group:
-        end = start + weight.shape[0]
+    sizes = [weight.shape[0] for weight in group]
+    parts = zip(group, torch.split(rows, sizes), torch.split(scales[0], sizes), strict=True)
+    for weight, part, scale in parts:
         most = torch.linalg.vector_norm(weight, torch.inf, dim=-1, dtype=torch.float32)
-        part = torch.mul(most, 1 / _TYPES["int8"][1], out=scales[0, start:end])
-        inverse = part.clamp_min_(_SMALLEST_SCALE).reciprocal()
-        rows[start:end].copy_((weight * inverse.unsqueeze(-1)).round_())
-        start = end
+        torch.mul(most, 1 / _TYPES["int8"][1], out=scale)
+        inverse = scale.clamp_min_(_SMALLEST_SCALE).reciprocal()
+        part.copy_((weight * inverse.unsqueeze(-1)).round_())
 
 
 def quantise_rows(

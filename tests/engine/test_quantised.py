@@ -10,6 +10,7 @@ from onediff_ext.engine.accumulation import accumulation
 from onediff_ext.engine.families.base import BlockCall
 from onediff_ext.engine.families.diffusers import TransformerFamily
 from onediff_ext.engine.quantised import (
+    Quantisation,
     QuantisedWeights,
     outlines,
     plan,
@@ -41,6 +42,23 @@ def _call(batch: int = 2, tokens: int = 20) -> BlockCall:
     return call
 
 
+def _traced(
+    precision: str, call: BlockCall, autocast: tuple[str, torch.dtype] | None = None
+) -> tuple[torch.export.ExportedProgram, Quantisation, list[torch.Tensor]]:
+    """The test's block in 8 bits, how it was planned, and its weights."""
+    family = TransformerFamily()
+    tree = look_at(_block(), family, ())
+    weights = tree.weights()
+    assert weights is not None
+    quantisation = plan(tree.names, weights, precision)
+    assert quantisation is not None
+    program = export_block(
+        tree.copy(), family, tree.names, outlines(weights, quantisation), call, CPU, autocast,
+        quantisation=quantisation,
+    )  # fmt: skip
+    return program, quantisation, weights
+
+
 fp8_by_rows = pytest.mark.skipif(
     RELEASE < (2, 11), reason=f"torch {torch.__version__} multiplies fp8 by rows on GPUs only"
 )
@@ -49,15 +67,7 @@ fp8_by_rows = pytest.mark.skipif(
 @pytest.mark.parametrize("precision", [pytest.param("fp8", marks=fp8_by_rows), "int8"])
 def test_a_quantised_block_is_close_to_the_exact_one_at_any_size(precision: str) -> None:
     block, family, call = _block(), TransformerFamily(), _call()
-    tree = look_at(block, family, ())
-    weights = tree.weights()
-    assert weights is not None
-    quantisation = plan(tree.names, weights, precision)
-    assert quantisation is not None
-    program = export_block(
-        tree.copy(), family, tree.names, outlines(weights, quantisation), call, CPU,
-        quantisation=quantisation,
-    )  # fmt: skip
+    program, quantisation, weights = _traced(precision, call)
     graph = load_program(save_program(program)).graph_module
     copies = QuantisedWeights(quantisation)
     for batch, tokens in ((2, 20), (1, 35), (3, 7)):
@@ -71,16 +81,7 @@ def test_a_quantised_block_is_close_to_the_exact_one_at_any_size(precision: str)
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_it_is_traced_without_a_gpu_under_a_gpus_autocast(precision: str) -> None:
-    block, family, call = _block(), TransformerFamily(), _call()
-    tree = look_at(block, family, ())
-    weights = tree.weights()
-    assert weights is not None
-    quantisation = plan(tree.names, weights, precision)
-    assert quantisation is not None
-    program = export_block(
-        tree.copy(), family, tree.names, outlines(weights, quantisation), call, CPU,
-        ("cuda", torch.float16), quantisation=quantisation,
-    )  # fmt: skip
+    program, _, _ = _traced(precision, _call(), ("cuda", torch.float16))
     targets = {str(node.target) for node in program.graph.nodes}
     assert {"fp8": "aten._scaled_mm.default", "int8": "aten._int_mm.default"}[precision] in targets
 

@@ -21,7 +21,7 @@ _BLOCK = 512
 
 @triton.jit
 def normal_cdf(x):
-    """The normal distribution function; 8e-8 from it at most, and half the work of erf.
+    """The normal distribution function, from which it is 8e-8 at most.
 
     Source: Abramowitz and Stegun 1964, formula 7.1.26.
     """
