@@ -1,4 +1,7 @@
-"""What holds for every test: one thread, no network, a store of its own, no GPU unless there is."""
+"""What holds for every test: one thread, no network, a store of its own, the same random numbers.
+
+And no GPU unless there is one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -33,9 +37,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_store], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
         pytest.skip(reason)
+    _seed_torch(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    # Once more: what was drawn for fixtures depends on the tests before, whose order is random.
+    _seed_torch(2)
+
+
+def _seed_torch(seed: int) -> None:
+    """Give a test the numbers it always gets; pytest-randomly does it for all but torch."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 @functools.cache

@@ -25,7 +25,9 @@ def _resnet() -> torch.nn.Module:
     from diffusers.models.resnet import ResnetBlock2D
 
     torch.manual_seed(0)
-    block = ResnetBlock2D(in_channels=16, out_channels=24, temb_channels=32, groups=8)
+    # A group has eight numbers even in a single pixel: with two, which may lie close together,
+    # normalising them blows rounding up to any size.
+    block = ResnetBlock2D(in_channels=16, out_channels=24, temb_channels=32, groups=2)
     return block.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
