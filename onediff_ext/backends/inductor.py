@@ -48,7 +48,7 @@ CUDA_CONFIG: Mapping[str, Any] = {
 _loads = itertools.count()
 
 # Raised whenever the kernels in `backends/kernels` change.
-KERNELS = "5"
+KERNELS = "6"
 
 
 class InductorBackend(Backend):

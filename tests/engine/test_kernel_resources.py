@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, is not installed")
 
 # Compute capability → most bytes of shared memory that a program may have.
 SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+FP8_SINCE = 89
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("width", [40, 64, 80, 160])
-def test_cross_attention(width: int, capability: int) -> None:
+def _shared_bytes(
+    kernel: Any,
+    capability: int,
+    constants: dict[str, Any],
+    types: dict[str, str] | None = None,
+    **launch: int,
+) -> int:
+    """Compile it; pointers are to 16 bits unless `types` says otherwise."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from onediff_ext.backends.kernels.cross_attention import LAUNCH, blocks, cross_attention_kernel
-
-    if capability < 80 and width > 64:
-        pytest.skip("attention of heads so wide stays as it is there")
-    constants = {"FACTOR": 0.1, **blocks(width)}
     signature = {
         name: "constexpr" if name in constants else "*fp16" if name.endswith("_ptr") else "i32"
-        for name in cross_attention_kernel.arg_names
+        for name in kernel.arg_names
     }
-    source = ASTSource(cross_attention_kernel, signature, constants)
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options=LAUNCH)
-    assert made.metadata.shared <= SHARED_BYTES[capability]
+    source = ASTSource(kernel, {**signature, **(types or {})}, constants)
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
+    shared: int = made.metadata.shared
+    return shared
+
+
+@pytest.mark.parametrize("capability", [c for c in SHARED_BYTES if c >= 80])
+@pytest.mark.parametrize("width", [40, 64, 80, 160])
+def test_cross_attention(width: int, capability: int) -> None:
+    from onediff_ext.backends.kernels.cross_attention import cross_attention_kernel, launch
+
+    chosen = launch(width)
+    options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"FACTOR": 0.1, **chosen}
+    shared = _shared_bytes(cross_attention_kernel, capability, constants, **options)
+    assert shared <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("into", [None, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("channels", [96, 1280, 8192])
+def test_rows(channels: int, into: torch.dtype | None, capability: int) -> None:
+    from onediff_ext.backends.kernels.geglu import geglu_rows_kernel
+    from onediff_ext.backends.kernels.layer_norm import layer_norm_kernel
+    from onediff_ext.backends.kernels.rows import LIMITS, row_parts, rows_kernel
+
+    if into is torch.float8_e4m3fn and capability < FP8_SINCE:
+        pytest.skip("has no fp8")
+    parts = row_parts(channels)
+    warps = parts.pop("num_warps")
+    constants: dict[str, Any] = {**parts, "LIMIT": LIMITS[into] if into else 0.0}
+    eight = "*i8" if into is torch.int8 else "*fp8e4nv"
+    types = {"q_ptr": eight, "out_ptr": eight, "scale_ptr": "*fp32"} if into else {}
+    used = [
+        _shared_bytes(
+            layer_norm_kernel, capability, {**constants, "ADD": True},
+            {"eps": "fp32", **{k: v for k, v in types.items() if k != "q_ptr"}}, num_warps=warps,
+        )
+    ]  # fmt: skip
+    if into:
+        types.pop("out_ptr")
+        used += [
+            _shared_bytes(kernel, capability, constants, types, num_warps=warps)
+            for kernel in (geglu_rows_kernel, rows_kernel)
+        ]
+    assert max(used) <= SHARED_BYTES[capability]
+    if warps == 1:
+        assert max(used) == 0  # nobody waits for anybody

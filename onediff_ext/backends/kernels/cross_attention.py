@@ -13,26 +13,37 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-TOKENS_BLOCK = 64
-# Keys of a step ahead (`num_stages`) would take more memory than a program of a GeForce may have.
-LAUNCH = {"num_warps": 4, "num_stages": 1}
+# A prompt has 77 tokens, or a multiple of it: in powers of two, 80 are the least that hold it.
+MANY, FEW = 64, 16
 
 
-def blocks(width: int) -> dict[str, int]:
+def launch(width: int) -> dict[str, int]:
     """What the kernel is compiled for, with heads so wide."""
+    wide = width > 128  # more tokens at once, or fewer warps, and registers would not do
     return {
         "WIDTH": width,
         "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)),
-        "TOKENS_BLOCK": TOKENS_BLOCK,
-        "KEYS_BLOCK": 128 if width <= 128 else 64,
+        "TOKENS_BLOCK": 32 if wide else 64,
+        "MANY": MANY,
+        "FEW": FEW,
+        "num_warps": 8 if wide else 4,
+        # Keys of a step ahead would take more memory than a program of a GeForce may have.
+        "num_stages": 1,
     }
+
+
+@triton.jit
+def _of_keys(x_ptr, image, key, keys, channels, column, inside):
+    """What one head of one image has for some keys: [keys, width]."""
+    source = (image * keys + key)[:, None] * channels + column
+    return tl.load(x_ptr + source, mask=(key < keys)[:, None] & inside, other=0.0)
 
 
 @triton.jit
 def cross_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, tokens, keys, channels,
     FACTOR: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    TOKENS_BLOCK: tl.constexpr, KEYS_BLOCK: tl.constexpr,
+    TOKENS_BLOCK: tl.constexpr, MANY: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one head of one image; FACTOR turns products into powers of 2."""
     block, head, image = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -46,21 +57,26 @@ def cross_attention_kernel(
     most = tl.full([TOKENS_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS_BLOCK], tl.float32)
     mixed = tl.zeros([TOKENS_BLOCK, WIDTH_BLOCK], tl.float32)
-    for first in range(0, keys, KEYS_BLOCK):
-        key = first + tl.arange(0, KEYS_BLOCK)
-        source = (image * keys + key)[:, None] * channels + column
-        mask = (key < keys)[:, None] & inside
-        k = tl.load(k_ptr + source, mask=mask, other=0.0)
-        v = tl.load(v_ptr + source, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * FACTOR
-        scores = tl.where((key < keys)[None, :], scores, float("-inf"))
-        larger = tl.maximum(most, tl.max(scores, axis=1))
-        shrink = tl.exp2(most - larger)
-        weights = tl.exp2(scores - larger[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+    for first in range(0, keys, MANY + FEW):
+        many = first + tl.arange(0, MANY)
+        few = first + MANY + tl.arange(0, FEW)
+        # All loads are on their way before the first product waits for one of them.
+        k = _of_keys(k_ptr, image, many, keys, channels, column, inside)
+        k_more = _of_keys(k_ptr, image, few, keys, channels, column, inside)
+        v = _of_keys(v_ptr, image, many, keys, channels, column, inside)
+        v_more = _of_keys(v_ptr, image, few, keys, channels, column, inside)
+        scores = tl.where((many < keys)[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+        more = tl.where((few < keys)[None, :], tl.dot(q, tl.trans(k_more)), float("-inf"))
+        larger = tl.maximum(most, tl.maximum(tl.max(scores, axis=1), tl.max(more, axis=1)))
+        shrink = tl.exp2((most - larger) * FACTOR)
+        # One multiply-add each, as the factor comes last.
+        weights = tl.exp2(scores * FACTOR - (larger * FACTOR)[:, None])
+        more = tl.exp2(more * FACTOR - (larger * FACTOR)[:, None])
+        total = total * shrink + tl.sum(weights, axis=1) + tl.sum(more, axis=1)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None])
+        mixed = tl.dot(more.to(v.dtype), v_more, mixed)
         most = larger
-    out = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
+    out = (mixed * (1.0 / total)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + target, out, mask=there)
 
 
@@ -73,7 +89,7 @@ def cross_attention(
     Args:
         q: [B, H, T, D], in 16 bits, D at most 256.
         k, v: [B, H, K, D]. Any number of keys is right; some hundreds are fast.
-        scale: Of the products.
+        scale: Of the products, above zero.
 
     Returns:
         [B, H, T, D], in memory as [B, T, H, D].
@@ -81,10 +97,12 @@ def cross_attention(
     batch, heads, tokens, width = q.shape
     keys, channels = k.shape[2], heads * width
     out = q.new_empty((batch, tokens, heads, width))
-    wrap_triton(cross_attention_kernel)[((tokens + TOKENS_BLOCK - 1) // TOKENS_BLOCK, heads, batch)](
+    chosen = launch(width)
+    blocks = (tokens + chosen["TOKENS_BLOCK"] - 1) // chosen["TOKENS_BLOCK"]
+    wrap_triton(cross_attention_kernel)[(blocks, heads, batch)](
         q.transpose(1, 2).contiguous(),
         k.transpose(1, 2).contiguous(),
         v.transpose(1, 2).contiguous(),
-        out, tokens, keys, channels, FACTOR=scale / math.log(2), **blocks(width), **LAUNCH,
+        out, tokens, keys, channels, FACTOR=scale / math.log(2), **chosen,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -2,9 +2,6 @@
 
 Source: Shazeer 2020, arXiv:2002.05202. A row is a program's own, so no address needs a division,
 and loads are as wide as the machine has them.
-
-In 8 bits a program holds a whole row, which is 5 · 2^n numbers wide in all that this is for: as two
-powers of two, since one would leave a third of the program idle.
 """
 
 from __future__ import annotations
@@ -14,7 +11,14 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from onediff_ext.backends.kernels.rows import LIMITS, empty_rows, largest, rounded_to, row_scale
+from onediff_ext.backends.kernels.rows import (
+    LIMITS,
+    empty_rows,
+    largest,
+    rounded_to,
+    row_parts,
+    row_scale,
+)
 
 _BLOCK = 512
 
@@ -25,10 +29,12 @@ def normal_cdf(x):
 
     Source: Abramowitz and Stegun 1964, formula 7.1.26.
     """
-    z = tl.abs(x) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    series = -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
-    tail = 0.5 * t * (0.254829592 + t * series) * tl.exp(-z * z)
+    z = tl.abs(x)  # √2 times the formula's
+    root = tl.rsqrt(1.0 + (0.3275911 / 1.4142135623730951) * z)
+    t = root * root  # a third of the instructions of a division
+    series = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
+    # exp(-z² / 2), by the power of two that the machine has
+    tail = t * (0.127414796 + t * series) * tl.exp2(z * z * -0.7213475204444817)
     return tl.where(x > 0.0, 1.0 - tail, tail)
 
 
@@ -64,11 +70,10 @@ def geglu_rows_kernel(
     inside = rest < half
     y = gated(x_ptr, row, first, first < half, half).to(tl.float32)
     more = gated(x_ptr, row, rest, inside, half).to(tl.float32)
-    most = tl.maximum(largest(y), largest(more), propagate_nan=tl.PropagateNan.ALL)
-    scale = row_scale(most, LIMIT)
+    scale = row_scale(largest(y, LIMIT), largest(more, LIMIT), LIMIT)
     target = q_ptr + row * half
-    tl.store(target + first, rounded_to(y, scale, q_ptr, LIMIT))
-    tl.store(target + rest, rounded_to(more, scale, q_ptr, LIMIT), mask=inside)
+    tl.store(target + first, rounded_to(y * (1.0 / scale), q_ptr, LIMIT))
+    tl.store(target + rest, rounded_to(more * (1.0 / scale), q_ptr, LIMIT), mask=inside)
     tl.store(scale_ptr + row, scale)
 
 
@@ -91,9 +96,7 @@ def geglu_in_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     batch, tokens, channels = x.shape
     half = channels // 2
     q, scale = empty_rows(x, half, dtype)
-    first = triton.next_power_of_2(half + 1) // 2
     wrap_triton(geglu_rows_kernel)[(batch * tokens,)](
-        x, q, scale, half, LIMIT=LIMITS[dtype], FIRST=first,
-        REST=triton.next_power_of_2(max(1, half - first)), num_warps=max(2, min(8, first // 512)),
-    )  # fmt: skip
+        x, q, scale, half, LIMIT=LIMITS[dtype], **row_parts(half)
+    )
     return q, scale

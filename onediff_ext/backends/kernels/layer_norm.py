@@ -16,49 +16,71 @@ from onediff_ext.backends.kernels.rows import (
     empty_rows,
     largest,
     rounded_to,
+    row_parts,
     row_scale,
-    warps,
 )
+
+
+@triton.jit
+def _loaded(x_ptr, other_ptr, address, inside, ADD: tl.constexpr):
+    """Some columns of a row, summed and rounded as eager does it."""
+    x = tl.load(x_ptr + address, mask=inside, other=0.0)
+    if ADD:
+        other = tl.load(other_ptr + address, mask=inside, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + other).to(x_ptr.dtype.element_ty)
+    return x
 
 
 @triton.jit
 def layer_norm_kernel(
     x_ptr, other_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, channels, eps,
-    ADD: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, LIMIT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """One row: (x + other), rounded as it is stored, and its normalised self; with a LIMIT above
     zero in 8 bits. In fp8 all rows have one scale, since no number of a normalised row exceeds
     the root of their count."""
     row = tl.program_id(0)
-    channel = tl.arange(0, BLOCK)
-    inside = channel < channels
-    address = row * channels + channel
-    x = tl.load(x_ptr + address, mask=inside, other=0.0).to(tl.float32)
+    start = row * channels
+    first = tl.arange(0, FIRST)
+    rest = FIRST + tl.arange(0, REST)
+    inside = rest < channels
+    # All loads are on their way before the first sum waits for one of them.
+    x = _loaded(x_ptr, other_ptr, start + first, first < channels, ADD)
+    more = _loaded(x_ptr, other_ptr, start + rest, inside, ADD)
+    weight = tl.load(weight_ptr + first).to(tl.float32)
+    bias = tl.load(bias_ptr + first).to(tl.float32)
+    more_weight = tl.load(weight_ptr + rest, mask=inside, other=0.0).to(tl.float32)
+    more_bias = tl.load(bias_ptr + rest, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(other_ptr + address, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + address, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    mean = tl.sum(x, axis=0) / channels
-    away = tl.where(inside, x - mean, 0.0)
+        tl.store(sum_ptr + start + first, x)
+        tl.store(sum_ptr + start + rest, more, mask=inside)
+    x = x.to(tl.float32)
+    more = more.to(tl.float32)
+    mean = (tl.sum(x, axis=0) + tl.sum(more, axis=0)) / channels
+    x -= mean
+    more = tl.where(inside, more - mean, 0.0)
+    variance = (tl.sum(x * x, axis=0) + tl.sum(more * more, axis=0)) / channels
     # torch hands numbers over as float64, and all that follows would be.
-    inverse = (1.0 / tl.sqrt(tl.sum(away * away, axis=0) / channels + eps)).to(tl.float32)
-    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    y = away * inverse * weight + bias
-    if LIMIT == 448.0:
-        bound = tl.sqrt(weight * weight * channels) + tl.abs(bias)
-        scale = row_scale(largest(bound), LIMIT)
-        tl.store(out_ptr + address, rounded_to(y, scale, out_ptr, LIMIT), mask=inside)
-        if row == 0:
-            tl.store(scale_ptr, scale)
-        return
+    inverse = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
+    y = x * inverse * weight + bias
+    more = more * inverse * more_weight + more_bias
     if LIMIT > 0:
-        scale = row_scale(largest(tl.where(inside, y, 0.0)), LIMIT)
-        tl.store(out_ptr + address, rounded_to(y, scale, out_ptr, LIMIT), mask=inside)
-        tl.store(scale_ptr + row, scale)
-        return
-    tl.store(out_ptr + address, y.to(out_ptr.dtype.element_ty), mask=inside)
+        if LIMIT == 448.0:
+            root = tl.sqrt(channels * 1.0)
+            bound = tl.max(tl.abs(weight) * root + tl.abs(bias), axis=0)
+            more_bound = tl.max(tl.abs(more_weight) * root + tl.abs(more_bias), axis=0)
+            scale = row_scale(bound, more_bound, LIMIT)
+            if row == 0:
+                tl.store(scale_ptr, scale)
+        else:
+            scale = row_scale(largest(y, LIMIT), largest(more, LIMIT), LIMIT)
+            tl.store(scale_ptr + row, scale)
+        tl.store(out_ptr + start + first, rounded_to(y * (1.0 / scale), out_ptr, LIMIT))
+        more = rounded_to(more * (1.0 / scale), out_ptr, LIMIT)
+        tl.store(out_ptr + start + rest, more, mask=inside)
+    else:
+        tl.store(out_ptr + start + first, y.to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + start + rest, more.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton_op("onediff::layer_norm", mutates_args={})
@@ -75,10 +97,9 @@ def layer_norm(
     x = x.contiguous()
     batch, tokens, channels = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, x, x, weight, bias, out, x, channels, eps,
-        ADD=False, LIMIT=0.0, BLOCK=block, num_warps=warps(block),
+        ADD=False, LIMIT=0.0, **row_parts(channels),
     )  # fmt: skip
     return out
 
@@ -91,10 +112,9 @@ def layer_norm_in_8_bits(
     x = x.contiguous()
     batch, tokens, channels = x.shape
     q, scale = _empty(x, dtype)
-    block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, x, x, weight, bias, q, scale, channels, eps,
-        ADD=False, LIMIT=LIMITS[dtype], BLOCK=block, num_warps=warps(block),
+        ADD=False, LIMIT=LIMITS[dtype], **row_parts(channels),
     )  # fmt: skip
     return q, scale
 
@@ -107,10 +127,9 @@ def add_layer_norm(
     x, other = x.contiguous(), other.contiguous()
     batch, tokens, channels = x.shape
     total, out = torch.empty_like(x), torch.empty_like(x)
-    block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, other, total, weight, bias, out, x, channels, eps,
-        ADD=True, LIMIT=0.0, BLOCK=block, num_warps=warps(block),
+        ADD=True, LIMIT=0.0, **row_parts(channels),
     )  # fmt: skip
     return total, out
 
@@ -129,10 +148,9 @@ def add_layer_norm_in_8_bits(
     batch, tokens, channels = x.shape
     total = torch.empty_like(x)
     q, scale = _empty(x, dtype)
-    block = triton.next_power_of_2(channels)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, other, total, weight, bias, q, scale, channels, eps,
-        ADD=True, LIMIT=LIMITS[dtype], BLOCK=block, num_warps=warps(block),
+        ADD=True, LIMIT=LIMITS[dtype], **row_parts(channels),
     )  # fmt: skip
     return total, q, scale
 

@@ -267,9 +267,11 @@ def _cross_attention(node: Any) -> None:
         return
     if any(str(f.shape[:2]) != str(forms[0].shape[:2]) for f in forms):
         return
-    if width > 64 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return  # Triton multiplies without tensor cores there
     scale = width**-0.5 if scale is None else scale
+    if scale <= 0:
+        return
     _replace(node, torch.ops.onediff.cross_attention.default, (query, key, value, scale))
 
 
