@@ -6,6 +6,8 @@ Each is compared with float64 first; times are of CUDA-graph replays, so launche
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ IMAGES = (
     (2, 320, 64, 64), (2, 320, 128, 128), (2, 640, 64, 64), (2, 1280, 16, 16), (2, 1280, 32, 32),
     (2, 960, 128, 128), (1, 512, 128, 128), (1, 128, 1024, 1024),
 )  # fmt: skip
+PROMPT_TOKENS = 77
 TOKENS = ((2, 256, 1280), (2, 1024, 1280), (2, 1024, 640), (2, 4096, 640), (2, 4096, 320))
 
 
@@ -48,48 +51,72 @@ def main() -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape.
+
+    Args:
+        kernel: Its name.
+        shape: Of its main input.
+        ours, plain: The kernel, and the same in torch, for Inductor and eager.
+        inputs: Of both.
+        exact: What both are to give, of inputs in float64; `plain` when None.
+        value: From what they give to numbers.
+    """
+
+    kernel: str
+    shape: Sequence[int]
+    ours: Callable[..., Any]
+    plain: Callable[..., Any]
+    inputs: tuple[torch.Tensor, ...]
+    exact: Callable[..., torch.Tensor] | None = None
+    value: Callable[[Any], torch.Tensor] = torch.Tensor.double
+
+
 def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
     """A row for each contender, kernel and shape."""
     from triton.testing import do_bench_cudagraph
 
-    from onediff_ext.backends.kernels import geglu, group_norm, layer_norm  # noqa: F401
+    from onediff_ext.backends.kernels import (  # noqa: F401
+        cross_attention,
+        geglu,
+        group_norm,
+        layer_norm,
+    )
 
     rows = []
-    for name, shape, ours, plain, inputs in _cases(dtype, device):
-        exact = plain(*(t.double() for t in inputs))
-        compiled = torch.compile(plain, dynamic=True)
+    for case in _cases(dtype, device):
+        exact = (case.exact or case.plain)(*(t.double() for t in case.inputs))
+        compiled = torch.compile(case.plain, dynamic=True)
         shown = []
-        for who, function in (("ours-triton", ours), ("inductor", compiled), ("eager", plain)):
-            error = float((function(*inputs).double() - exact).norm() / exact.norm())
-            times = do_bench_cudagraph(lambda: function(*inputs), return_mode="all")  # noqa: B023
+        for who, function in (
+            ("ours-triton", case.ours), ("inductor", compiled), ("eager", case.plain)
+        ):  # fmt: skip
+            found = case.value(function(*case.inputs))
+            error = float((found - exact).norm() / exact.norm())
+            times = do_bench_cudagraph(
+                lambda: function(*case.inputs),  # noqa: B023
+                return_mode="all",
+            )
             median, p95 = median_and_p95([1e3 * ms for ms in times])
             rows.append({
-                "contender": who, "kernel": name, "shape": list(shape),
+                "contender": who, "kernel": case.kernel, "shape": list(case.shape),
                 "dtype": str(dtype).removeprefix("torch."), "us_median": median, "us_p95": p95,
                 "error_vs_float64": error, "measured": now(),
             })  # fmt: skip
             shown.append(f"{who} {median:7.1f} us {error:.1e}")
-        print(f"{name:20} {shape!s:24} {'  '.join(shown)}", flush=True)
+        print(f"{case.kernel:20} {tuple(case.shape)!s:24} {'  '.join(shown)}", flush=True)
     return rows
 
 
-def _cases(dtype: torch.dtype, device: torch.device) -> Any:
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    from onediff_ext.engine.quantised import quantise_rows, unavailable_reason
+
     ops = torch.ops.onediff
     noise = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=noise, device=device).to(dtype)
-
-    def our_group_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return ops.group_norm(x, 32, w, b, 1e-5, True)
-
-    def our_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return ops.layer_norm(x, w, b, 1e-5)
-
-    def our_add_layer_norm(
-        x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, b: torch.Tensor
-    ) -> torch.Tensor:
-        return ops.add_layer_norm(x, y, w, b, 1e-5)[1]
 
     def group_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return functional.silu(functional.group_norm(x, 32, w, b, 1e-5))
@@ -102,22 +129,70 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Any:
     ) -> torch.Tensor:
         return functional.layer_norm(x + y, x.shape[-1:], w, b, 1e-5)
 
-    def plain_geglu(x: torch.Tensor) -> torch.Tensor:
+    def geglu(x: torch.Tensor) -> torch.Tensor:
         value, gate = x.chunk(2, dim=-1)
         return value * functional.gelu(gate)
 
+    def in_fp8(x: torch.Tensor, bound: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        return quantise_rows(x.reshape(-1, x.shape[-1]), "fp8", bound)
+
+    def add_layer_norm_in_fp8(
+        x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        bound = (w.float().abs() * w.shape[0] ** 0.5 + b.float().abs()).amax(0, keepdim=True)
+        total = x + y
+        return (total, *in_fp8(layer_norm(total, w, b), bound))
+
+    def number(found: Any) -> torch.Tensor:
+        """Of 8 bits and their scales, which come last."""
+        return found[-2].double() * found[-1].double()
+
     for shape in IMAGES:
         x = (random(*shape) + 1).contiguous(memory_format=torch.channels_last)
-        inputs = (x, random(shape[1]), random(shape[1]))
-        yield "group_norm_silu", shape, our_group_norm, group_norm, inputs
+        yield Case(
+            "group_norm_silu", shape,
+            lambda x, w, b: ops.group_norm(x, 32, w, b, 1e-5, True), group_norm,
+            (x, random(shape[1]), random(shape[1])),
+        )  # fmt: skip
+    fp8 = unavailable_reason("fp8", device) is None
     for shape in TOKENS:
-        w, b = random(shape[-1]), random(shape[-1])
-        x = random(*shape)
-        yield "layer_norm", shape, our_layer_norm, layer_norm, (x, w, b)
-        inputs = (x, random(*shape), w, b)
-        yield "add_layer_norm", shape, our_add_layer_norm, add_layer_norm, inputs
-        wide = random(*shape[:2], 8 * shape[2])
-        yield "geglu", tuple(wide.shape), ops.geglu, plain_geglu, (wide,)
+        w, b, x = random(shape[-1]), random(shape[-1]), random(*shape)
+        both, wide = (x, random(*shape), w, b), random(*shape[:2], 8 * shape[2])
+        yield Case(
+            "layer_norm", shape,
+            lambda x, w, b: ops.layer_norm(x, w, b, 1e-5), layer_norm, (x, w, b),
+        )  # fmt: skip
+        yield Case(
+            "add_layer_norm", shape,
+            lambda x, y, w, b: ops.add_layer_norm(x, y, w, b, 1e-5)[1], add_layer_norm, both,
+        )  # fmt: skip
+        yield Case("geglu", wide.shape, ops.geglu, geglu, (wide,))
+        if fp8:
+            rows = (-1, shape[-1])
+            yield Case(
+                "add_layer_norm_fp8", shape,
+                lambda x, y, w, b: ops.add_layer_norm_in_8_bits(
+                    x, y, w, b, 1e-5, torch.float8_e4m3fn
+                ),
+                add_layer_norm_in_fp8, both,
+                lambda *a, rows=rows: add_layer_norm(*a).reshape(rows), number,
+            )  # fmt: skip
+            yield Case(
+                "geglu_fp8", wide.shape,
+                lambda x: ops.geglu_in_8_bits(x, torch.float8_e4m3fn),
+                lambda x: in_fp8(geglu(x)), (wide,),
+                lambda x, rows=rows: geglu(x).reshape(-1, 4 * rows[1]), number,
+            )  # fmt: skip
+        head = 40 if shape[2] == 320 else 64
+        q, k, v = (
+            random(shape[0], tokens, shape[2] // head, head).transpose(1, 2)
+            for tokens in (shape[1], PROMPT_TOKENS, PROMPT_TOKENS)
+        )
+        yield Case(
+            "cross_attention", q.shape,
+            lambda q, k, v: ops.cross_attention(q, k, v, q.shape[-1] ** -0.5),
+            functional.scaled_dot_product_attention, (q, k, v),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
