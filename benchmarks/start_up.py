@@ -4,7 +4,7 @@ A picture is 20 UNet steps with CFG and a VAE decode, of a model of full width w
 weights. Three processes draw: one eager, one with a store that is empty at first, and one with
 the store that the second has filled. Every process times from its own start. First pictures
 vary by half a second, with and without us, so further processes draw one each, in turn: figures
-of first pictures are medians.
+of first pictures are medians. A last process warms up 12 sizes with the filled store.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.results import write_result
 
 _STARTED = time.time() - float(os.environ.get("ONEDIFF_BENCH_AGE_S", "0"))
 CONTENDERS = {"eager": "eager", "cold": "ours-empty-store", "warm": "ours-filled-store"}
+WARM_UP = "sizes"
 SIZES = ((1024, 1024), (960, 720), (512, 512), (896, 768), (720, 720))
 
 
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
     parser.add_argument("--repeats", type=int, default=3, help="of each first picture")
     parser.add_argument("--only-first", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--role", choices=("eager", "cold", "warm"))
+    parser.add_argument("--role", choices=(*CONTENDERS, WARM_UP))
     parser.add_argument("--store", type=Path)
     parser.add_argument("--verbose", action="store_true", help="log to standard error")
     parser.add_argument("--json", type=Path)
@@ -60,8 +61,9 @@ def main() -> int:
                 store = Path(folder) / f"empty-{repeat}" if role == "cold" else arguments.store
                 run = _run(role, arguments, store=store, only_first=True)
                 firsts[role].append(run["rows"][0])
-    figures = summary(found, firsts, arguments.model, arguments.steps)
-    hidden = ("rows", "contenders", "fingerprint")
+        warm_up = _run(WARM_UP, arguments)["warm_up"]
+    figures = summary(found, firsts, warm_up, arguments.model, arguments.steps)
+    hidden = ("rows", "contenders", "fingerprint", "warm_up")
     shown = {key: value for key, value in figures.items() if key not in hidden}
     print(json.dumps(shown, indent=1))
     if arguments.json is not None:
@@ -95,9 +97,12 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from benchmarks.fingerprint import fingerprint
     from benchmarks.models import DTYPES, make_unet, make_vae
+    from benchmarks.pipeline import SIZES as WARM_UP_SIZES
     from benchmarks.timing import synchronize
     from onediff_ext.core.options import CompileOptions
+    from onediff_ext.core.shapes import BatchShape, parse_sizes
     from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
+    from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")]
@@ -130,7 +135,17 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
             "kinds_needed": status.kinds_needed if status else 0,
         })  # fmt: skip
 
-    if arguments.only_first:
+    warm_up = None
+    if arguments.role == WARM_UP:
+        shapes = [
+            BatchShape(
+                width_px=w // arguments.scale // 8 * 8, height_px=h // arguments.scale // 8 * 8
+            )
+            for w, h in ((s.width_px, s.height_px) for s in parse_sizes(WARM_UP_SIZES))
+        ]
+        warm_up = pipe_warm_up(pipe, shapes).run().as_json()
+        sizes = []
+    elif arguments.only_first:
         draw(sizes[0])
         sizes = []
     elif arguments.role == "cold":
@@ -145,6 +160,7 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
         "fingerprint": fingerprint(device),
         "dtype": str(dtype).removeprefix("torch."),
         "rows": rows,
+        "warm_up": warm_up,
     }
     if session is not None:
         found |= {"built": session.count("built"), "loaded": session.count("loaded")}
@@ -172,13 +188,18 @@ def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> N
 
 
 def summary(
-    found: dict[str, Any], firsts: dict[str, list[dict[str, Any]]], model: str, steps: int
+    found: dict[str, Any],
+    firsts: dict[str, list[dict[str, Any]]],
+    warm_up: dict[str, Any],
+    model: str,
+    steps: int,
 ) -> dict[str, Any]:
     """The figures of all processes, as the JSON file has them.
 
     Args:
         found: "eager", "cold" and "warm": what `_draw` gave.
         firsts: For each of them, the first pictures of several processes.
+        warm_up: The report of a warm-up.
         model: Name of the model.
         steps: UNet steps of a picture.
     """
@@ -221,6 +242,9 @@ def summary(
         ),
         "new_size_costs_s": max(new_sizes(warm)),
         "new_size_costs_eager_s": max(new_sizes(eager)),
+        "warm_up_s": warm_up["seconds"],
+        "warm_up_sizes": len(warm_up["sizes"]),
+        "warm_up": warm_up,
         "first_pictures": {
             CONTENDERS[role]: [
                 {key: row[key] for key in ("seconds", "since_start_s")} for row in rows
@@ -237,7 +261,11 @@ def summary(
             for row in eager[::4]
         ],
         "contenders": {
-            name: {k: v for k, v in found[role].items() if k not in ("rows", "fingerprint")}
+            name: {
+                key: value
+                for key, value in found[role].items()
+                if key not in ("rows", "fingerprint", "warm_up")
+            }
             for role, name in CONTENDERS.items()
         },
         "rows": [

@@ -202,6 +202,9 @@ def start_up_table(figures: Figures) -> str:
         ["empty store: slowest later one, times eager's", times(figures["longest_ratio"])],
         ["empty store: all kinds in use after, s", _or_dash(figures["all_kinds_ready_s"])],
     ]
+    if "warm_up_s" in figures:
+        label = f"filled store: warm-up of {figures['warm_up_sizes']} sizes, s"
+        lines.append([label, seconds(figures["warm_up_s"])])
     intro = (
         "The first pictures on a new machine and after a restart, each a new process"
         f" (`python -m benchmarks.start_up`, pictures of {figures['steps']} steps):"

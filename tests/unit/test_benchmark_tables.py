@@ -154,7 +154,8 @@ def test_start_up_has_rows_and_a_table() -> None:
     found = {"eager": process(1.0, 9.0), "cold": process(1.1, 10.0), "warm": process(0.5, 12.0)}
     firsts = {role: [one["rows"][0]] for role, one in found.items()}
     firsts["cold"] += [{"seconds": s, "since_start_s": 10.0} for s in (3.0, 1.2)]
-    figures = start_up.summary(found, firsts, "sdxl", 20)
+    warm_up = {"seconds": 10.5, "sizes": [{}] * 12}
+    figures = start_up.summary(found, firsts, warm_up, "sdxl", 20)
     assert len(figures["rows"]) == 60
     assert figures["new_size_costs_s"] == figures["new_size_costs_eager_s"] == 0
     assert len(figures["first_pictures"]["ours-empty-store"]) == 3
@@ -166,6 +167,7 @@ def test_start_up_has_rows_and_a_table() -> None:
     assert "| empty store: first picture, times eager's | 1.20 |" in table
     assert "| a size's first picture over its later ones, s | 0.00 |" in table
     assert "| the same, eager, s | 0.00 |" in table
+    assert "| filled store: warm-up of 12 sizes, s | 10.5 |" in table
 
 
 @pytest.mark.parametrize("page", list(plot.PAGES))
