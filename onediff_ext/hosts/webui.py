@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from onediff_ext.core.shapes import BatchShape
@@ -100,15 +101,16 @@ class WebUIHost(ABC):
         return None
 
     @abstractmethod
-    def step(self, shape: BatchShape) -> None:
+    def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.
 
-        Must not change what the host draws next.
+        All inputs are others at each call. Must not change what the host draws next.
         """
 
-    def vae_step(self) -> None:  # noqa: B027
+    @abstractmethod
+    def vae_step(self) -> None:
         """One small encoding and decoding by the VAE, for warm-up: its kinds do not depend on the
-        size. For hosts whose `step` does not do it."""
+        size."""
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         """Run a task as one of the host's own jobs: none beside it, on a thread that may.

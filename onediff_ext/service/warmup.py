@@ -20,11 +20,11 @@ from onediff_ext.service.component import Component
 from onediff_ext.service.session import Session
 
 _POLL_S = 0.1
-# The first forward of a size runs as always, the second is recorded and compared, and so is one
-# more; new graphs are compared before that.
-_FORWARDS_TO_CAPTURE = 4
+# New graphs are compared in the first forward of a size, the second is recorded and compared, and
+# so is one more; the next is replayed. Where that never happens, no more are tried.
+_MOST_FORWARDS = 5
 # One step each is measured, and more of them where they are short.
-_MEASURE_S, _MOST_ROUNDS = 0.3, 5
+_MEASURE_S, _MOST_ROUNDS = 0.1, 5
 STAGES = ("kinds", "captures", "measuring")
 
 
@@ -139,7 +139,9 @@ class WarmUp:
         session: Owns the graphs.
         components: The models that `step` runs.
         step: One forward of the denoising model on noise at a size, with CFG, that changes
-            nothing of what is drawn next.
+            nothing of what is drawn next. Its inputs come from the generator and are others each
+            time, so that whatever a capture froze shows when it is compared.
+        others: One small forward of each other model, whose kinds are wanted too.
         shapes: Sizes, with pictures at once.
         device: Where the models are.
         listen: Told how far it has come.
@@ -149,14 +151,18 @@ class WarmUp:
         self,
         session: Session,
         components: Sequence[Component],
-        step: Callable[[BatchShape], object],
+        step: Callable[[BatchShape, torch.Generator], object],
+        others: Callable[[], object],
         shapes: Sequence[BatchShape],
         device: torch.device,
         listen: ProgressListener | None = None,
     ) -> None:
-        self._session, self._components, self._step = session, list(components), step
+        self._session, self._components = session, list(components)
+        self._forward, self._others = step, others
         self._shapes, self._device = list(dict.fromkeys(shapes)), device
         self._listen = listen
+        self._noise = torch.Generator().manual_seed(0)  # a host's own stay as they are
+        self._first_s: dict[BatchShape, float] = {}
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -191,7 +197,7 @@ class WarmUp:
         session = self._session
         smallest = min(self._shapes, key=lambda s: s.width_px * s.height_px * s.batch)
         with session.holding_builds():
-            self._step(smallest)
+            self._everything(smallest)
         if session.options.build == "never" or self._cancelled.is_set():
             return
         session.build_in_background()
@@ -205,7 +211,11 @@ class WarmUp:
                 break
         else:
             session.cancel_builds()
-        self._step(smallest)  # compares what is new with eager
+        self._everything(smallest)  # compares what is new with eager
+
+    def _everything(self, shape: BatchShape) -> None:
+        self._others()
+        self._step(shape)
 
     def _for_each_shape(self, stage: str, do: Callable[[BatchShape], None]) -> None:
         start = time.monotonic()
@@ -220,13 +230,17 @@ class WarmUp:
         self._tell(stage, len(self._shapes), len(self._shapes), "", 0.0)
 
     def _capture(self, shape: BatchShape) -> None:
-        if self._session.captures.unavailable_reason(self._device) is None:
-            for _ in range(_FORWARDS_TO_CAPTURE):
-                if not self._cancelled.is_set():
-                    self._step(shape)
+        if self._session.captures.unavailable_reason(self._device) is not None:
+            return
+        for _ in range(_MOST_FORWARDS):
+            if not self._cancelled.is_set():
+                seconds = self._timed(shape)
+                self._first_s.setdefault(shape, seconds)
+                if all(c.captured is None or c.captured.replayed for c in self._components):
+                    return
 
     def _measure(self, shape: BatchShape) -> SizeFigures:
-        first_s = self._timed(shape)
+        first_s = self._first_s.get(shape) or self._timed(shape)
         if self._device.type == "cuda":
             with self._paused():
                 self._step(shape)  # cuDNN's own choice of kernels is not what eager costs
@@ -255,6 +269,9 @@ class WarmUp:
             for component in self._components:
                 paused.enter_context(component.paused())
             yield
+
+    def _step(self, shape: BatchShape) -> None:
+        self._forward(shape, self._noise)
 
     def _timed(self, shape: BatchShape) -> float:
         self._synchronize()

@@ -332,13 +332,6 @@ class Acceleration:
         # Within a picture no graph would change, so this is none.
         options = replace(options, build="background")
         session = self._session_for(options)
-        tried_vae: list[bool] = []
-
-        def step(shape: BatchShape) -> None:
-            if not tried_vae:
-                tried_vae.append(True)
-                self.host.vae_step()
-            self.host.step(shape)
 
         def tell(progress: WarmUpProgress) -> None:
             if listen is not None and progress.stage == STAGES[-1]:
@@ -353,7 +346,8 @@ class Acceleration:
             if not self._reasons:
                 self._note("there is no UNet to warm up")
             return None
-        warm_up = WarmUp(session, unets, step, shapes, parameter.device, tell)
+        host, device = self.host, parameter.device
+        warm_up = WarmUp(session, unets, host.step, host.vae_step, shapes, device, tell)
         self._warm_up_running = warm_up
         return warm_up.run()
 

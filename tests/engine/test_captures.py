@@ -6,6 +6,7 @@ given and does the same work on them again. `test_captures_gpu.py` has the real 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import Recorder, Recording
 from onediff_ext.engine.kinds import KindState
+from onediff_ext.hosts.diffusers import warmup
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.service.session import Session
@@ -460,3 +463,36 @@ def test_before_there_are_graphs_a_size_is_recorded_within_its_first_picture(
             assert_right(pipe, seed)
         assert recorder.recorded == 1
     undo_compile(pipe)
+
+
+def test_a_warm_up_ends_each_size_with_its_first_replay(
+    pipe: Any, session: Session, recorder: RerunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And compares a recording on other inputs than those that it was made with."""
+    stages: Counter[tuple[str, BatchShape]] = Counter()
+    given: list[torch.Tensor] = []
+    make_inputs = warmup.unet_inputs
+
+    def make_and_note(*args: Any, **size: int) -> dict[str, Any]:
+        made = make_inputs(*args, **size)
+        tensors = made["timestep"], made["encoder_hidden_states"], made["sample"]
+        given.append(torch.cat([tensor.flatten()[:9].float() for tensor in tensors]))
+        return made
+
+    monkeypatch.setattr(warmup, "unet_inputs", make_and_note)
+    shapes = [BatchShape(128, 128), BatchShape(192, 64), BatchShape(64, 192)]
+    warm_up = warmup.pipe_warm_up(pipe, shapes)
+    step = warm_up._forward
+
+    def counted(shape: BatchShape, noise: torch.Generator) -> None:
+        stages[session.stage, shape] += 1
+        step(shape, noise)
+
+    warm_up._forward = counted
+    report = warm_up.run()
+    assert [figures.shape for figures in report.sizes] == shapes
+    assert recorder.recorded == 3
+    assert [stages["captures", shape] for shape in shapes] == [3, 2, 2]
+    for i, tensors in enumerate(given):
+        assert all((tensors != other).sum() > 15 for other in given[:i])
+    assert len({float(tensors[0]) for tensors in given}) > 5  # time steps

@@ -418,7 +418,8 @@ def test_before_the_first_checkpoint(
     assert adapter.checkpoint() is None
     assert adapter.models(frozenset()) == []
     assert adapter.refusal(None) is None
-    adapter.step(BatchShape(64, 64))
+    adapter.step(BatchShape(64, 64), torch.Generator())
+    adapter.vae_step()
     p = job()
     acceleration.end(p)
 
@@ -460,6 +461,18 @@ def test_warming_up_makes_everything_ready(
     status = acceleration.status()
     assert (status.kinds_ready, status.kinds_failed) == (status.kinds_needed, 0)
     assert status.kinds_needed > KINDS_OF_THE_UNET
+
+
+def test_a_step_is_the_unets_alone(host: ForgeStandIn, adapter: WebUIHost) -> None:
+    """Or a warm-up would time the VAE too, and move it to the GPU and back at each step."""
+    ran: list[str] = []
+    parts = {"unet": host.unet, "vae": host.engine.forge_objects.vae.first_stage_model.decoder}
+    for name, module in parts.items():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    adapter.step(BatchShape(64, 64), torch.Generator())
+    assert ran == ["unet"]
+    adapter.vae_step()
+    assert ran == ["unet", "vae"]
 
 
 def test_the_hosts_queue_is_waited_for(host: ForgeStandIn, adapter: WebUIHost) -> None:

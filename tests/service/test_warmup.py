@@ -69,14 +69,14 @@ def test_cancelled_while_building(warm):
     session, warm_up = warm()
     timer = threading.Timer(0.0, warm_up.cancel)
     session.builder.history.build_seconds  # noqa: B018
-    step = warm_up._step
+    step = warm_up._forward
 
-    def cancel_after_the_first(shape):
-        step(shape)
+    def cancel_after_the_first(shape, noise):
+        step(shape, noise)
         if not timer.is_alive() and not timer.finished.is_set():
             timer.start()
 
-    warm_up._step = cancel_after_the_first
+    warm_up._forward = cancel_after_the_first
     report = warm_up.run()
     assert report.cancelled
     assert report.sizes == []
@@ -90,14 +90,14 @@ def test_cancelled_between_sizes(open_session, small):
     compile_pipe(small.pipe, session=session)
     steps = []
 
-    def step(shape):
+    def step(shape, noise):
         steps.append(shape)
         small(shape.height_px // 8, shape.width_px // 8)
         if len(steps) == 2:  # the kinds, then the first measured one
             warm_up.cancel()
 
     components = compiled_state(small.pipe).components
-    warm_up = WarmUp(session, components, step, SHAPES, torch.device("cpu"))
+    warm_up = WarmUp(session, components, step, lambda: None, SHAPES, torch.device("cpu"))
     report = warm_up.run()
     assert report.cancelled
     assert len(report.sizes) == 1

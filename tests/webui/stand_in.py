@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from onediff_ext.core.shapes import BatchShape
@@ -130,8 +131,11 @@ class EagerHost(WebUIHost):
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         """Nothing is attached."""
 
-    def step(self, shape: BatchShape) -> None:
+    def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         self.steps.append(shape)
+
+    def vae_step(self) -> None:
+        """It has none."""
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         task()

@@ -62,7 +62,8 @@ class CapturedForward:
         variant: What else decides the computation, set by whoever changes it between calls. The
             model may consist of other modules in each variant.
         keeps: What a capture of this variant has to keep alive, set together with it.
-        reason: Why the last call was not replayed, or "".
+        reason: Why sizes like the last call's are not replayed, or "".
+        replayed: Whether the last call was replayed, and needed no comparison any more.
         foreign: Why none ever is: the forward is another extension's. None if it is the model's.
     """
 
@@ -93,8 +94,10 @@ class CapturedForward:
         self.variant: Hashable = None
         self.keeps: object = None
         self.reason = ""
+        self.replayed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.replayed = False
         if not self.active:
             return self._forward(*args, **kwargs)
         if self.foreign is not None:
@@ -156,7 +159,7 @@ class CapturedForward:
         if capture.replays == _WORTH_REPLAYS:
             self._wasted = 0
         if capture.checks >= _CHECKS:
-            self.reason = ""
+            self.reason, self.replayed = "", True
             return output
         expected = self._within_memory(*args, **kwargs)
         self._check(key, capture, output, expected)

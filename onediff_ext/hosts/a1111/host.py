@@ -96,7 +96,7 @@ class A1111Host(WebUIHost):
         networks = [(n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in loaded]
         return super().weights(), tuple(networks)
 
-    def step(self, shape: BatchShape) -> None:
+    def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices
 
         model = _loaded_model()
@@ -105,17 +105,17 @@ class A1111Host(WebUIHost):
         unet = model.model.diffusion_model
         height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
         count = 2 * shape.batch  # with CFG: one for the prompt and one for the negative
-        noise = torch.Generator().manual_seed(0)  # the host's own generators stay as they are
         form = {"device": devices.device, "dtype": devices.dtype_unet}
         # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
         channels = unet.input_blocks[0][0].in_channels
         x = torch.randn(count, channels, height, width, generator=noise).to(**form)
-        context = model.cond_stage_model_empty_prompt.to(**form).expand(count, -1, -1)
+        tokens = model.cond_stage_model_empty_prompt.shape[1:]
+        context = torch.randn(count, *tokens, generator=noise).to(**form)
         extra = {}
         if getattr(unet, "num_classes", None) is not None:
             features = unet.label_emb[0][0].in_features
             extra["y"] = torch.randn(count, features, generator=noise).to(**form)
-        timesteps = torch.full((count,), 500.0, **form)
+        timesteps = torch.randint(1000, (1,), generator=noise).to(**form).repeat(count)
         with torch.no_grad(), devices.autocast():
             unet(x, timesteps, context=context, **extra)
 

@@ -52,7 +52,7 @@ def unet_inputs(
     # sample [B, C, H/8, W/8], context [B, 77, D]
     inputs: dict[str, Any] = {
         "sample": noise(batch, config.in_channels, height_latent, width_latent),
-        "timestep": torch.tensor(500, device=weight.device),
+        "timestep": torch.randint(1000, (), generator=generator).to(weight.device),
         "encoder_hidden_states": noise(batch, 77, config.cross_attention_dim),
     }
     if getattr(config, "time_cond_proj_dim", None):

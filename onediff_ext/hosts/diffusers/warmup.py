@@ -27,15 +27,11 @@ def pipe_warm_up(
         raise OptionError("This pipeline is not compiled.", "Call compile_pipe(pipe) first.")
     unets = [component for component in compiled.components if component.name == "unet"]
     device = next(pipe.unet.parameters()).device
-    probed = []
 
-    def step(shape: BatchShape) -> None:
-        if not probed:  # the VAE's and ControlNet's kinds too, found once
-            probed.append(True)
-            probe(pipe)
+    def step(shape: BatchShape, noise: torch.Generator) -> None:
         inputs = unet_inputs(
             pipe.unet,
-            torch.Generator().manual_seed(0),
+            noise,
             batch=2 * shape.batch,
             height_latent=shape.height_px // 8,
             width_latent=shape.width_px // 8,
@@ -43,4 +39,4 @@ def pipe_warm_up(
         with torch.no_grad():
             pipe.unet(**inputs)
 
-    return WarmUp(compiled.session, unets, step, shapes, device, listen)
+    return WarmUp(compiled.session, unets, step, lambda: probe(pipe), shapes, device, listen)

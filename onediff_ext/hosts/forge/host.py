@@ -105,15 +105,45 @@ class ForgeHost(WebUIHost):
         model = self.loaded_model()
         return model if _objects(model) is not None else None
 
-    def step(self, shape: BatchShape) -> None:
+    def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         objects = _objects(self.loaded_model())
         if objects is None:
             return
+        unet = objects.unet
+        self.move_to_device([unet])
+        model, count = unet.model.diffusion_model, 2 * shape.batch
         height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
-        noise = torch.Generator().manual_seed(0)  # the host's own generators stay as they are
+        form = {"device": unet.load_device, "dtype": self.computation_dtype(unet)}
+        # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
+        x = torch.randn(count, model.in_channels, height, width, generator=noise).to(**form)
+        context = torch.randn(count, 77, _context_width(model), generator=noise).to(**form)
+        extra = {}
+        if getattr(model, "num_classes", None) is not None:
+            features = model.label_emb[0][0].in_features
+            extra["y"] = torch.randn(count, features, generator=noise).to(**form)
+        timesteps = torch.randint(1000, (1,), generator=noise).to(unet.load_device, torch.float32)
         with torch.inference_mode():
-            self._unet_step(objects.unet, (2 * shape.batch, height, width), noise)
-            self._vae_step(objects.vae, noise)
+            model(
+                x,
+                timesteps.repeat(count),
+                context=context,
+                control=None,
+                transformer_options={},
+                **extra,
+            )
+
+    def vae_step(self) -> None:
+        objects = _objects(self.loaded_model())
+        if objects is None:
+            return
+        vae, noise = objects.vae, torch.Generator().manual_seed(0)
+        self.move_to_device([vae.patcher])
+        form = {"device": vae.device, "dtype": vae.vae_dtype}
+        latent = torch.randn(1, vae.latent_channels, *_VAE_CELLS, generator=noise).to(**form)
+        image = torch.randn(1, 3, *(CELL_PX * n for n in _VAE_CELLS), generator=noise).to(**form)
+        with torch.inference_mode():
+            vae.first_stage_model.decoder(latent)
+            vae.first_stage_model.encoder(image)
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         from modules.call_queue import queue_lock
@@ -163,32 +193,6 @@ class ForgeHost(WebUIHost):
             ours = self._embeddings.setdefault(own, TimestepEmbedding(own))
             patches.set(home, "timestep_embedding", ours)
         patches.hook(unet.register_forward_pre_hook(without_controlnet, with_kwargs=True))
-
-    # -------------------------------------------------------------------------- warming up
-
-    def _unet_step(self, unet: Any, size: tuple[int, int, int], noise: torch.Generator) -> None:
-        self.move_to_device([unet])
-        model = unet.model.diffusion_model
-        count, height, width = size
-        form = {"device": unet.load_device, "dtype": self.computation_dtype(unet)}
-        # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
-        x = torch.randn(count, model.in_channels, height, width, generator=noise).to(**form)
-        context = torch.randn(count, 77, _context_width(model), generator=noise).to(**form)
-        extra = {}
-        if getattr(model, "num_classes", None) is not None:
-            features = model.label_emb[0][0].in_features
-            extra["y"] = torch.randn(count, features, generator=noise).to(**form)
-        timesteps = torch.full((count,), 500.0, device=unet.load_device)
-        model(x, timesteps, context=context, control=None, transformer_options={}, **extra)
-
-    def _vae_step(self, vae: Any, noise: torch.Generator) -> None:
-        self.move_to_device([vae.patcher])
-        model = vae.first_stage_model
-        form = {"device": vae.device, "dtype": vae.vae_dtype}
-        latent = torch.randn(1, vae.latent_channels, *_VAE_CELLS, generator=noise).to(**form)
-        image = torch.randn(1, 3, *(CELL_PX * n for n in _VAE_CELLS), generator=noise).to(**form)
-        model.decoder(latent)
-        model.encoder(image)
 
 
 def _objects(model: Any) -> Any:
