@@ -12,6 +12,7 @@ import importlib
 import itertools
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ CUDA_CONFIG: Mapping[str, Any] = {
     "triton.autotune_pointwise": False,
 }
 _loads = itertools.count()
+# Older torch changes a setting for all threads: they must not undo each other's changes.
+_loading = threading.Lock()
 
 # Raised whenever the kernels in `backends/kernels` change.
 KERNELS = "6"
@@ -81,6 +84,8 @@ class InductorBackend(Backend):
             # What loading a graph takes in with it otherwise: 600 modules, a second or more.
             for name in ("codecache", "standalone_compile", "async_compile", "compile_fx"):
                 importlib.import_module(f"torch._inductor.{name}")
+            # And a checksum of torch's own sources.
+            importlib.import_module("torch._inductor.codecache").torch_key()
 
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         # The graph's own fake tensors, never real ones: those would make the weights'
@@ -186,7 +191,8 @@ def load_standalone(payload: bytes) -> Graph:
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
         path = Path(folder) / "graph.bin"
         path.write_bytes(payload)
-        artefact = CompiledArtifact.load(path=str(path), format="binary")
+        with _without_compilers():
+            artefact = CompiledArtifact.load(path=str(path), format="binary")
 
     def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         output = artefact(*arguments)
@@ -194,3 +200,16 @@ def load_standalone(payload: bytes) -> Graph:
         return first
 
     return run
+
+
+@contextlib.contextmanager
+def _without_compilers() -> Iterator[None]:
+    """Where Triton's kernels come ready made.
+
+    Whatever loads one starts a process for each core otherwise, to compile what might be missing:
+    beside the picture that is being drawn, and for good.
+    """
+    from torch._inductor import config
+
+    with _loading, config.patch(compile_threads=1):
+        yield

@@ -5,15 +5,17 @@ Kernels of our own are left out, and a CPU compiles C++ again at each load.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.fx.experimental._config as symbolic_config
 
-from onediff_ext.backends.inductor import standalone_artefact
+from onediff_ext.backends.inductor import load_standalone, standalone_artefact
 from onediff_ext.engine.structure import BlockTree
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.engine.trace import export_block, input_fakes, load_program, save_program
@@ -61,3 +63,29 @@ def test_serves_other_sizes_in_another_process(
     )
     assert tried.returncode == 0, tried.stderr
     assert tried.stdout.split() == ["None"]
+
+
+def test_a_load_starts_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels ask for a pool of processes as they are loaded; two threads load here."""
+    from torch._inductor import CompiledArtifact, config
+    from torch._inductor.async_compile import AsyncCompile
+
+    started: list[object] = []
+    both = threading.Barrier(2, timeout=0.2)
+
+    def load(**_: object) -> object:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait()  # never: one at a time
+        started.append(AsyncCompile.use_process_pool())
+        return lambda *arguments: arguments
+
+    monkeypatch.setattr(CompiledArtifact, "load", load)
+    monkeypatch.setattr(AsyncCompile, "process_pool", lambda: pytest.fail("a pool was started"))
+    monkeypatch.setattr(config, "compile_threads", 4)
+    threads = [threading.Thread(target=load_standalone, args=(b"",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert started == [False, False]
+    assert config.compile_threads == 4

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +50,20 @@ def test_sizes_are_captured_and_right(pipe: Any) -> None:
         for height, width in SIZES:
             assert error(pipe, seed, height=height, width=width) < allowed(pipe)
     assert session.captures.made == len(SIZES)
+
+
+def test_no_compiler_runs_where_pictures_are_drawn(pipe: Any) -> None:
+    """Neither ours nor torch's own, which would be a process for each core."""
+    settle(pipe)
+    names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_child(path)]
+    assert not [name for name in names if b"compile_worker" in name]
+
+
+def is_child(cmdline: Path) -> bool:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        status = (cmdline.parent / "stat").read_text()
+        return int(status.rpartition(")")[2].split()[1]) == os.getpid()
+    return False
 
 
 def test_eager_is_captured_without_any_graph(make_session: Callable[..., Session]) -> None:
