@@ -47,13 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="onediff-ext", description="Stable Diffusion at any size, without recompiling."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    verbose = {"action": "store_true", "help": "say why graphs are built"}
-    parser.add_argument("-v", "--verbose", **verbose)
+    _add_verbose(parser, default=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_parser(commands)
     for command in commands.choices.values():  # -v is taken before and after the command
-        command.add_argument("-v", "--verbose", **verbose, default=argparse.SUPPRESS)
+        _add_verbose(command, default=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     _set_up_logging(arguments.verbose)
     try:
@@ -76,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _add_verbose(parser: argparse.ArgumentParser, default: object) -> None:
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="say why graphs are built", default=default
+    )
 
 
 def _is_out_of_memory(exc: BaseException) -> bool:

@@ -85,7 +85,8 @@ def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
         machine: Digest of this machine, for what was measured on it; ``""`` leaves that out.
     """
     stored = {graph.digest: graph for graph in library.entries()}
-    groups, used = [], set()
+    groups: list[GraphGroup] = []
+    used: set[str] = set()
     names: dict[str, int] = {}
     for listing in CheckpointRecords(library.folder).list():
         record = listing.record

@@ -83,15 +83,19 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
             False,
         ]
 
-    quiet = {"show_progress": "hidden"}
     shown = [table, of, said]
-    refresh.click(show, inputs=[of], outputs=shown, **quiet)
+    refresh.click(show, inputs=[of], outputs=shown, show_progress="hidden")
     verify.click(
         lambda name: attempt(name, lambda: library_actions.verify(port.library())),
         inputs=[of],
         outputs=shown,
-        **quiet,
+        show_progress="hidden",
     )
-    delete.click(on_delete, inputs=[of, sure], outputs=[*shown, sure], **quiet)
-    export.click(on_export, inputs=[of], outputs=[exported, said], **quiet)
-    take.click(on_import, inputs=[of, archive, trust], outputs=[*shown, trust], **quiet)
+    delete.click(on_delete, inputs=[of, sure], outputs=[*shown, sure], show_progress="hidden")
+    export.click(on_export, inputs=[of], outputs=[exported, said], show_progress="hidden")
+    take.click(
+        on_import,
+        inputs=[of, archive, trust],
+        outputs=[*shown, trust],
+        show_progress="hidden",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import gradio as gr
 
@@ -116,10 +116,19 @@ def _note(port: PanelPort, enabled: bool) -> str | None:
     return (None if enabled else port.why_off()) or port.lacks()
 
 
+class _Common(TypedDict):
+    """What every kind of component takes."""
+
+    label: str
+    info: str
+    value: Any
+    elem_id: str
+
+
 def make_control(field: Field, elem_id: ElementId) -> Any:
     """The component of one field."""
     default = list(field.default) if isinstance(field.default, tuple) else field.default
-    common = {
+    common: _Common = {
         "label": field.label,
         "info": field.help,
         "value": default,

@@ -67,12 +67,16 @@ class WarmUpButtons:
             port.cancel()
             return html.message("Cancelled; what was finished stays.")
 
-        quiet = {"show_progress": "hidden"}
-        self.recent.click(propose, inputs=[sizes], outputs=[sizes, self.progress], **quiet)
+        self.recent.click(
+            propose,
+            inputs=[sizes],
+            outputs=[sizes, self.progress],
+            show_progress="hidden",
+        )
         outputs = [self.progress, *status_outputs]
-        self.start.click(warm_up, inputs=list(inputs), outputs=outputs, **quiet)
+        self.start.click(warm_up, inputs=list(inputs), outputs=outputs, show_progress="hidden")
         # Past the queue, where the warm-up itself may hold the only place.
-        self.stop.click(cancel, outputs=[self.progress], queue=False, **quiet)
+        self.stop.click(cancel, outputs=[self.progress], queue=False, show_progress="hidden")
 
     def connect_size(self, width: Any, height: Any, batch: Any) -> None:
         """Let "Add current size" read the host's own controls of size and batch size."""

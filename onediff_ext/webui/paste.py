@@ -8,8 +8,10 @@ from typing import Any
 from onediff_ext.ui.choices import from_infotext
 from onediff_ext.ui.fields import BY_NAME, Field
 
+Reader = Callable[[Mapping[str, Any]], Any]
 
-def infotext_fields(controls: Mapping[str, Any]) -> list[tuple[Any, Callable[[dict], Any]]]:
+
+def infotext_fields(controls: Mapping[str, Any]) -> list[tuple[Any, Reader]]:
     """(component, reader) for the host's ``infotext_fields``.
 
     A reader returns None, which leaves the component alone, for a picture without OneDiff.
@@ -21,8 +23,8 @@ def infotext_fields(controls: Mapping[str, Any]) -> list[tuple[Any, Callable[[di
     ]
 
 
-def _reader(field: Field) -> Callable[[dict], Any]:
-    def read(entries: dict) -> Any:
+def _reader(field: Field) -> Reader:
+    def read(entries: Mapping[str, Any]) -> Any:
         return from_infotext(field, entries)
 
     return read

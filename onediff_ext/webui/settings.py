@@ -119,7 +119,8 @@ def add_settings(options: Any, option_info: Any, gradio: Any) -> None:
         gradio: The gradio module that the host uses.
     """
     for setting in SETTINGS:
-        component, arguments = None, None
+        component: Any = None
+        arguments: dict[str, object] | None = None
         if setting.choices:
             component, arguments = gradio.Radio, {"choices": list(setting.choices)}
         elif setting.span is not None:

@@ -138,24 +138,24 @@ def _pipeline(label: str, parts: dict[str, Any]) -> Any:
 
     inpaint = parts["unet"].config.in_channels == 9
     if label in ("sd1", "sd2"):
-        cls = (
+        plain = (
             diffusers.StableDiffusionInpaintPipeline
             if inpaint
             else diffusers.StableDiffusionPipeline
         )
         no_checker = {"safety_checker": None, "feature_extractor": None}
-        return cls(**parts, **no_checker, requires_safety_checker=False)
+        return plain(**parts, **no_checker, requires_safety_checker=False)
     if label == "sdxl-refiner":
         return diffusers.StableDiffusionXLImg2ImgPipeline(
             **parts, text_encoder=None, tokenizer=None, requires_aesthetics_score=True,
             force_zeros_for_empty_prompt=False, add_watermarker=False,
         )  # fmt: skip
-    cls = (
+    xl = (
         diffusers.StableDiffusionXLInpaintPipeline
         if inpaint
         else diffusers.StableDiffusionXLPipeline
     )
-    return cls(**parts, add_watermarker=False)
+    return xl(**parts, add_watermarker=False)
 
 
 def _loaded(path: Path, pipeline: Any) -> LoadedCheckpoint:

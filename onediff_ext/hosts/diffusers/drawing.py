@@ -157,7 +157,8 @@ class Painter:
     @property
     def device(self) -> torch.device:
         """Where the UNet is."""
-        return next(self.pipe.unet.parameters()).device
+        device: torch.device = next(self.pipe.unet.parameters()).device
+        return device
 
     def check(self, settings: DrawSettings) -> None:
         """Raise OptionError when sampler or DeepCache cannot be used: before anything is built."""

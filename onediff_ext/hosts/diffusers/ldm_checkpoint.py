@@ -253,6 +253,7 @@ def _convert_text(
 ) -> dict[str, torch.Tensor]:
     from diffusers.loaders import single_file_utils as diffusers_names
 
+    weights: dict[str, torch.Tensor]
     if text_place.open_clip:
         weights = diffusers_names.convert_open_clip_checkpoint(
             model, tensors, prefix=text_place.prefix

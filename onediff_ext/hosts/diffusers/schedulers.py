@@ -119,7 +119,7 @@ def _find(name: str, schedule: str) -> tuple[Sampler, str]:
         raise OptionError(
             f"There is no schedule type {schedule!r}.", f"Use one of: {', '.join(SCHEDULES)}."
         )
-    known = {}
+    known: dict[str, Sampler] = {}
     for sampler in SAMPLERS:
         for alias in (sampler.scheduler, sampler.name, *sampler.aliases):
             known.setdefault(alias.lower(), sampler)

@@ -134,7 +134,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if len(text) < header_bytes:
         raise _truncated(path, 8 + header_bytes, size_bytes)
     try:
-        header = json.loads(text)
+        header: dict[str, Any] = json.loads(text)
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key[:2] != "__"]
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(

@@ -26,7 +26,7 @@ def make_tokenizer(pad_token: str = END_OF_TEXT) -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
     folder = str(files("onediff_ext") / "assets" / "tokenizer")
-    tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     # Set afterwards: given to from_pretrained, "!" would turn into a special token and a
     # prompt's own "!" would become padding.
     tokenizer.pad_token = pad_token

@@ -106,7 +106,7 @@ class Studio:
         """
         with self.turn():
             hashes = ContentHashes(self.library.folder)
-            identity = {
+            identity: dict[str, object] = {
                 "checkpoint": hashes.content_hash(model),
                 "loras": [
                     f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}"
