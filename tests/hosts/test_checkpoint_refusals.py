@@ -67,6 +67,28 @@ def test_other_files(content: bytes, message: str, hint: str, tmp_path: Path) ->
     refuse(path, message, hint)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        '{"w": 3}',
+        '{"w": {"data_offsets": [0, 4]}}',
+        '{"w": {"shape": 1, "data_offsets": [0, 4]}}',
+        '{"w": {"shape": ["x"], "data_offsets": [0, 4]}}',
+        '{"w": {"shape": [1]}}',
+        '{"w": {"shape": [1], "data_offsets": []}}',
+        '{"w": {"shape": [1], "data_offsets": [0, null]}}',
+        '{"__metadata__": "text"}',
+    ],
+)
+def test_damaged_header(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(64))
+    started_otherwise = not header.startswith("{")
+    message = "not a safetensors file" if started_otherwise else "damaged safetensors header"
+    refuse(path, message, "Choose" if started_otherwise else "Download")
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.001, 0.999_999])
 def test_truncated_file(keep: float, saved: Path, tmp_path: Path) -> None:
     content = saved.read_bytes()

@@ -85,14 +85,11 @@ def open_tensor_file(path: Path) -> TensorFile:
     if not path.is_file():
         raise CheckpointError(f"There is no file {path}.", "Check the path.")
     try:
-        header = _read_header(path)
+        return _read_header(path)
     except OSError as exc:
         raise CheckpointError(
             f"{path} cannot be opened: {exc.strerror}.", "Check its permissions."
         ) from exc
-    metadata = header.pop("__metadata__", None) or {}
-    shapes = {key: tuple(entry["shape"]) for key, entry in header.items()}
-    return TensorFile(path=path, shapes=shapes, metadata=metadata)
 
 
 def refuse_pickle(path: Path) -> None:
@@ -113,7 +110,7 @@ def _pickle_error(path: Path) -> CheckpointError:
     )
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> TensorFile:
     size_bytes = path.stat().st_size
     if size_bytes == 0:
         raise CheckpointError(f"{path} is empty (0 bytes).", _DOWNLOAD_AGAIN)
@@ -135,15 +132,17 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise _truncated(path, 8 + header_bytes, size_bytes)
     try:
         header: dict[str, Any] = json.loads(text)
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key[:2] != "__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        metadata = dict(header.pop("__metadata__", None) or {})
+        shapes = {key: tuple(map(int, entry["shape"])) for key, entry in header.items()}
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
         raise CheckpointError(
             f"{path} has a damaged safetensors header: {exc}.", _DOWNLOAD_AGAIN
         ) from exc
-    needed_bytes = 8 + header_bytes + max(ends, default=0)
+    needed_bytes = 8 + header_bytes + end
     if size_bytes < needed_bytes:
         raise _truncated(path, needed_bytes, size_bytes)
-    return header
+    return TensorFile(path, shapes, metadata)
 
 
 def _truncated(path: Path, needed_bytes: int, size_bytes: int) -> CheckpointError:
