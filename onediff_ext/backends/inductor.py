@@ -51,7 +51,7 @@ _loads = itertools.count()
 _loading = threading.Lock()
 
 # Raised whenever the kernels in `backends/kernels` change.
-KERNELS = "6"
+KERNELS = "7"
 
 
 class InductorBackend(Backend):

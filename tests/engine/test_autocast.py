@@ -178,15 +178,21 @@ def test_a_block_traced_on_the_cpu_has_the_casts_in_it(make: Callable[[], Any]) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("make", [transformer, resnet])
 @torch.no_grad()
-def test_moved_to_the_gpu_it_computes_as_under_autocast(make: Callable[[], Any]) -> None:
+def test_moved_to_the_gpu_it_computes_as_under_autocast(
+    make: Callable[[], Any], kernels: bool
+) -> None:
+    from onediff_ext.backends.kernels.rewrite import with_kernels
+
     torch.manual_seed(0)
     family, block, call = make()
     saved, weights = exported(family, block, call, torch.float16)
     program = load_program(saved, torch.device("cuda"))
     tensors = [tensor.cuda() for tensor in call.tensors]
-    found = program.graph_module(*(weight.cuda() for weight in weights), *tensors)[0]
+    graph = with_kernels(program.graph_module) if kernels else program.graph_module
+    found = graph(*(weight.cuda() for weight in weights), *tensors)[0]
     with torch.autocast("cuda", dtype=torch.float16):
         expected = family.run(block.cuda(), tensors, dict(call.statics))
     assert found.dtype == expected.dtype

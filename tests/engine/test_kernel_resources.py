@@ -77,3 +77,26 @@ def test_rows(channels: int, into: torch.dtype | None, capability: int) -> None:
     assert max(used) <= SHARED_BYTES[capability]
     if warps == 1:
         assert max(used) == 0  # nobody waits for anybody
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(("out", "rounded"), [("*fp16", True), ("*fp16", False), ("*fp32", True)])
+def test_group_norm(out: str, rounded: bool, capability: int) -> None:
+    from onediff_ext.backends.kernels import group_norm
+
+    floats = ("count_ptr", "mean_ptr", "m2_ptr", "scale_ptr", "shift_ptr")
+    types = {**dict.fromkeys(floats, "*fp32"), "out_ptr": out, "eps": "fp64"}
+    blocks = {"ROWS": 64, "CHANNELS_BLOCK": 64}
+    groups = {"CHUNKS": 256, "ROWS": 64, "CHUNKS_BLOCK": 32, "GROUP_BLOCK": 64, "ADD": True}
+    used = [
+        _shared_bytes(
+            kernel, capability, constants,
+            {name: kind for name, kind in types.items() if name in kernel.arg_names}, num_warps=4,
+        )
+        for kernel, constants in (
+            (group_norm.moments_kernel, {"CHUNKS": 256, **blocks}),
+            (group_norm.scale_kernel, groups),
+            (group_norm.apply_kernel, {"SILU": True, "ROUNDED": rounded, **blocks}),
+        )
+    ]  # fmt: skip
+    assert max(used) <= SHARED_BYTES[capability]

@@ -72,6 +72,29 @@ def test_group_norm(
     assert _error(found, expected) < ERROR[dtype]
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_another_type(ops: Any, dtype: torch.dtype, rounded: bool) -> None:
+    """As under autocast, where float32 stands between what is read and what is written."""
+    x = (3 * _noise(2, 64, 33, 7, dtype=torch.float16) + 20).contiguous(
+        memory_format=torch.channels_last
+    )
+    weight, bias = _noise(64, dtype=torch.float16), _noise(65, dtype=torch.float16)[1:]
+    found = ops.group_norm(x, 32, weight, bias, 1e-5, True, None, dtype, rounded)
+    wide = (weight.double(), bias.double())
+    expected = functional.silu(functional.group_norm(x.double(), 32, *wide, 1e-5))
+    assert found.dtype == dtype
+    assert _error(found, expected) < ERROR[dtype]
+    tokens = x.flatten(2).transpose(1, 2).contiguous()
+    found = ops.layer_norm(tokens, weight, bias, 1e-5, dtype)
+    assert found.dtype == dtype
+    assert _error(found, functional.layer_norm(tokens.double(), (64,), *wide)) < ERROR[dtype]
+    total, found = ops.add_layer_norm(tokens, tokens, weight, bias, 1e-5, dtype)
+    assert (total.dtype, found.dtype) == (torch.float16, dtype)
+    expected = functional.layer_norm((tokens + tokens).double(), (64,), *wide)
+    assert _error(found, expected) < ERROR[dtype]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", TOKENS)
 def test_layer_norm(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

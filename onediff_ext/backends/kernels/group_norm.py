@@ -109,7 +109,7 @@ def scale_kernel(
 @triton.jit
 def apply_kernel(
     x_ptr, scale_ptr, shift_ptr, out_ptr, pixels, channels,
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
+    SILU: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, CHANNELS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x · scale + shift, channel by channel, through SiLU if asked for."""
     rows, image, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -123,7 +123,8 @@ def apply_kernel(
     x = tl.load(x_ptr + address, mask=valid, other=0.0).to(tl.float32)
     y = x * scale[None, :] + shift[None, :]
     if SILU:
-        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # as eager rounds in between
+        if ROUNDED:
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # as eager rounds in between
         y = y / (1.0 + tl.exp(-y))
     tl.store(out_ptr + address, y.to(out_ptr.dtype.element_ty), mask=valid)
 
@@ -137,6 +138,8 @@ def group_norm(
     eps: float,
     silu: bool,
     added: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    rounded: bool = True,
 ) -> torch.Tensor:
     """Normalise each group of channels of each image.
 
@@ -147,9 +150,11 @@ def group_norm(
         eps: Added to the variance.
         silu: Whether SiLU follows.
         added: [B or 1, C, 1, 1], summed to x first: a convolution's bias, a time embedding.
+        dtype: Of the result; None is x's.
+        rounded: Whether what SiLU takes is of this dtype too, or float32.
 
     Returns:
-        [B, C, H, W] of x's dtype, in NHWC order.
+        [B, C, H, W], in NHWC order.
     """
     rows = x.permute(0, 2, 3, 1).contiguous()
     batch, height, width, channels = rows.shape
@@ -159,7 +164,7 @@ def group_norm(
     squares = torch.empty_like(means)
     scale = x.new_empty((batch, channels), dtype=torch.float32)
     shift = torch.empty_like(scale)
-    out = torch.empty_like(rows)
+    out = torch.empty_like(rows, dtype=dtype or x.dtype)
     chunks = torch.sym_min(CHUNKS, (pixels + _ROWS - 1) // _ROWS)
     wrap_triton(moments_kernel)[(batch, chunks, -(-channels // _CHANNELS))](
         rows, counts, means, squares, pixels, channels,
@@ -179,6 +184,6 @@ def group_norm(
     # The most programs first: a grid's other two dims end at 65,535.
     wrap_triton(apply_kernel)[((pixels + _APPLY_ROWS - 1) // _APPLY_ROWS, batch, blocks)](
         rows, scale, shift, out, pixels, channels,
-        SILU=silu, ROWS=_APPLY_ROWS, CHANNELS_BLOCK=wide, num_warps=4,
+        SILU=silu, ROUNDED=rounded, ROWS=_APPLY_ROWS, CHANNELS_BLOCK=wide, num_warps=4,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)

@@ -85,7 +85,11 @@ def layer_norm_kernel(
 
 @triton_op("onediff::layer_norm", mutates_args={})
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Normalise each token.
 
@@ -93,10 +97,11 @@ def layer_norm(
         x: [B, T, C], C at most 8192.
         weight, bias: [C].
         eps: Added to the variance.
+        dtype: Of the result; None is x's.
     """
     x = x.contiguous()
     batch, tokens, channels = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype or x.dtype)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, x, x, weight, bias, out, x, channels, eps,
         ADD=False, LIMIT=0.0, **row_parts(channels),
@@ -121,12 +126,17 @@ def layer_norm_in_8_bits(
 
 @triton_op("onediff::add_layer_norm", mutates_args={})
 def add_layer_norm(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + other, its `layer_norm`), both [B, T, C]."""
     x, other = x.contiguous(), other.contiguous()
     batch, tokens, channels = x.shape
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    total, out = torch.empty_like(x), torch.empty_like(x, dtype=dtype or x.dtype)
     wrap_triton(layer_norm_kernel)[(batch * tokens,)](
         x, other, total, weight, bias, out, x, channels, eps,
         ADD=True, LIMIT=0.0, **row_parts(channels),

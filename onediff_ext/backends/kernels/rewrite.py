@@ -1,4 +1,8 @@
-"""Puts our kernels into an exported block's graph."""
+"""Puts our kernels into an exported block's graph.
+
+Autocast computes norms in float32, and writes casts before and behind them. Our kernels compute in
+float32 whatever they read and write, so that those casts are theirs.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,9 @@ def with_kernels(graph_module: GraphModule) -> GraphModule:
         if node.target is _ATEN._assert_tensor_metadata.default:
             rewritten.graph.erase_node(node)  # would count as a use of what it looks at
     for node in list(rewritten.graph.nodes):
+        _drop_cast_to_itself(node)
+        _swish(node)
+    for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
             rewrite(node)
     rewritten.graph.eliminate_dead_code()
@@ -42,13 +49,21 @@ def _group_norm(node: Any) -> None:
     if weight is None or bias is None or value.ndim != 4 or value.dtype not in _DTYPES:
         return
     eps = rest[0] if rest and rest[0] is not None else 1e-5
-    users = list(node.users)
-    silu = len(users) == 1 and users[0].target in (_ATEN.silu.default, _ATEN.silu_.default)
-    last = users[0] if silu else node
-    x, added = _split_added(x)
-    _replace(
-        last, torch.ops.onediff.group_norm.default, (x, groups, weight, bias, eps, silu, added)
-    )
+    last, rounded = node, True
+    narrow = _cast_behind(last)
+    if narrow is not None:
+        last = narrow
+    silu = _only_user(last, _ATEN.silu.default, _ATEN.silu_.default)
+    if silu is not None:
+        last = silu
+        narrow = _cast_behind(last)
+        if narrow is not None:
+            last, rounded = narrow, False
+    dtype = last.meta["val"].dtype
+    # What others read too has to be computed whole.
+    x, added = _split_added(_uncast(x)) if len(x.users) == 1 else (_uncast(x), None)
+    arguments = (x, groups, _uncast(weight), _uncast(bias), eps, silu is not None, added)
+    _replace(last, torch.ops.onediff.group_norm.default, (*arguments, dtype, rounded))
 
 
 def _split_added(x: Any) -> tuple[Any, Any]:
@@ -116,21 +131,24 @@ def _layer_norm(node: Any) -> None:
     if value.dtype not in _DTYPES or value.shape[-1] > 8192:
         return
     eps = rest[0] if rest and rest[0] is not None else 1e-5
+    x, weight, bias = _uncast(x), _uncast(weight), _uncast(bias)
+    last = _cast_behind(node) or node
+    dtype = last.meta["val"].dtype
     added = _plain_sum(x)
     if added is None:
-        _replace(node, torch.ops.onediff.layer_norm.default, (x, weight, bias, eps))
+        _replace(last, torch.ops.onediff.layer_norm.default, (x, weight, bias, eps, dtype))
         return
     with node.graph.inserting_before(x):
         # Weights are the graph's inputs, so they stand before everything else.
         both = node.graph.call_function(
-            torch.ops.onediff.add_layer_norm.default, (*added, weight, bias, eps)
+            torch.ops.onediff.add_layer_norm.default, (*added, weight, bias, eps, dtype)
         )
         total = node.graph.call_function(operator.getitem, (both, 0))
         normed = node.graph.call_function(operator.getitem, (both, 1))
-    both.meta["val"] = (value, node.meta["val"])
-    total.meta["val"], normed.meta["val"] = value, node.meta["val"]
+    total.meta["val"], normed.meta["val"] = x.meta["val"], last.meta["val"]
+    both.meta["val"] = (total.meta["val"], normed.meta["val"])
     x.replace_all_uses_with(total)
-    node.replace_all_uses_with(normed)
+    last.replace_all_uses_with(normed)
 
 
 def _geglu(node: Any) -> None:
@@ -161,13 +179,16 @@ def _product_in_8_bits(node: Any) -> None:
         if steps > 4 or not isinstance(division, Node):
             return
     wide, scale = division.args
-    reshaped = wide.args[0]
-    if wide.target is not _ATEN.to.dtype or reshaped.target not in _RESHAPES:
+    reshaped = wide.args[0] if wide.target is _ATEN.to.dtype else wide
+    if reshaped.target not in _RESHAPES:
         return
     x = reshaped.args[0]
     if x.meta["val"].ndim != 3 or x.meta["val"].shape[-1] > 8192:
         return
-    alone = len(x.users) == 1 and len(reshaped.users) == 1
+    alone = len(x.users) == 1 and (
+        len(reshaped.users) == 1
+        or all(user is division or user.target is _ATEN.abs.default for user in reshaped.users)
+    )
     dtype = cast.meta["val"].dtype
     # In fp8 what a LayerNorm gives has one scale, and nothing else has.
     bounded = scale.meta["val"].ndim == 1
@@ -176,7 +197,7 @@ def _product_in_8_bits(node: Any) -> None:
     with cast.graph.inserting_before(cast):
         if normed and x.target is torch.ops.onediff.layer_norm.default:
             both = cast.graph.call_function(
-                torch.ops.onediff.layer_norm_in_8_bits.default, (*x.args, dtype)
+                torch.ops.onediff.layer_norm_in_8_bits.default, (*x.args[:4], dtype)
             )
         elif (
             normed
@@ -185,10 +206,10 @@ def _product_in_8_bits(node: Any) -> None:
         ):
             with cast.graph.inserting_before(source):
                 both = cast.graph.call_function(
-                    torch.ops.onediff.add_layer_norm_in_8_bits.default, (*source.args, dtype)
+                    torch.ops.onediff.add_layer_norm_in_8_bits.default, (*source.args[:5], dtype)
                 )
                 total = cast.graph.call_function(operator.getitem, (both, 0))
-            total.meta["val"] = x.meta["val"]
+            total.meta["val"] = source.meta["val"][0]
             for user in list(source.users):
                 if user is not x:
                     user.replace_all_uses_with(total)
@@ -281,6 +302,60 @@ def _dropout(node: Any) -> None:
     if not training or share == 0.0:
         node.replace_all_uses_with(x)
         node.graph.erase_node(node)  # the uses of what is left are counted
+
+
+def _drop_cast_to_itself(node: Any) -> None:
+    if _is_cast(node) and node.args[0].meta["val"].dtype == node.meta["val"].dtype:
+        node.replace_all_uses_with(node.args[0])
+        node.graph.erase_node(node)
+
+
+def _swish(node: Any) -> None:
+    """x · sigmoid(x), as CompVis' VAE writes SiLU."""
+    if node.target is not _ATEN.mul.Tensor or node.kwargs:
+        return
+    x, gate = node.args
+    if isinstance(x, Node) and x.target is _ATEN.sigmoid.default:
+        x, gate = gate, x
+    if isinstance(gate, Node) and gate.target is _ATEN.sigmoid.default and gate.args[0] is x:
+        _replace(node, _ATEN.silu.default, (x,))
+        node.graph.erase_node(node)
+        if not gate.users:
+            node.graph.erase_node(gate)
+
+
+def _is_cast(node: Any) -> bool:
+    return node.target is _ATEN.to.dtype and len(node.args) == 2 and not node.kwargs
+
+
+def _uncast(node: Any) -> Any:
+    """What was cast to float32, which reads the same."""
+    if not (_is_cast(node) and node.meta["val"].dtype is torch.float32):
+        return node
+    source = node.args[0]
+    return source if source.meta["val"].dtype in _DTYPES else node
+
+
+def _cast_behind(node: Any) -> Any:
+    """The cast of a float32 result to 16 bits, when there is no other use of it; all such casts
+    become one."""
+    users = list(node.users)
+    types = {user.meta["val"].dtype for user in users if _is_cast(user)}
+    if node.meta["val"].dtype is not torch.float32 or not users or len(types) != 1:
+        return None
+    if not all(map(_is_cast, users)) or not types <= {torch.float16, torch.bfloat16}:
+        return None
+    first, *others = sorted(users, key=_place)
+    for other in others:
+        other.replace_all_uses_with(first)
+        other.graph.erase_node(other)
+    return first
+
+
+def _only_user(node: Any, *targets: object) -> Any:
+    """The one node that uses this one, if it calls one of these."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target in targets else None
 
 
 def _arguments(node: Any, count: int) -> list[Any]:
