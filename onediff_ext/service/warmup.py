@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,9 @@ _POLL_S = 0.1
 # New graphs are compared in the first forward of a size, the second is recorded and compared, and
 # so is one more; the next is replayed. Where that never happens, no more are tried.
 _MOST_FORWARDS = 5
-# One step each is measured, and more of them where they are short.
-_MEASURE_S, _MOST_ROUNDS = 0.1, 5
+# Steps of each kind that are measured: twice, since a slow moment of the machine hits one of them
+# only, and more often where they are short.
+_ROUNDS, _MEASURE_S, _MOST_ROUNDS = 2, 0.1, 5
 STAGES = ("kinds", "captures", "measuring")
 
 
@@ -53,7 +54,7 @@ class SizeFigures:
     Args:
         shape: Size in pixels and pictures at once; CFG doubles the UNet's batch.
         first_s: The first step at this size, in seconds.
-        eager_ms, compiled_ms: One step, the median of several where steps are short.
+        eager_ms, compiled_ms: One step, the shortest of several.
     """
 
     shape: BatchShape
@@ -179,9 +180,7 @@ class WarmUp:
                 session.stage = STAGES[0]
                 self._make_kinds()
                 self._for_each_shape(STAGES[1], self._capture)
-                self._for_each_shape(
-                    STAGES[2], lambda shape: report.sizes.append(self._measure(shape))
-                )
+                self._for_each_shape(STAGES[2], lambda shape: self._measure(shape, report))
         finally:
             session.stage = ""
         kinds = session.current_kinds()
@@ -227,7 +226,8 @@ class WarmUp:
             left = spent / done * (len(self._shapes) - done) if done else None
             self._tell(stage, done, len(self._shapes), str(shape), left)
             do(shape)
-        self._tell(stage, len(self._shapes), len(self._shapes), "", 0.0)
+        if not self._cancelled.is_set():
+            self._tell(stage, len(self._shapes), len(self._shapes), "", 0.0)
 
     def _capture(self, shape: BatchShape) -> None:
         if self._session.captures.unavailable_reason(self._device) is not None:
@@ -239,7 +239,7 @@ class WarmUp:
                 if all(c.captured is None or c.captured.replayed for c in self._components):
                     return
 
-    def _measure(self, shape: BatchShape) -> SizeFigures:
+    def _measure(self, shape: BatchShape, report: WarmUpReport) -> None:
         first_s = self._first_s.get(shape) or self._timed(shape)
         if self._device.type == "cuda":
             with self._paused():
@@ -247,12 +247,14 @@ class WarmUp:
         eager: list[float] = []
         compiled: list[float] = []
         until = time.monotonic() + _MEASURE_S
-        while not eager or (time.monotonic() < until and len(eager) < _MOST_ROUNDS):
-            compiled.append(self._timed(shape))  # in turn, so that a slow moment hits both
-            with self._paused():
-                eager.append(self._timed(shape))
-        eager_s, compiled_s = statistics.median(eager), statistics.median(compiled)
-        figures = SizeFigures(shape, first_s, 1000 * eager_s, 1000 * compiled_s)
+        while len(eager) < _ROUNDS or (time.monotonic() < until and len(eager) < _MOST_ROUNDS):
+            for times, how in ((compiled, nullcontext()), (eager, self._paused())):
+                if self._cancelled.is_set():
+                    return
+                with how:
+                    times.append(self._timed(shape))
+        figures = SizeFigures(shape, first_s, 1000 * min(eager), 1000 * min(compiled))
+        report.sizes.append(figures)
         checkpoint = self._session.checkpoint
         self._session.builder.history.record_step(
             checkpoint="" if checkpoint is None else checkpoint.content_hash,
@@ -261,7 +263,6 @@ class WarmUp:
             eager_ms=figures.eager_ms,
             compiled_ms=figures.compiled_ms,
         )
-        return figures
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

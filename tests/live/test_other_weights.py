@@ -50,6 +50,7 @@ def test_another_architecture_and_back(
     assert_same(webui.draw(True), theirs)
     status = webui.status()
     assert (status["running"], status["waiting"]) == ("compiled", 0), status["line"]
+    webui.set_options(sd_model_checkpoint=checkpoints[0])  # whose kinds are counted
 
 
 def test_a_checkpoint_for_inpainting_and_back(

@@ -11,6 +11,7 @@ import torch
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
+from onediff_ext.service import warmup
 from onediff_ext.service.warmup import WarmUp
 from tests import models
 
@@ -85,7 +86,12 @@ def test_cancelled_while_building(warm):
     assert session.stage == ""
 
 
-def test_cancelled_between_sizes(open_session, small):
+@pytest.mark.parametrize(
+    ("last", "measured"), [(2, 0), (5, 0), (12, 1), (13, 1)], ids=["first", "pair", "all", "next"]
+)
+def test_cancelled_between_steps(open_session, small, monkeypatch, last, measured):
+    """One for the kinds; then one and five pairs for each size."""
+    monkeypatch.setattr(warmup, "_MEASURE_S", 60)
     session = open_session(build="never")
     compile_pipe(small.pipe, session=session)
     steps = []
@@ -93,14 +99,15 @@ def test_cancelled_between_sizes(open_session, small):
     def step(shape, noise):
         steps.append(shape)
         small(shape.height_px // 8, shape.width_px // 8)
-        if len(steps) == 2:  # the kinds, then the first measured one
+        if len(steps) == last:
             warm_up.cancel()
 
     components = compiled_state(small.pipe).components
     warm_up = WarmUp(session, components, step, lambda: None, SHAPES, torch.device("cpu"))
     report = warm_up.run()
     assert report.cancelled
-    assert len(report.sizes) == 1
+    assert len(steps) == last
+    assert len(report.sizes) == measured
 
 
 def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant):

@@ -162,7 +162,7 @@ def add_routes(_, app):
 
 def remove_hypertile():
     """A1111's HyperTile leaves its wrappers on layers when it is off."""
-    for model in (unet(), vae()):
+    for model in (unet(), vae(), getattr(shared.sd_model, "model", unet())):
         vars(model).pop("__webui_hypertile_layers", None)
         for module in model.modules():
             if vars(module).pop("__webui_hypertile_params", None) is not None:
