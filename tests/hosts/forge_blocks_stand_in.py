@@ -216,6 +216,8 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
             self.first, self.second = ResBlock(16, 12, 16), ResBlock(16, 12, 32)
             self.third = ResBlock(16, 12, 16)
             self.transformer = BasicTransformerBlock(32, 4, 24)
+            # Behind the blocks it would hide what one is multiplied with.
+            self.norm = ops.GroupNorm(8, 16)
             self.out = ops.Conv2d(32, 4, 3, padding=1)
 
         def forward(
@@ -231,7 +233,7 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
             given = (options,) if options_to_resnets else ()
             options["block"] = ("middle", 0)
             emb = self.time_embed(attention.embed(timesteps, 8))
-            h = self.third(self.first(self.entry(x), emb, *given), emb, *given)
+            h = self.third(self.first(self.norm(self.entry(x)), emb, *given), emb, *given)
             h = self.second(h, emb, *given)
             if control and control["middle"]:
                 h = h + control["middle"].pop()
@@ -281,10 +283,12 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
             super().__init__()
             self.conv_in = ops.Conv2d(inputs, 16, 3, padding=1)
             self.attention, self.block = AttnBlock(16), ResnetBlock(16, 8)
+            self.norm_out = nn.GroupNorm(4, 8)
             self.conv_out = ops.Conv2d(8, outputs, 3, padding=1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.conv_out(self.block(self.attention(self.conv_in(x)), None))
+            h = self.norm_out(self.block(self.attention(self.conv_in(x)), None))
+            result: torch.Tensor = self.conv_out(h)
             return result
 
     found = {name: value for name, value in locals().items() if isinstance(value, type)}
@@ -359,6 +363,7 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
             live_in(cls, "ldm_patched.modules.ops")
     classes = make_blocks(ops, attention, options_to_resnets=name == "forge")
     contents: dict[str, Namespace] = {home: {} for home in homes.values()}
+    contents[homes["layers"]] = {ops.__name__: ops}
     for cls_name, cls in classes.items():
         home = homes.get(cls_name, homes["ResBlock"])
         live_in(cls, home)
@@ -415,6 +420,7 @@ _FORGE_HOMES = {
     "AttnBlock": "backend.nn.vae",
     "Half": "backend.nn.vae",
     "attention": "backend.attention",
+    "layers": "backend.operations",
 }
 _REFORGE_HOMES = {
     "ResBlock": "ldm_patched.ldm.modules.diffusionmodules.openaimodel",
@@ -425,6 +431,7 @@ _REFORGE_HOMES = {
     "AttnBlock": "ldm_patched.ldm.modules.diffusionmodules.model",
     "Half": "ldm_patched.ldm.modules.diffusionmodules.model",
     "attention": "ldm_patched.ldm.modules.attention",
+    "layers": "ldm_patched.modules.ops",
 }
 
 

@@ -16,6 +16,11 @@ import torch
 from torch import nn
 
 
+class GroupNorm32(nn.GroupNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
 class ResBlock(nn.Module):
     """x [B, C, H, W], emb [B, E] → [B, C', H, W]."""
 
@@ -150,13 +155,15 @@ class UNetModel(nn.Module):
         self.first, self.second = ResBlock(16, 12, 16), ResBlock(16, 12, 32)
         self.third = ResBlock(16, 12, 16)
         self.transformer = BasicTransformerBlock(32, 4, 24)
+        # Behind the blocks, as in real ones, it would hide what one is multiplied with.
+        self.norm = GroupNorm32(8, 16)
         self.out = nn.Conv2d(32, 4, 3, padding=1)
 
     def forward(
         self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor
     ) -> torch.Tensor:
         emb = self.time_embed(timesteps[:, None] / 1000)
-        h = self.third(self.first(self.input_blocks[0](x), emb), emb)
+        h = self.third(self.first(self.norm(self.input_blocks[0](x)), emb), emb)
         h = self.second(h, emb)
         tokens = self.transformer(h.flatten(2).transpose(1, 2), context)
         return self.out(tokens.transpose(1, 2).unflatten(2, x.shape[2:]))
@@ -169,10 +176,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.conv_in = nn.Conv2d(4, 16, 3, padding=1)
         self.attention, self.block = AttnBlock(16), ResnetBlock(16, 8)
+        self.norm_out = nn.GroupNorm(4, 8)
         self.conv_out = nn.Conv2d(8, 3, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return self.conv_out(self.block(self.attention(self.conv_in(z)), None))
+        return self.conv_out(self.norm_out(self.block(self.attention(self.conv_in(z)), None)))
 
 
 class Encoder(nn.Module):
@@ -190,6 +198,7 @@ class Encoder(nn.Module):
 
 _PLACES = {
     "modules.attention": (CrossAttention, GEGLU, BasicTransformerBlock),
+    "modules.diffusionmodules.util": (GroupNorm32,),
     "modules.diffusionmodules.openaimodel": (ResBlock, UNetModel),
     "modules.diffusionmodules.model": (ResnetBlock, AttnBlock, Encoder, Decoder),
 }

@@ -16,6 +16,7 @@ from torch import nn
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.families import torch as torch_families
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.service.component import Component
@@ -104,6 +105,22 @@ def test_one_graph_serves_blocks_that_differ_in_the_hosts_own_names(
     assert labels.count("ResBlock 16→16") == 1
     kind = next(kind for kind in acceleration.session.kinds if kind.label == "ResBlock 16→16")
     assert len(kind.blocks) == 2
+
+
+def test_norms_outside_of_blocks_are_kinds_on_a_gpu(
+    host: A1111StandIn, acceleration: Acceleration, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_families, "small_blocks_pay", lambda: True)
+    expected, picture = host.unet(), host.decode()
+    p = job()
+    for _ in range(2):
+        assert close(host.unet(), expected)
+        assert close(host.decode(), picture)
+    acceleration.end(p)
+    kinds = {kind.label: kind for kind in acceleration.session.kinds}
+    assert kinds["GroupNorm32 16"].calls > 0
+    assert kinds["GroupNorm 8"].calls > 0
+    assert acceleration.session.fallbacks() == []
 
 
 def test_ignored_components_stay_eager(

@@ -14,6 +14,7 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.families import torch as torch_families
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.webui import WebUIHost
@@ -448,6 +449,22 @@ def test_ignored_components(host: ForgeStandIn, adapter: WebUIHost) -> None:
     ignores = frozenset({"vae", "vae_encoder", "vae_decoder"})
     assert [name for name, _ in adapter.models(ignores)] == ["unet", "controlnet"]
     assert [name for name, _ in adapter.models(ignores | {"controlnet"})] == ["unet"]
+
+
+def test_norms_outside_of_blocks_are_kinds_on_a_gpu(
+    host: ForgeStandIn, acceleration: Acceleration, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_families, "small_blocks_pay", lambda: True)
+    expected, picture = host.draw(), host.decode()
+    p = job()
+    for _ in range(2):
+        assert close(host.draw(), expected)
+        assert close(host.decode(), picture)
+    acceleration.end(p)
+    kinds = {kind.label: kind for kind in acceleration.session.kinds}
+    assert kinds["GroupNorm 16"].calls > 0  # of the host's class
+    assert kinds["GroupNorm 8"].calls > 0  # torch's
+    assert acceleration.session.fallbacks() == []
 
 
 def test_warming_up_makes_everything_ready(

@@ -24,7 +24,7 @@ from onediff_ext.engine.families.base import (
     BlockFamily,
     Refusal,
 )
-from onediff_ext.engine.families.torch import GroupNormFamily
+from onediff_ext.engine.families.torch import GroupNormFamily, small_blocks_pay
 from onediff_ext.engine.families.transformer import TransformerBlocks
 
 # Attention that is a pure function of its arguments. Others (IP-Adapter,
@@ -181,12 +181,6 @@ class AttentionFamily(_DiffusersFamily):
     ) -> torch.Tensor:
         output: torch.Tensor = block.forward(tensors[0])
         return output
-
-
-def small_blocks_pay() -> bool:
-    """Whether blocks of one matrix product are worth a graph: on a CPU each costs some ten
-    seconds of C++ to build, and brings nothing."""
-    return torch.cuda.is_available()
 
 
 class _ProjectionFamily(_DiffusersFamily):

@@ -24,6 +24,7 @@ from onediff_ext.engine.families.base import (
     BlockFamily,
     Refusal,
 )
+from onediff_ext.engine.families.torch import GroupNormFamily, GroupNorms
 from onediff_ext.engine.families.transformer import TransformerBlocks
 
 _UNKNOWN = Refusal("called with arguments that are not known")
@@ -298,6 +299,25 @@ class ForgeVaeAttention(_VaeFamily):
         return attend_image(block, tensors[0])
 
 
+class ForgeGroupNorm(GroupNorms, _ForgeFamily):
+    """GroupNorm as one of the host's layers.
+
+    Args:
+        package, attention: As all families have them.
+        layers: One of the package's prefixes.
+    """
+
+    class_name = "GroupNorm"
+
+    def __init__(self, package: ForgePackage, attention: AttentionRules, layers: str) -> None:
+        super().__init__(package, attention)
+        self._layers = layers.rstrip(".")
+
+    def norm_class(self) -> type[nn.Module] | None:
+        module, _, holder = self._layers.rpartition(".")
+        return getattr(getattr(sys.modules.get(module), holder, None), self.class_name, None)
+
+
 def forge_families(
     package: ForgePackage, attention: AttentionRules | None = None
 ) -> tuple[BlockFamily, ...]:
@@ -309,7 +329,11 @@ def forge_families(
     """
     classes = (ForgeResBlock, ForgeTransformer, ForgeVaeResnet, ForgeVaeAttention)
     rules = attention or AttentionRules()
-    return tuple(family(package, rules) for family in classes)
+    return (
+        *(family(package, rules) for family in classes),
+        *(ForgeGroupNorm(package, rules, layers) for layers in package.layers),
+        GroupNormFamily(package.transient),
+    )
 
 
 def _cross_attention(

@@ -24,10 +24,13 @@ from onediff_ext.engine.families.base import (
     BlockFamily,
     Refusal,
 )
+from onediff_ext.engine.families.torch import GroupNormFamily, GroupNorms
 from onediff_ext.engine.families.transformer import TransformerBlocks
 
 # Cross-attention of both packages; the second is the same with xformers' kernel.
 _ATTENTION = frozenset({"CrossAttention", "MemoryEfficientCrossAttention"})
+# A1111's own attentions, and the merging of its Lora extension.
+_PATCHERS = ("ldm.", "sgm.", "modules.", "networks")
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,7 @@ class _LdmFamily(BlockFamily):
         self.package, self.transient = package, transient
         # A1111 has its UNets' forward look whether another UNet is chosen.
         self.sources = (f"{package}.modules.", "modules.sd_unet.")
-        # A1111's own attentions, and the merging of its Lora extension.
-        self.patchers = ("ldm.", "sgm.", "modules.", "networks")
+        self.patchers = _PATCHERS
         self.label = self.class_name
         self.attention = attention or AttentionSetting()
 
@@ -220,6 +222,16 @@ class VaeAttentionFamily(_LdmFamily):
         return output
 
 
+class GroupNorm32Family(GroupNorms, _LdmFamily):
+    """The UNet's own GroupNorm, which computes in float32."""
+
+    class_name = "GroupNorm32"
+    module = "modules.diffusionmodules.util"
+
+    def norm_class(self) -> type[nn.Module] | None:
+        return _LdmFamily.block_class(self)
+
+
 def ldm_families(
     transient: frozenset[str] = frozenset(), attention: AttentionSetting | None = None
 ) -> tuple[BlockFamily, ...]:
@@ -229,10 +241,17 @@ def ldm_families(
         transient: Attributes that the host keeps on layers for itself.
         attention: How the host wants attention computed.
     """
-    classes = (ResBlockFamily, TransformerFamily, VaeResnetFamily, VaeAttentionFamily)
-    return tuple(
+    classes: tuple[type[_LdmFamily], ...] = (
+        ResBlockFamily,
+        TransformerFamily,
+        VaeResnetFamily,
+        VaeAttentionFamily,
+        GroupNorm32Family,
+    )
+    families = (
         family(package, transient, attention) for package in ("ldm", "sgm") for family in classes
     )
+    return (*families, GroupNormFamily(transient, _PATCHERS))
 
 
 def _attend(
