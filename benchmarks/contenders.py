@@ -181,14 +181,19 @@ class TorchTensorRT(_Dynamo):
         )
 
 
-def all_contenders() -> list[Contender]:
-    """Every contender, in the order in which they are measured."""
+def all_contenders(*, channels_last: bool = True) -> list[Contender]:
+    """Every contender, in the order in which they are measured.
+
+    Args:
+        channels_last: Ours bring weights into NHWC.
+    """
+    layout = {"channels_last": channels_last}
     return [
         Eager(),
-        Ours("ours-captured-eager", build="never"),
-        Ours("ours-graphs", build="wait", captures=False),
-        Ours("ours-exact", build="wait"),
-        Ours("ours-fp8", build="wait", precision="fp8"),
+        Ours("ours-captured-eager", build="never", **layout),
+        Ours("ours-graphs", build="wait", captures=False, **layout),
+        Ours("ours-exact", build="wait", **layout),
+        Ours("ours-fp8", build="wait", precision="fp8", **layout),
         RepeatedBlocks(),
         Compiled("torch.compile dynamic", dynamic=True),
         Compiled("torch.compile"),
@@ -199,13 +204,13 @@ def all_contenders() -> list[Contender]:
     ]
 
 
-def chosen_contenders(names: str) -> list[Contender]:
+def chosen_contenders(names: str, *, channels_last: bool = True) -> list[Contender]:
     """The contenders of a comma-separated list; "all", "ours" (with eager) and "peers" are sets.
 
     Raises:
         SystemExit: There is no contender of a name.
     """
-    known = all_contenders()
+    known = all_contenders(channels_last=channels_last)
     wanted: set[str] = set()
     for name in (part.strip() for part in names.split(",")):
         of_set = {

@@ -4,7 +4,8 @@ All contenders run the same weights; parity with eager is checked at each size b
 is timed. Ours and eager run in one process, in turn. Each peer has a process of its own, where
 it takes turns with eager again (``eager_ms``), and a time limit; what it had measured by then
 is kept. Peers that compile for one size take minutes for each: they run at ``--peer-sizes`` only.
-Rows are added to those that the JSON file has from the same machine.
+Rows are added to those that the JSON file has from the same machine. With ``--like-a1111`` all run
+as that host has them: under autocast, with weights in the order in which they are loaded (NCHW).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SIZES = (
 )
 _SUFFIXES = {"fp16": "", "fp32": "", "bf16": " bf16"}  # of names under "contenders"
 PEER_SIZES = "1024x1024, 512x512, 960x720"
+LIKE_A1111 = ", as in A1111: under autocast, weights in NCHW"
 
 
 def main() -> int:
@@ -48,6 +50,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=None)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--peer-sizes", default=PEER_SIZES, help="of peers that are compiled anew")
+    parser.add_argument("--like-a1111", action="store_true", help="autocast, weights in NCHW")
     parser.add_argument("--contenders", default="ours", help="all, ours, peers, or names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="in each round")
@@ -79,7 +82,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self._arguments, self._folder = arguments, folder
         self._head = {
-            "what": "UNet step, CFG batch 2",
+            "what": "UNet step, CFG batch 2" + (LIKE_A1111 if arguments.like_a1111 else ""),
             "model": arguments.model,
             "fingerprint": fingerprint(torch.device(arguments.device)),
             "timing": "consecutive steps, times between events in the GPU's stream",
@@ -119,6 +122,7 @@ class Run:
             command += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
         command += ["--profile", str(given.profile)] if given.profile else []
         command += ["--verbose"] if given.verbose else []
+        command += ["--like-a1111"] if given.like_a1111 else []
         caches = self._folder / f"caches-{group[0].name.replace(' ', '-')}"  # first_s is of none
         environment = {
             **os.environ,
@@ -146,7 +150,9 @@ class Measurement:
         self._arguments, self._stream = arguments, stream
         self._device = torch.device(arguments.device)
         self._dtype = DTYPES[arguments.dtype]
-        self._chosen = chosen_contenders(arguments.contenders)
+        self._chosen = chosen_contenders(
+            arguments.contenders, channels_last=not arguments.like_a1111
+        )
         self._reported = [c.name for c in self._chosen]
         if not any(isinstance(c, Eager) for c in self._chosen):
             self._chosen.insert(0, Eager())  # beside a peer, to see that the machine is the same
@@ -154,12 +160,15 @@ class Measurement:
     def run(self) -> None:
         """Measure all contenders at all sizes."""
         given, device = self._arguments, self._device
-        unet = make_unet(given.model, device, self._dtype).to(memory_format=torch.channels_last)
+        unet = make_unet(given.model, device, self._dtype)
+        if not given.like_a1111:
+            unet = unet.to(memory_format=torch.channels_last)
         steps: dict[str, Step] = {}
         sizes = parse_sizes(given.sizes)
         if all(c.static or isinstance(c, Eager) for c in self._chosen) and len(self._chosen) > 1:
             sizes = parse_sizes(given.peer_sizes)
-        with torch.no_grad():
+        autocast = torch.autocast(device.type, self._dtype, enabled=given.like_a1111)
+        with torch.no_grad(), autocast:
             for contender in self._chosen:
                 start = time.perf_counter()
                 steps[contender.name] = contender.make(twin(unet), given.store)

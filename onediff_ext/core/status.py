@@ -23,6 +23,7 @@ class Status:
         stage: What the builder does: ``""``, ``"reading"``, ``"exporting"``, ``"building"``,
             ``"proving"`` (an imported graph is tried in a process that may die of it), or a stage
             of a warm-up: ``"kinds"``, ``"captures"``, ``"measuring"``.
+        sizes_done, sizes_needed: Of a warm-up's list, in its present stage; 0 when there is none.
         building_now: Labels of the kinds in the workers' hands.
         waiting: Kinds that are missing and not being built: cancelled, or nothing may be built.
         cancelled: Whether the user cancelled the builds; they go on when he asks for them.
@@ -43,6 +44,8 @@ class Status:
     building: bool = False
     seconds_left: float | None = None
     stage: str = ""
+    sizes_done: int = 0
+    sizes_needed: int = 0
     building_now: tuple[str, ...] = ()
     waiting: int = 0
     cancelled: bool = False
@@ -87,6 +90,8 @@ class Status:
             return f", building {done} of {self.kinds_needed}{left}"
         if self.cancelled and self.waiting:
             return f", {self.waiting} not built (cancelled)"
+        if self.sizes_needed:
+            return f", warming up {self.sizes_done} of {self.sizes_needed} sizes"
         return ""
 
     def _because(self, what: str) -> str:

@@ -118,3 +118,7 @@ class WebUIHost(ABC):
         The default has no queue to wait in and just runs it.
         """
         task()
+
+    def is_waited_for(self) -> bool:
+        """Whether others wait for the job that runs now to end."""
+        return False

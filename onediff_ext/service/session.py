@@ -68,7 +68,8 @@ class Session(Kinds):
         gate: Hosts tell it when a picture begins and ends (`picture`).
         journal: What happened to the kinds and why.
         checkpoint: What is drawn with now (`use_checkpoint`), or None.
-        stage: What a warm-up does now, for `status`; set by `WarmUp`.
+        stage, sizes_done: What a warm-up does now, and with how many of its sizes it has, for
+            `status`; set by `WarmUp`.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Session(Kinds):
             self.builder, lambda: [] if (method := to_build()) is None else method()
         )
         self.read_ahead = ReadAhead(self.builder, self.key_entries)
-        self.stage = ""
+        self.stage, self.sizes_done = "", (0, 0)
         self.checkpoint: CheckpointUse | None = None
         self._listener: ProgressListener | None = None
         self.captures = Captures(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ _MOST_FORWARDS = 5
 # Steps of each kind that are measured: twice, since a slow moment of the machine hits one of them
 # only, and more often where they are short.
 _ROUNDS, _MEASURE_S, _MOST_ROUNDS = 2, 0.1, 5
+# How long a host's queue is left to those who wait in it, before the next pass waits behind them.
+_LET_PASS_S = 0.5
 STAGES = ("kinds", "captures", "measuring")
 
 
@@ -87,6 +89,7 @@ class WarmUpReport:
         built, loaded: Kinds that got their graph by it or before it, in this process.
         eager: Kinds that stay eager.
         cancelled: Whether somebody ended it early.
+        gave_way: Whether it ended early since somebody wanted a picture.
         seconds: In all.
     """
 
@@ -95,7 +98,13 @@ class WarmUpReport:
     loaded: int = 0
     eager: int = 0
     cancelled: bool = False
+    gave_way: bool = False
     seconds: float = 0.0
+
+    def followed_by(self, later: WarmUpReport) -> WarmUpReport:
+        """Of two passes over one list of sizes."""
+        sizes, seconds = self.sizes + later.sizes, self.seconds + later.seconds
+        return replace(later, sizes=sizes, seconds=seconds)
 
     @property
     def speedup(self) -> float | None:
@@ -146,6 +155,8 @@ class WarmUp:
         shapes: Sizes, with pictures at once.
         device: Where the models are.
         listen: Told how far it has come.
+        give_way: Whether somebody waits for a picture; asked between steps, and while graphs are
+            being built. The warm-up ends then, and builds go on in the background.
     """
 
     def __init__(
@@ -157,14 +168,16 @@ class WarmUp:
         shapes: Sequence[BatchShape],
         device: torch.device,
         listen: ProgressListener | None = None,
+        give_way: Callable[[], bool] = lambda: False,
     ) -> None:
         self._session, self._components = session, list(components)
         self._forward, self._others = step, others
         self._shapes, self._device = list(dict.fromkeys(shapes)), device
-        self._listen = listen
+        self._listen, self._give_way = listen, give_way
         self._noise = torch.Generator().manual_seed(0)  # a host's own stay as they are
         self._first_s: dict[BatchShape, float] = {}
         self._cancelled = threading.Event()
+        self._gave_way = False
 
     def cancel(self) -> None:
         """End after the step that runs now; what is built and measured stays."""
@@ -182,15 +195,19 @@ class WarmUp:
                 self._for_each_shape(STAGES[1], self._capture)
                 self._for_each_shape(STAGES[2], lambda shape: self._measure(shape, report))
         finally:
-            session.stage = ""
+            session.stage, session.sizes_done = "", (0, 0)
         kinds = session.current_kinds()
         report.built = sum(kind.source == "built" for kind in kinds)
         report.loaded = sum(kind.source == "loaded" for kind in kinds)
         report.eager = sum(kind.state is KindState.FAILED for kind in kinds)
-        report.cancelled = self._cancelled.is_set()
+        report.cancelled, report.gave_way = self._cancelled.is_set(), self._gave_way
         report.seconds = time.monotonic() - start
         session.record_checkpoint()
         return report
+
+    def _stops(self) -> bool:
+        self._gave_way = self._gave_way or self._give_way()
+        return self._gave_way or self._cancelled.is_set()
 
     def _make_kinds(self) -> None:
         session = self._session
@@ -200,17 +217,17 @@ class WarmUp:
         if session.options.build == "never" or self._cancelled.is_set():
             return
         session.build_in_background()
-        while not self._cancelled.is_set():
+        while not self._stops():
             finished = session.wait_for_builds(_POLL_S)
             status = session.status()
             done = status.kinds_ready + status.kinds_failed
             label = ", ".join(status.building_now)
             self._tell(STAGES[0], done, status.kinds_needed, label, status.seconds_left)
             if finished:
-                break
-        else:
+                self._everything(smallest)  # compares what is new with eager
+                return
+        if self._cancelled.is_set():
             session.cancel_builds()
-        self._everything(smallest)  # compares what is new with eager
 
     def _everything(self, shape: BatchShape) -> None:
         self._others()
@@ -219,25 +236,26 @@ class WarmUp:
     def _for_each_shape(self, stage: str, do: Callable[[BatchShape], None]) -> None:
         start = time.monotonic()
         for done, shape in enumerate(self._shapes):
-            if self._cancelled.is_set():
+            if self._stops():
                 return
             self._session.stage = stage
             spent = time.monotonic() - start
             left = spent / done * (len(self._shapes) - done) if done else None
             self._tell(stage, done, len(self._shapes), str(shape), left)
             do(shape)
-        if not self._cancelled.is_set():
+        if not self._stops():
             self._tell(stage, len(self._shapes), len(self._shapes), "", 0.0)
 
     def _capture(self, shape: BatchShape) -> None:
         if self._session.captures.unavailable_reason(self._device) is not None:
             return
         for _ in range(_MOST_FORWARDS):
-            if not self._cancelled.is_set():
-                seconds = self._timed(shape)
-                self._first_s.setdefault(shape, seconds)
-                if all(c.captured is None or c.captured.replayed for c in self._components):
-                    return
+            if self._stops():
+                return
+            seconds = self._timed(shape)
+            self._first_s.setdefault(shape, seconds)
+            if all(c.captured is None or c.captured.replayed for c in self._components):
+                return
 
     def _measure(self, shape: BatchShape, report: WarmUpReport) -> None:
         first_s = self._first_s.get(shape) or self._timed(shape)
@@ -249,7 +267,7 @@ class WarmUp:
         until = time.monotonic() + _MEASURE_S
         while len(eager) < _ROUNDS or (time.monotonic() < until and len(eager) < _MOST_ROUNDS):
             for times, how in ((compiled, nullcontext()), (eager, self._paused())):
-                if self._cancelled.is_set():
+                if self._stops():
                     return
                 with how:
                     times.append(self._timed(shape))
@@ -288,5 +306,41 @@ class WarmUp:
     def _tell(
         self, stage: str, done: int, needed: int, label: str, seconds_left: float | None
     ) -> None:
+        if stage != STAGES[0]:
+            self._session.sizes_done = (done, needed)
         if self._listen is not None:
             self._listen(WarmUpProgress(stage, done, needed, label, seconds_left))
+
+
+def in_passes(
+    shapes: Sequence[BatchShape],
+    run: Callable[[list[BatchShape]], WarmUpReport | None],
+    is_cancelled: Callable[[], bool],
+) -> WarmUpReport | None:
+    """Warm up in as many passes as there are pictures that others want meanwhile.
+
+    Args:
+        shapes: All sizes.
+        run: Waits for its turn among the host's jobs and warms up the sizes that are left. Gives
+            None when that cannot be.
+        is_cancelled: Asked between passes.
+
+    Returns:
+        What all passes did; None when the first could do nothing.
+    """
+    total: WarmUpReport | None = None
+    left = list(dict.fromkeys(shapes))
+    while left:
+        report = run(left)
+        if report is None:
+            break
+        total = report if total is None else total.followed_by(report)
+        if not report.gave_way:
+            break
+        measured = {figures.shape for figures in total.sizes}
+        left = [shape for shape in left if shape not in measured]
+        time.sleep(_LET_PASS_S)
+        if is_cancelled():
+            total.cancelled = True
+            break
+    return total

@@ -19,7 +19,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.service.session import Session
-from onediff_ext.service.warmup import STAGES, WarmUp, WarmUpProgress, WarmUpReport
+from onediff_ext.service.warmup import STAGES, WarmUp, WarmUpProgress, WarmUpReport, in_passes
 from onediff_ext.webui.attachment import Attachment
 from onediff_ext.webui.reuse import Evaluation, ReuseTally
 
@@ -61,6 +61,7 @@ class Acceleration:
         self._fell_back: Counter[tuple[str, str]] = Counter()  # in the jobs before
         self._reused = ReuseTally()
         self._warm_up_running: WarmUp | None = None
+        self._warm_up_cancelled = False
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------------ around a job
@@ -194,7 +195,8 @@ class Acceleration:
     ) -> WarmUpReport | None:
         """Make everything ready that pictures of these sizes need, measure it, and wait for it.
 
-        Runs as one of the host's own jobs, so it waits for its turn.
+        Runs as one of the host's own jobs, so it waits for its turn, and gives it up whenever
+        another job waits.
 
         Args:
             shapes: Sizes, with pictures at once.
@@ -205,26 +207,35 @@ class Acceleration:
         Returns:
             What was done; None when nothing could be, which `status` explains.
         """
-        reports: list[WarmUpReport] = []
+        self._warm_up_cancelled = False
 
-        def task() -> None:
-            job = _WarmUpJob()
-            try:
-                with self._drawing_eager_on_failure():
-                    report = self._warm_up(job, shapes, options, ignores, listen)
-                    if report is not None:
-                        reports.append(report)
-            finally:
-                self._warm_up_running = None
-                self.end(job)
+        def tell(done: int, left: int) -> None:
+            if listen is not None:
+                listen(len(shapes) - left + done, len(shapes))
 
-        self.host.run_exclusively(task)
-        return reports[0] if reports else None
+        def one_pass(left: list[BatchShape]) -> WarmUpReport | None:
+            reports: list[WarmUpReport | None] = []
+
+            def task() -> None:
+                job = _WarmUpJob()
+                try:
+                    with self._drawing_eager_on_failure():
+                        reports.append(self._warm_up(job, left, options, ignores, tell))
+                finally:
+                    self._warm_up_running = None
+                    self.end(job)
+
+            self.host.run_exclusively(task)
+            return reports[0] if reports else None
+
+        shapes = list(dict.fromkeys(shapes))
+        return in_passes(shapes, one_pass, lambda: self._warm_up_cancelled)
 
     def cancel(self) -> None:
         """End a warm-up and all builds within a moment; what is built is kept. Builds go on
         with the next warm-up."""
         warm_up, session = self._warm_up_running, self._session
+        self._warm_up_cancelled = True
         if warm_up is not None:
             warm_up.cancel()
         if session is not None:
@@ -327,14 +338,14 @@ class Acceleration:
         shapes: Sequence[BatchShape],
         options: CompileOptions,
         ignores: frozenset[str],
-        listen: WarmUpListener | None,
+        listen: WarmUpListener,
     ) -> WarmUpReport | None:
         # Within a picture no graph would change, so this is none.
         options = replace(options, build="background")
         session = self._session_for(options)
 
         def tell(progress: WarmUpProgress) -> None:
-            if listen is not None and progress.stage == STAGES[-1]:
+            if progress.stage == STAGES[-1]:
                 listen(progress.done, progress.needed)
 
         with self._lock:
@@ -347,7 +358,9 @@ class Acceleration:
                 self._note("there is no UNet to warm up")
             return None
         host, device = self.host, parameter.device
-        warm_up = WarmUp(session, unets, host.step, host.vae_step, shapes, device, tell)
+        warm_up = WarmUp(
+            session, unets, host.step, host.vae_step, shapes, device, tell, host.is_waited_for
+        )
         self._warm_up_running = warm_up
         return warm_up.run()
 

@@ -613,6 +613,47 @@ def test_warm_up_builds_without_drawing(
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_warm_up_lets_pictures_go_first(
+    host: A1111StandIn,
+    acceleration: Acceleration,
+    options: CompileOptions,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds the host's queue, and gives it up to a picture that waits there."""
+    expected = host.unet()
+    passes: list[str] = []
+    run = acceleration.host.run_exclusively
+
+    def run_exclusively(task: Callable[[], None]) -> None:
+        passes.append("warm-up")
+        run(task)
+        if len(passes) == 1:
+            passes.append("picture")
+            p = job()
+            assert close(host.unet(), expected)
+            acceleration.end(p)
+
+    monkeypatch.setattr(acceleration.host, "run_exclusively", run_exclusively)
+    monkeypatch.setattr(acceleration.host, "is_waited_for", lambda: len(passes) == 1)
+    shapes, seen = [BatchShape(64, 64), BatchShape(64, 72)], list[tuple[int, int]]()
+    report = acceleration.warm_up(shapes, options, listen=lambda *done: seen.append(done))
+    assert passes == ["warm-up", "picture", "warm-up"]
+    assert report is not None
+    assert [figures.shape for figures in report.sizes] == shapes
+    assert not report.gave_way
+    assert seen[-1] == (2, 2)
+    assert acceleration.status().running == "compiled"
+
+
+@pytest.mark.usefixtures("host")
+def test_who_waits_in_the_hosts_queue_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = sys.modules["modules.call_queue"]
+    assert not A1111Host().is_waited_for()
+    monkeypatch.setattr(queue, "queue_lock", SimpleNamespace(_pending_threads=[object()]))
+    assert A1111Host().is_waited_for()
+
+
 def test_warm_up_is_cancelled_between_sizes(
     host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
 ) -> None:

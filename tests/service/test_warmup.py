@@ -136,3 +136,59 @@ def test_restart_reads_ahead_and_the_first_forward_is_compiled(warm, open_sessio
     start = time.monotonic()
     assert again.status().running == "compiled"
     assert time.monotonic() - start < 1
+
+
+def test_it_gives_way_while_graphs_are_built_and_they_go_on(warm):
+    wanted = []
+    session, warm_up = warm(lambda progress: wanted.append(True))  # told while it waits for builds
+    warm_up._give_way = lambda: bool(wanted)
+    report = warm_up.run()
+    assert (report.gave_way, report.cancelled, report.sizes) == (True, False, [])
+    assert session.stage == ""
+    assert session.wait_for_builds(60)
+    assert session.count("built") == len(session.kinds) > 5
+
+
+@pytest.mark.parametrize("steps_before", range(2, 14, 3))
+def test_what_one_pass_leaves_the_next_one_does(warm, monkeypatch, steps_before):
+    """Somebody wants a picture after so many steps, once."""
+    monkeypatch.setattr(warmup, "_LET_PASS_S", 0.0)
+    warm()[1].run()
+    steps, lists = [], []
+
+    def one_pass(left):
+        lists.append(left)
+        _, warm_up = warm(shapes=left)
+        step = warm_up._forward
+        warm_up._forward = lambda *given: (steps.append(given), step(*given))
+        warm_up._give_way = lambda: len(lists) == 1 and len(steps) >= steps_before
+        return warm_up.run()
+
+    report = warmup.in_passes(SHAPES, one_pass, lambda: False)
+    assert sorted(str(figures.shape) for figures in report.sizes) == sorted(map(str, SHAPES))
+    assert not report.gave_way
+    assert len(lists) == 2
+    assert lists[0] == SHAPES
+    assert set(lists[1]) <= set(SHAPES)
+
+
+def test_a_cancel_between_passes_ends_them(warm, monkeypatch):
+    monkeypatch.setattr(warmup, "_LET_PASS_S", 0.0)
+
+    def one_pass(left):
+        return warmup.WarmUpReport(gave_way=True)
+
+    report = warmup.in_passes(SHAPES, one_pass, lambda: True)
+    assert report.cancelled
+    assert warmup.in_passes(SHAPES, lambda left: None, lambda: False) is None
+
+
+def test_status_tells_how_many_sizes_are_done(warm):
+    seen = []
+    session, warm_up = warm(lambda progress: seen.append((progress.stage, session.status())))
+    warm_up.run()
+    measuring = [status for stage, status in seen if stage == "measuring"]
+    assert [(s.sizes_done, s.sizes_needed) for s in measuring] == [(0, 2), (1, 2), (2, 2)]
+    assert "warming up 1 of 2 sizes" in measuring[1].line()
+    assert session.status().sizes_needed == 0
+    assert "warming up" not in session.status().line()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ from onediff_ext.service.warmup import ProgressListener, WarmUp
 
 
 def pipe_warm_up(
-    pipe: Any, shapes: Sequence[BatchShape], listen: ProgressListener | None = None
+    pipe: Any,
+    shapes: Sequence[BatchShape],
+    listen: ProgressListener | None = None,
+    give_way: Callable[[], bool] = lambda: False,
 ) -> WarmUp:
     """A warm-up for a pipeline that went through `compile_pipe`; call its `run`.
+
+    Args:
+        pipe: The pipeline.
+        shapes, listen, give_way: As `WarmUp` has them.
 
     Raises:
         OptionError: The pipeline is not compiled.
@@ -39,4 +47,5 @@ def pipe_warm_up(
         with torch.no_grad():
             pipe.unet(**inputs)
 
-    return WarmUp(compiled.session, unets, step, lambda: probe(pipe), shapes, device, listen)
+    others = partial(probe, pipe)
+    return WarmUp(compiled.session, unets, step, others, shapes, device, listen, give_way)

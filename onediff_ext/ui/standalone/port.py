@@ -13,7 +13,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
-from onediff_ext.service.warmup import WarmUp, WarmUpProgress
+from onediff_ext.service.warmup import WarmUp, WarmUpProgress, WarmUpReport, in_passes
 from onediff_ext.store import GraphLibrary
 from onediff_ext.ui.choices import Choices
 from onediff_ext.ui.fields import FEATURES
@@ -36,12 +36,14 @@ class StudioPort(PanelPort):
     def __init__(self, studio: Studio, output_dir: Path) -> None:
         self.studio, self._output_dir = studio, output_dir
         self._running: WarmUp | None = None
+        self._cancelled = False
 
     def status(self) -> Status:
         return self.studio.status()
 
     def cancel(self) -> None:
         warm_up, session = self._running, self.studio.session
+        self._cancelled = True
         if warm_up is not None:
             warm_up.cancel()
         elif session is not None:
@@ -87,30 +89,30 @@ class StudioPort(PanelPort):
     def _work(
         self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
     ) -> None:
-        try:
-            with self.studio.turn():
-                self._warm_up(choices, steps)
-        except BaseException as exc:
-            steps.put(exc)
-        steps.put(None)
-
-    def _warm_up(
-        self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
-    ) -> None:
-        painter = self.studio.loaded()
-        self.studio.apply(choices)
+        self._cancelled = False
 
         def listen(progress: WarmUpProgress) -> None:
             note = f"{_STAGES[progress.stage]} {progress.label}".strip()
             steps.put(WarmUpStep(progress.done, progress.needed, note, progress.seconds_left))
 
-        warm_up = pipe_warm_up(painter.pipe, self._shapes(choices), listen)
-        self._running = warm_up
+        def one_pass(left: list[BatchShape]) -> WarmUpReport:
+            with self.studio.turn():
+                painter = self.studio.loaded()
+                self.studio.apply(choices)
+                warm_up = pipe_warm_up(painter.pipe, left, listen, self.studio.is_waited_for)
+                self._running = warm_up
+                try:
+                    return warm_up.run()
+                finally:
+                    self._running = None
+
         try:
-            report = warm_up.run()
-        finally:
-            self._running = None
-        steps.put(WarmUpStep(1, 1, "done", summary=report.line()))
+            report = in_passes(self._shapes(choices), one_pass, lambda: self._cancelled)
+            if report is not None:
+                steps.put(WarmUpStep(1, 1, "done", summary=report.line()))
+        except BaseException as exc:
+            steps.put(exc)
+        steps.put(None)
 
     def _shapes(self, choices: Choices) -> list[BatchShape]:
         shapes = choices.warm_up_shapes() or recent_sizes(self.picture_folders())

@@ -66,6 +66,7 @@ class Studio:
         self._applied: tuple[object, ...] | None = None
         self._why_eager = ""
         self._turn = threading.RLock()
+        self._waiting, self._counting = 0, threading.Lock()
         self._cancelled = threading.Event()
         self.is_busy = False
 
@@ -80,13 +81,28 @@ class Studio:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Wait until no other job runs, and be cancellable meanwhile."""
-        with self._turn:
+        self._count(1)
+        try:
+            self._turn.acquire()
+        finally:
+            self._count(-1)
+        try:
             self._cancelled.clear()
             self.is_busy = True
             try:
                 yield
             finally:
                 self.is_busy = False
+        finally:
+            self._turn.release()
+
+    def is_waited_for(self) -> bool:
+        """Whether others wait for the job that runs now to end."""
+        return self._waiting > 0
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._waiting += change
 
     def cancel(self) -> None:
         """End the job that runs now, at its next step."""
