@@ -103,8 +103,14 @@ class WarmUpReport:
 
     def followed_by(self, later: WarmUpReport) -> WarmUpReport:
         """Of two passes over one list of sizes."""
-        sizes, seconds = self.sizes + later.sizes, self.seconds + later.seconds
-        return replace(later, sizes=sizes, seconds=seconds)
+        return replace(
+            later,
+            sizes=self.sizes + later.sizes,
+            built=max(self.built, later.built),  # each counts what the process has
+            loaded=max(self.loaded, later.loaded),
+            eager=max(self.eager, later.eager),
+            seconds=self.seconds + later.seconds,
+        )
 
     @property
     def speedup(self) -> float | None:
@@ -115,7 +121,7 @@ class WarmUpReport:
         """One line for people."""
         gain = "" if self.speedup is None else f", {self.speedup:.1f}x measured"
         stays = f", {self.eager} stay eager" if self.eager else ""
-        ended = "cancelled: " if self.cancelled else ""
+        ended = "cancelled: " if self.cancelled else "not finished: " if self.gave_way else ""
         done = f"{counted(self.built, 'graph')} built, {self.loaded} loaded"
         return (
             f"{ended}{counted(len(self.sizes), 'size')}, {done}"
@@ -210,6 +216,8 @@ class WarmUp:
         return self._gave_way or self._cancelled.is_set()
 
     def _make_kinds(self) -> None:
+        if self._stops():
+            return
         session = self._session
         smallest = min(self._shapes, key=lambda s: s.width_px * s.height_px * s.batch)
         with session.holding_builds():

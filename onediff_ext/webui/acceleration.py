@@ -208,6 +208,7 @@ class Acceleration:
             What was done; None when nothing could be, which `status` explains.
         """
         self._warm_up_cancelled = False
+        begun_with: list[object] = []
 
         def tell(done: int, left: int) -> None:
             if listen is not None:
@@ -217,6 +218,13 @@ class Acceleration:
             reports: list[WarmUpReport | None] = []
 
             def task() -> None:
+                checkpoint = self.host.checkpoint()
+                begun_with.append(checkpoint and (checkpoint.name, checkpoint.digest))
+                if begun_with[0] != begun_with[-1]:
+                    return  # another one was loaded meanwhile, which nobody asked for
+                if self._warm_up_cancelled:
+                    reports.append(WarmUpReport(cancelled=True))
+                    return
                 job = _WarmUpJob()
                 try:
                     with self._drawing_eager_on_failure():
@@ -362,6 +370,8 @@ class Acceleration:
             session, unets, host.step, host.vae_step, shapes, device, tell, host.is_waited_for
         )
         self._warm_up_running = warm_up
+        if self._warm_up_cancelled:
+            warm_up.cancel()
         return warm_up.run()
 
     def _park(self, attachment: Attachment) -> None:

@@ -492,7 +492,9 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
     report = warm_up.run()
     assert [figures.shape for figures in report.sizes] == shapes
     assert recorder.recorded == 3
-    assert [stages["captures", shape] for shape in shapes] == [3, 2, 2]
+    first, *others = (stages["captures", shape] for shape in shapes)
+    assert 2 <= first <= 4  # the first one is compared twice; new graphs before that
+    assert others == [2, 2]
     for i, tensors in enumerate(given):
         assert all((tensors != other).sum() > 15 for other in given[:i])
     assert len({float(tensors[0]) for tensors in given}) > 5  # time steps

@@ -19,6 +19,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.families import torch as torch_families
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.hosts.a1111.host import A1111Host
+from onediff_ext.hosts.webui import HostCheckpoint
 from onediff_ext.service.component import Component
 from onediff_ext.webui.acceleration import Acceleration
 from tests.hosts import ldm_stand_in
@@ -644,6 +645,49 @@ def test_a_warm_up_lets_pictures_go_first(
     assert not report.gave_way
     assert seen[-1] == (2, 2)
     assert acceleration.status().running == "compiled"
+
+
+@pytest.mark.parametrize("happening", ["cancelled", "another checkpoint"])
+def test_what_happens_while_a_warm_up_waits_for_its_turn(
+    host: A1111StandIn,
+    acceleration: Acceleration,
+    options: CompileOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    happening: str,
+) -> None:
+    """Behind the picture to which it gave way."""
+    passes: list[str] = []
+    run = acceleration.host.run_exclusively
+
+    def run_exclusively(task: Callable[[], None]) -> None:
+        passes.append("waits")
+        if len(passes) == 2 and happening == "cancelled":
+            acceleration.cancel()
+        elif len(passes) == 2:
+            other = HostCheckpoint("other", "0123456789", "sd1")
+            monkeypatch.setattr(acceleration.host, "checkpoint", lambda: other)
+        before = len(steps)
+        run(task)
+        if len(passes) == 2:
+            assert len(steps) == before
+
+    steps: list[BatchShape] = []
+    step = acceleration.host.step
+
+    def counted(shape: BatchShape, noise: torch.Generator) -> None:
+        steps.append(shape)
+        step(shape, noise)
+
+    monkeypatch.setattr(acceleration.host, "step", counted)
+    monkeypatch.setattr(acceleration.host, "run_exclusively", run_exclusively)
+    # Somebody wants a picture once the first size is measured.
+    waited_for = iter([False] * 12 + [True] * 99)
+    monkeypatch.setattr(acceleration.host, "is_waited_for", lambda: next(waited_for))
+    report = acceleration.warm_up([BatchShape(64, 64), BatchShape(64, 72)], options)
+    assert report is not None
+    assert len(passes) == 2
+    assert steps
+    assert report.line().startswith("cancelled" if happening == "cancelled" else "not finished")
 
 
 @pytest.mark.usefixtures("host")

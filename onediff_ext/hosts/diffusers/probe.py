@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from onediff_ext.hosts.diffusers.compile import compiled_state
 _SIDE_LATENT = 16  # 128 pixels: every level of every UNet keeps at least two cells
 
 
-def probe(pipe: Any) -> None:
-    """Run each component of a compiled pipeline once on noise.
+def probe(pipe: Any, without: Collection[str] = ()) -> None:
+    """Run each component of a compiled pipeline once on noise, but for those named in `without`.
 
     Kinds that are missing are found (and built together, under the "wait" policy);
     those that have a graph are compared with eager.
@@ -24,6 +25,8 @@ def probe(pipe: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), compiled.session.holding_builds():
         for component in compiled.components:
+            if component.name in without:
+                continue
             if component.name == "unet":
                 component.model(**unet_inputs(component.model, generator))
             elif component.name.startswith("controlnet"):
@@ -66,7 +69,9 @@ def unet_inputs(
             pooled = config.cross_attention_dim
         inputs["added_cond_kwargs"] = {
             "text_embeds": noise(batch, pooled),
-            "time_ids": torch.full((batch, (width - pooled) // each), 128.0).to(weight),
+            "time_ids": torch.randint(
+                64, 2048, (batch, (width - pooled) // each), generator=generator
+            ).to(weight),
         }
     return inputs
 

@@ -47,5 +47,5 @@ def pipe_warm_up(
         with torch.no_grad():
             pipe.unet(**inputs)
 
-    others = partial(probe, pipe)
+    others = partial(probe, pipe, without=("unet",))
     return WarmUp(compiled.session, unets, step, others, shapes, device, listen, give_way)

@@ -80,6 +80,7 @@ class StudioPort(PanelPort):
             target=self._work, args=(choices, steps), name="onediff-warm-up", daemon=True
         )
         yield WarmUpStep(0, 0, "looking for graphs")
+        self._cancelled = False
         thread.start()
         while (step := steps.get()) is not None:
             if isinstance(step, BaseException):
@@ -89,18 +90,20 @@ class StudioPort(PanelPort):
     def _work(
         self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
     ) -> None:
-        self._cancelled = False
-
         def listen(progress: WarmUpProgress) -> None:
             note = f"{_STAGES[progress.stage]} {progress.label}".strip()
             steps.put(WarmUpStep(progress.done, progress.needed, note, progress.seconds_left))
 
         def one_pass(left: list[BatchShape]) -> WarmUpReport:
             with self.studio.turn():
+                if self._cancelled:
+                    return WarmUpReport(cancelled=True)
                 painter = self.studio.loaded()
                 self.studio.apply(choices)
                 warm_up = pipe_warm_up(painter.pipe, left, listen, self.studio.is_waited_for)
                 self._running = warm_up
+                if self._cancelled:
+                    warm_up.cancel()
                 try:
                     return warm_up.run()
                 finally:
