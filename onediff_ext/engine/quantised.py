@@ -255,6 +255,8 @@ class QuantisedLinears(TorchFunctionMode):
     ) -> Any:
         if func is torch.nn.functional.layer_norm:
             return self._layer_norm(func, args, kwargs or {})
+        if func is torch.Tensor.to and id(args[0]) in self._layers:
+            return args[0]  # a layer that casts its weight by hand, as Forge's
         layer = None
         if func is torch.nn.functional.linear and len(args) > 1:
             layer = self._layers.get(id(args[1]))

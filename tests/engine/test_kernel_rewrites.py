@@ -178,3 +178,39 @@ def test_8_bits_come_from_the_kernels_before_them(precision: str, autocast: bool
         "layer_norm_in_8_bits": 1, "add_layer_norm_in_8_bits": 2, "rows_in_8_bits": 1,
         "cross_attention": 1, "geglu_in_8_bits": 1,
     }  # fmt: skip
+
+
+class CastingNorm(nn.LayerNorm):
+    """As Forge's: it casts its weights to its input's type by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form: dict[str, Any] = {"device": x.device, "dtype": x.dtype, "non_blocking": True}
+        weight, bias = self.weight.to(**form), self.bias.to(**form)
+        return functional.layer_norm(x, self.normalized_shape, weight, bias)
+
+
+class AddsInPlace(nn.Module):
+    """A residual sum as Forge's transformers have it, and the norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(32, 32), CastingNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x += self.layer(x)
+        normed: torch.Tensor = self.norm(x)
+        return normed + x
+
+
+def test_forges_layers_cast_weights_that_have_the_type_already() -> None:
+    graph = rewritten(AddsInPlace().half(), half(2, 9, 32))
+    assert calls(graph) == {"add_layer_norm": 1}
+
+
+def test_a_weight_that_is_really_cast_stands_behind_the_sum() -> None:
+    block = AddsInPlace().half()
+    block.norm.to(torch.float8_e4m3fn)  # stored so, as the host can
+    graph = rewritten(block, half(2, 9, 32))
+    assert calls(graph) == {"layer_norm": 1}  # not the sum's, which comes before the cast
+    graph.graph.lint()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
+from torch import nn
+from torch.nn import functional
 
 from onediff_ext.engine.accumulation import accumulation
 from onediff_ext.engine.families.base import BlockCall
 from onediff_ext.engine.families.diffusers import TransformerFamily
 from onediff_ext.engine.quantised import (
     Quantisation,
+    QuantisedLinears,
     QuantisedWeights,
     outlines,
     plan,
@@ -84,6 +87,46 @@ def test_it_is_traced_without_a_gpu_under_a_gpus_autocast(precision: str) -> Non
     program, _, _ = _traced(precision, _call(), ("cuda", torch.float16))
     targets = {str(node.target) for node in program.graph.nodes}
     assert {"fp8": "aten._scaled_mm.default", "int8": "aten._int_mm.default"}[precision] in targets
+
+
+class _CastingLinear(nn.Linear):
+    """As Forge's: it casts its weight to its input's type by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(device=x.device, dtype=x.dtype, non_blocking=True)
+        return functional.linear(x, weight, self.bias.to(x))
+
+
+class _Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn1 = nn.Module()
+        for name in ("to_q", "to_k", "to_v"):
+            setattr(self.attn1, name, _CastingLinear(32, 48))
+        self.proj = _CastingLinear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attention = self.attn1
+        parts = attention.to_q(x), attention.to_k(x), attention.to_v(x), self.proj(x)
+        return torch.cat(parts, dim=-1)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp8", marks=fp8_by_rows), "int8"])
+@torch.no_grad()
+def test_layers_that_cast_their_weights_by_hand(precision: str) -> None:
+    torch.manual_seed(0)
+    block, x = _Projections(), torch.randn(3, 7, 32)
+    names, weights = zip(*block.named_parameters(), strict=True)
+    quantisation = plan(names, weights, precision)
+    assert quantisation is not None
+    assert sorted(map(len, quantisation.groups)) == [1, 3]
+    taken = QuantisedWeights(quantisation).apply(weights, 0)
+    with QuantisedLinears(quantisation, taken):
+        named = dict(zip(names, taken, strict=False))
+        found = torch.func.functional_call(block, named, (x,))
+    expected = block(x)
+    error = (torch.linalg.vector_norm(found - expected) / expected.norm()).item()
+    assert 1e-4 < error < 2 * ERROR[precision]
 
 
 def test_layers_with_one_input_are_one_product() -> None:

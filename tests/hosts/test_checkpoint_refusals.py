@@ -79,6 +79,8 @@ def test_other_files(content: bytes, message: str, hint: str, tmp_path: Path) ->
         '{"w": {"shape": [1], "data_offsets": []}}',
         '{"w": {"shape": [1], "data_offsets": [0, null]}}',
         '{"__metadata__": "text"}',
+        '{"w": {"shape": [1e999], "data_offsets": [0, 4]}}',
+        '{"w": ' + 100_000 * "[",
     ],
 )
 def test_damaged_header(header: str, tmp_path: Path) -> None:

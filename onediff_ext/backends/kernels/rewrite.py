@@ -72,7 +72,7 @@ def _split_added(x: Any) -> tuple[Any, Any]:
     Normalisation takes it in for nothing, where a sum of its own would read and write the image.
     """
     added = None
-    if _is_sum(x) and len(x.users) == 1:
+    if _is_sum(x) and x.target is _ATEN.add.Tensor and len(x.users) == 1:
         image, other = x.args
         if _per_channel(other) and not _per_channel(image):
             x, added = image, other
@@ -135,11 +135,11 @@ def _layer_norm(node: Any) -> None:
     last = _cast_behind(node) or node
     dtype = last.meta["val"].dtype
     added = _plain_sum(x)
-    if added is None:
+    # Both stand before everything else unless they are computed, from fp8 for instance.
+    if added is None or max(_place(weight), _place(bias)) > _place(x):
         _replace(last, torch.ops.onediff.layer_norm.default, (x, weight, bias, eps, dtype))
         return
     with node.graph.inserting_before(x):
-        # Weights are the graph's inputs, so they stand before everything else.
         both = node.graph.call_function(
             torch.ops.onediff.add_layer_norm.default, (*added, weight, bias, eps, dtype)
         )
@@ -325,7 +325,16 @@ def _swish(node: Any) -> None:
 
 
 def _is_cast(node: Any) -> bool:
-    return node.target is _ATEN.to.dtype and len(node.args) == 2 and not node.kwargs
+    """Whether a node gives its input in another type at most, on the same device."""
+    if getattr(node.target, "overloadpacket", None) is not _ATEN.to:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    source, result = node.args[0].meta.get("val"), node.meta.get("val")
+    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    plain = given.get("memory_format") in (None, torch.preserve_format) and not given.get("copy")
+    return plain and source.device == result.device
 
 
 def _uncast(node: Any) -> Any:

@@ -18,6 +18,11 @@ PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library itself accepts."""
 
+_DAMAGE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+)  # fmt: skip
+"""What a header raises that is no safetensors header."""
+
 _DOWNLOAD_AGAIN = "Download the file again, and compare its size with the source's."
 
 _MAGIC = (
@@ -135,7 +140,7 @@ def _read_header(path: Path) -> TensorFile:
         metadata = dict(header.pop("__metadata__", None) or {})
         shapes = {key: tuple(map(int, entry["shape"])) for key, entry in header.items()}
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+    except _DAMAGE as exc:
         raise CheckpointError(
             f"{path} has a damaged safetensors header: {exc}.", _DOWNLOAD_AGAIN
         ) from exc
