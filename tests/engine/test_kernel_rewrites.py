@@ -117,6 +117,7 @@ def test_a_residual_block_under_autocast_casts_nothing(norm: type[nn.GroupNorm])
     [
         (lambda x: x * torch.sigmoid(x), torch.float16, True),
         (lambda x: torch.sigmoid(x) * x, torch.float16, True),
+        (lambda x: functional.dropout(x * torch.sigmoid(x), 0.0), torch.float16, True),
         (lambda x: x * torch.sigmoid(x + 1), torch.float32, False),
         (lambda x: x, torch.float16, False),
         (lambda x: x + x.half(), torch.float32, False),

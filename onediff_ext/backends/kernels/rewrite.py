@@ -34,6 +34,7 @@ def with_kernels(graph_module: GraphModule) -> GraphModule:
             rewritten.graph.erase_node(node)  # would count as a use of what it looks at
     for node in list(rewritten.graph.nodes):
         _drop_cast_to_itself(node)
+        _drop_dropout(node)
         _swish(node)
     for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
@@ -296,8 +297,10 @@ def _cross_attention(node: Any) -> None:
     _replace(node, torch.ops.onediff.cross_attention.default, (query, key, value, scale))
 
 
-def _dropout(node: Any) -> None:
+def _drop_dropout(node: Any) -> None:
     """Drop a dropout of nothing, which stands between what fuses."""
+    if node.target is not _ATEN.dropout.default:
+        return
     x, share, training = node.args
     if not training or share == 0.0:
         node.replace_all_uses_with(x)
@@ -384,7 +387,6 @@ def _replace(node: Node, target: Callable[..., object], arguments: tuple[Any, ..
 _RESHAPES = (_ATEN.reshape.default, _ATEN.view.default)
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _ATEN.div.Tensor: _division,
-    _ATEN.dropout.default: _dropout,
     _ATEN.scaled_dot_product_attention.default: _cross_attention,
     _ATEN._int_mm.default: _product_in_8_bits,
     _ATEN._scaled_mm.default: _product_in_8_bits,
