@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,4 +122,5 @@ class WebUIHost(ABC):
 
     def is_waited_for(self) -> bool:
         """Whether others wait for the job that runs now to end."""
-        return False
+        queue = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None)
+        return bool(getattr(queue, "_pending_threads", ()))  # of the FIFOLock that all hosts have

@@ -31,7 +31,7 @@ def normal_cdf(x):
     """
     z = tl.abs(x)  # √2 times the formula's
     root = tl.rsqrt(1.0 + (0.3275911 / 1.4142135623730951) * z)
-    t = root * root  # a third of the instructions of a division
+    t = root * root  # instead of a division
     series = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
     # exp(-z² / 2), by the power of two that the machine has
     tail = t * (0.127414796 + t * series) * tl.exp2(z * z * -0.7213475204444817)

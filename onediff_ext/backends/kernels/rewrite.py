@@ -331,8 +331,7 @@ def _is_cast(node: Any) -> bool:
     """Whether a node gives its input in another type at most, on the same device."""
     if getattr(node.target, "overloadpacket", None) is not _ATEN.to:
         return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = _given(node)
     source, result = node.args[0].meta.get("val"), node.meta.get("val")
     if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
         return False
@@ -372,9 +371,14 @@ def _only_user(node: Any, *targets: object) -> Any:
 
 def _arguments(node: Any, count: int) -> list[Any]:
     """Arguments in the order of the operator's schema, None where left out."""
+    given = _given(node)
+    return [given.get(argument.name) for argument in node.target._schema.arguments[:count]]
+
+
+def _given(node: Any) -> dict[str, Any]:
+    """Arguments by their names in the operator's schema."""
     names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return [given.get(name) for name in names[:count]]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _replace(node: Node, target: Callable[..., object], arguments: tuple[Any, ...]) -> None:

@@ -139,11 +139,6 @@ class A1111Host(WebUIHost):
         with queue_lock:
             task()
 
-    def is_waited_for(self) -> bool:
-        from modules.call_queue import queue_lock
-
-        return bool(getattr(queue_lock, "_pending_threads", ()))  # of the host's own FIFOLock
-
 
 def _loaded_model() -> Any:
     """The host's model, without loading one that is not there yet."""

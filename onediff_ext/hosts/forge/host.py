@@ -152,11 +152,6 @@ class ForgeHost(WebUIHost):
             self.load_model()
             task()
 
-    def is_waited_for(self) -> bool:
-        from modules.call_queue import queue_lock
-
-        return bool(getattr(queue_lock, "_pending_threads", ()))  # of the host's own FIFOLock
-
     # ------------------------------------------------------------ what differs in reForge
 
     def loaded_model(self) -> Any:
