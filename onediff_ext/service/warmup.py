@@ -320,6 +320,35 @@ class WarmUp:
             self._listen(WarmUpProgress(stage, done, needed, label, seconds_left))
 
 
+class WarmUpControl:
+    """Ends a warm-up from any thread, in whichever of its passes, or while it waits for one."""
+
+    def __init__(self) -> None:
+        self._running: WarmUp | None = None
+        self.is_cancelled = False
+
+    def start(self) -> None:
+        """A warm-up begins, which nobody has cancelled yet."""
+        self.is_cancelled = False
+
+    def cancel(self) -> bool:
+        """End it; returns whether a pass was running."""
+        running, self.is_cancelled = self._running, True
+        if running is not None:
+            running.cancel()
+        return running is not None
+
+    def run(self, warm_up: WarmUp) -> WarmUpReport:
+        """Run one pass."""
+        self._running = warm_up
+        try:
+            if self.is_cancelled:
+                warm_up.cancel()
+            return warm_up.run()
+        finally:
+            self._running = None
+
+
 def in_passes(
     shapes: Sequence[BatchShape],
     run: Callable[[list[BatchShape]], WarmUpReport | None],

@@ -19,7 +19,14 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.webui import WebUIHost
 from onediff_ext.service.session import Session
-from onediff_ext.service.warmup import STAGES, WarmUp, WarmUpProgress, WarmUpReport, in_passes
+from onediff_ext.service.warmup import (
+    STAGES,
+    WarmUp,
+    WarmUpControl,
+    WarmUpProgress,
+    WarmUpReport,
+    in_passes,
+)
 from onediff_ext.webui.attachment import Attachment
 from onediff_ext.webui.reuse import Evaluation, ReuseTally
 
@@ -60,8 +67,7 @@ class Acceleration:
         self._early_reason: str | None = None  # given before the job came to its sampling
         self._fell_back: Counter[tuple[str, str]] = Counter()  # in the jobs before
         self._reused = ReuseTally()
-        self._warm_up_running: WarmUp | None = None
-        self._warm_up_cancelled = False
+        self._warming = WarmUpControl()
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------------ around a job
@@ -207,7 +213,7 @@ class Acceleration:
         Returns:
             What was done; None when nothing could be, which `status` explains.
         """
-        self._warm_up_cancelled = False
+        self._warming.start()
         begun_with: list[object] = []
 
         def tell(done: int, left: int) -> None:
@@ -222,7 +228,7 @@ class Acceleration:
                 begun_with.append(checkpoint and (checkpoint.name, checkpoint.digest))
                 if begun_with[0] != begun_with[-1]:
                     return  # another one was loaded meanwhile, which nobody asked for
-                if self._warm_up_cancelled:
+                if self._warming.is_cancelled:
                     reports.append(WarmUpReport(cancelled=True))
                     return
                 job = _WarmUpJob()
@@ -230,22 +236,19 @@ class Acceleration:
                     with self._drawing_eager_on_failure():
                         reports.append(self._warm_up(job, left, options, ignores, tell))
                 finally:
-                    self._warm_up_running = None
                     self.end(job)
 
             self.host.run_exclusively(task)
             return reports[0] if reports else None
 
         shapes = list(dict.fromkeys(shapes))
-        return in_passes(shapes, one_pass, lambda: self._warm_up_cancelled)
+        return in_passes(shapes, one_pass, lambda: self._warming.is_cancelled)
 
     def cancel(self) -> None:
         """End a warm-up and all builds within a moment; what is built is kept. Builds go on
         with the next warm-up."""
-        warm_up, session = self._warm_up_running, self._session
-        self._warm_up_cancelled = True
-        if warm_up is not None:
-            warm_up.cancel()
+        session = self._session
+        self._warming.cancel()
         if session is not None:
             session.cancel_builds()
 
@@ -369,10 +372,7 @@ class Acceleration:
         warm_up = WarmUp(
             session, unets, host.step, host.vae_step, shapes, device, tell, host.is_waited_for
         )
-        self._warm_up_running = warm_up
-        if self._warm_up_cancelled:
-            warm_up.cancel()
-        return warm_up.run()
+        return self._warming.run(warm_up)
 
     def _park(self, attachment: Attachment) -> None:
         self._attached.remove(attachment)

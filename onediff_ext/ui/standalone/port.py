@@ -13,7 +13,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
-from onediff_ext.service.warmup import WarmUp, WarmUpProgress, WarmUpReport, in_passes
+from onediff_ext.service.warmup import WarmUpControl, WarmUpProgress, WarmUpReport, in_passes
 from onediff_ext.store import GraphLibrary
 from onediff_ext.ui.choices import Choices
 from onediff_ext.ui.fields import FEATURES
@@ -35,18 +35,14 @@ class StudioPort(PanelPort):
 
     def __init__(self, studio: Studio, output_dir: Path) -> None:
         self.studio, self._output_dir = studio, output_dir
-        self._running: WarmUp | None = None
-        self._cancelled = False
+        self._warming = WarmUpControl()
 
     def status(self) -> Status:
         return self.studio.status()
 
     def cancel(self) -> None:
-        warm_up, session = self._running, self.studio.session
-        self._cancelled = True
-        if warm_up is not None:
-            warm_up.cancel()
-        elif session is not None:
+        session = self.studio.session
+        if not self._warming.cancel() and session is not None:
             session.cancel_builds()
 
     def features(self) -> frozenset[str]:
@@ -80,7 +76,7 @@ class StudioPort(PanelPort):
             target=self._work, args=(choices, steps), name="onediff-warm-up", daemon=True
         )
         yield WarmUpStep(0, 0, "looking for graphs")
-        self._cancelled = False
+        self._warming.start()
         thread.start()
         while (step := steps.get()) is not None:
             if isinstance(step, BaseException):
@@ -96,21 +92,15 @@ class StudioPort(PanelPort):
 
         def one_pass(left: list[BatchShape]) -> WarmUpReport:
             with self.studio.turn():
-                if self._cancelled:
+                if self._warming.is_cancelled:
                     return WarmUpReport(cancelled=True)
                 painter = self.studio.loaded()
                 self.studio.apply(choices)
                 warm_up = pipe_warm_up(painter.pipe, left, listen, self.studio.is_waited_for)
-                self._running = warm_up
-                if self._cancelled:
-                    warm_up.cancel()
-                try:
-                    return warm_up.run()
-                finally:
-                    self._running = None
+                return self._warming.run(warm_up)
 
         try:
-            report = in_passes(self._shapes(choices), one_pass, lambda: self._cancelled)
+            report = in_passes(self._shapes(choices), one_pass, lambda: self._warming.is_cancelled)
             if report is not None:
                 steps.put(WarmUpStep(1, 1, "done", summary=report.line()))
         except BaseException as exc:
