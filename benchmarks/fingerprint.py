@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 from typing import Any
 
 import torch
 
+from onediff_ext.core.priority import usable_cores
 from onediff_ext.hosts.diffusers.report import versions
 
 
@@ -17,7 +17,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "versions": versions(),
         "threads": torch.get_num_threads(),
     }

@@ -34,6 +34,7 @@ import torch
 from benchmarks.fingerprint import fingerprint
 from onediff_ext.cli.model_arguments import default_model, import_libraries
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.priority import usable_cores
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--model", type=Path, default=default_model())
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--threads", type=int, default=max(1, usable_cores() // 2))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     import_libraries()

@@ -1,4 +1,4 @@
-"""The priority of what happens beside the pictures.
+"""Processors, and the priority of what happens beside the pictures.
 
 Linux shares the processors between sessions first ("autogroups"), and nice values count within a
 session only. What works beside the pictures has sessions of its own, so these have to give way: at
@@ -19,6 +19,13 @@ from pathlib import Path
 _WHILE_DRAWING, _BETWEEN_PICTURES = 15, 5
 # How long a thread keeps Python to itself while others want it; 5 ms unless told otherwise.
 _SWITCH_S = 0.0002
+
+
+def usable_cores() -> int:
+    """Processors that this process may run on: a container or ``taskset`` may leave it few."""
+    if hasattr(os, "sched_getaffinity"):  # not on Windows and macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def step_back(in_background: bool) -> None:

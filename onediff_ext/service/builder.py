@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch
 from onediff_ext import __version__
 from onediff_ext.core.errors import BackendError, OneDiffError, StoreError
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.priority import usable_cores
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.engine.port import Backend, Graph
@@ -59,7 +59,7 @@ ProgressListener = Callable[[BuildProgress], None]
 
 def worker_count(options: CompileOptions) -> int:
     """Workers at the same time while nobody draws."""
-    return options.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
+    return options.workers or min(8, max(2, usable_cores() // 2))
 
 
 class Builder:

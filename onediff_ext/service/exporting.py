@@ -31,7 +31,7 @@ from typing import NoReturn
 import torch
 
 from onediff_ext.core.errors import ExportError, OneDiffError, WorkerLostError
-from onediff_ext.core.priority import GivingWay, step_back
+from onediff_ext.core.priority import GivingWay, step_back, usable_cores
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.service.gate import DrawingGate
 
@@ -82,7 +82,7 @@ def export_all(
         in_background: At a low priority.
     """
     if children is None:
-        children = max(1, min(4, (os.cpu_count() or 1) // 4)) if can_fork() else 0
+        children = max(1, min(4, usable_cores() // 4)) if can_fork() else 0
     left = list(kinds)
     if children:
         done: set[int] = set()
