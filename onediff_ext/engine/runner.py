@@ -37,8 +37,8 @@ from onediff_ext.engine.trace import (
     export_block,
     is_channels_last,
     make_examples,
+    outline_of,
     save_program,
-    stand_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -396,13 +396,13 @@ def _prepare_export(
     if block is None:
         raise BlockGoneError("The model is gone.")
     tree = look_at(block, family, rules)
-    weights = tree.weights()
-    if tree.refusal is not None or weights is None or tree.entries != identified.entries:
+    if tree.refusal is not None or not tree.is_built_as(identified):
         raise BlockGoneError("The block has changed since its kind was named.")
     traced = tree.copy()
     family.prepare(traced)
     examples = make_examples(outline, device)
-    weights = [stand_in(weight, device) for weight in weights]
+    # Those that the kind was named with: SDXL's VAE is float32 for its calls only.
+    weights = [outline_of(layout, device) for layout in identified.layouts()]
     if quantisation is not None:
         weights = outlines(weights, quantisation)
 

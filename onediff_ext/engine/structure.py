@@ -17,6 +17,14 @@ from torch import nn
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def layout_of(weight: torch.Tensor) -> Layout:
+    """What a graph takes for granted of a weight: dtype, shape and strides."""
+    return weight.dtype, weight.shape, weight.stride()
+
+
 class WrapperRule(ABC):
     """A module that stands around another one and changes its weight, as LoRA layers do."""
 
@@ -53,7 +61,7 @@ class _Slot:
         self.rule, self.wrapper = rule, wrapper
         self.state: Hashable = None
         self.value: torch.Tensor | None = None
-        self.layout: tuple[Any, ...] = ()
+        self.layout: Layout | None = None  # None until it was described
 
     def read(self) -> torch.Tensor | None:
         weight = self.holder.get(self.name)
@@ -165,7 +173,7 @@ class BlockTree:
             if type(weight) not in (torch.Tensor, nn.Parameter):
                 self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
                 continue
-            slot.layout = (weight.dtype, weight.shape, weight.stride())
+            slot.layout = layout_of(weight)
             weights.append(f"{slot.path} {tuple(weight.shape)} {weight.stride()} {weight.dtype}")
             dtypes.add(str(weight.dtype).removeprefix("torch."))
         self.entries: Mapping[str, str] = {
@@ -230,10 +238,21 @@ class BlockTree:
         found = []
         for slot in self._slots:
             weight = slot.read()
-            if weight is None or slot.layout != (weight.dtype, weight.shape, weight.stride()):
+            if weight is None or slot.layout != layout_of(weight):
                 return None
             found.append(weight)
         return found
+
+    def layouts(self) -> list[Layout]:
+        """Of the weights as they were."""
+        return [slot.layout for slot in self._slots if slot.layout is not None]
+
+    def is_built_as(self, other: BlockTree) -> bool:
+        """Whether the modules are the same ones, whatever their weights are stored as."""
+        parts = ("block", "hyper-parameters", "source")
+        return self.names == other.names and all(
+            self.entries[part] == other.entries[part] for part in parts
+        )
 
     def copy(self) -> nn.Module:
         """A structural copy without hooks, patches and wrappers that shares every tensor.

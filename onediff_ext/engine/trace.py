@@ -15,6 +15,7 @@ from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.autocast import CudaAutocast
 from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.quantised import Quantisation, QuantisedLinears
+from onediff_ext.engine.structure import Layout, layout_of
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
 
 Autocast = tuple[str, torch.dtype] | None
@@ -170,10 +171,14 @@ def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     inference mode cannot: they have no version counter."""
     if not weight.is_inference() and weight.device == device:
         return weight.detach()
+    return outline_of(layout_of(weight), device)
+
+
+def outline_of(layout: Layout, device: torch.device) -> torch.Tensor:
+    """A tensor of this form that can be traced and has no memory."""
+    dtype, shape, stride = layout
     with torch.inference_mode(False):
-        tensor = torch.empty_strided(
-            weight.shape, weight.stride(), dtype=weight.dtype, device=device
-        )
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 

@@ -6,14 +6,17 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from onediff_ext.service import background, workers
+from tests import models
 from tests.engine.draw import relative_error
 
 TIMEOUT_S = 240
@@ -62,6 +65,27 @@ def test_without_a_graph_blocks_are_looked_at_once_a_picture(open_session, small
             assert relative_error(small(), expected) == 0
         assert once == len(set(looked)) == len(looked) > 5
         assert sum(kind.calls for kind in session.kinds) == calls + once
+
+
+def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, instant):
+    vae = models.vae(seed=1).half()
+    session = open_session()
+    compile_pipe(SimpleNamespace(vae=vae), session=session)
+    latents = torch.randn(1, 4, 9, 7, generator=torch.Generator().manual_seed(2))
+
+    def decode():
+        with session.picture(), torch.no_grad():
+            vae.to(torch.float32)
+            picture = vae.decode(latents).sample
+            vae.to(torch.float16)
+            return picture
+
+    expected = decode()
+    assert session.wait_for_builds(TIMEOUT_S)
+    for _ in range(2):
+        assert relative_error(decode(), expected) < 1e-4
+    assert session.fallbacks() == []
+    assert {kind.state for kind in session.kinds} == {KindState.READY}
 
 
 def test_graphs_change_between_pictures_only(open_session, small, instant):

@@ -80,9 +80,10 @@ def _run_vae_part(pipe: Any, name: str, model: nn.Module, generator: torch.Gener
     vae = pipe.vae
     weight = next(model.parameters())
     # diffusers itself casts such a VAE up for every picture, since float16 overflows in it.
-    upcast = weight.dtype == torch.float16 and vae.config.get("force_upcast", False)
+    stored = weight.dtype
+    upcast = stored == torch.float16 and vae.config.get("force_upcast", False)
     upcast = upcast and "XL" in type(pipe).__name__
-    dtype = torch.float32 if upcast else weight.dtype
+    dtype = torch.float32 if upcast else stored
     channels = 3 if name == "vae_encoder" else vae.config.latent_channels
     side = _SIDE_LATENT * (8 if name == "vae_encoder" else 1)
     sample = torch.randn(2, channels, side, side, generator=generator).to(weight.device, dtype)
@@ -92,4 +93,4 @@ def _run_vae_part(pipe: Any, name: str, model: nn.Module, generator: torch.Gener
         model(sample)
     finally:
         if upcast:
-            model.to(weight.dtype if weight.dtype != torch.float32 else torch.float16)
+            model.to(stored)
