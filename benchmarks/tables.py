@@ -17,10 +17,10 @@ UNET_COLUMNS = {
     "eager": "eager",
     "ours-captured-eager": "eager, captured",
     "compile_repeated_blocks": "repeated blocks",
-    "torch.compile dynamic": "`torch.compile`, dynamic",
-    "torch.compile": "default",
-    "torch.compile reduce-overhead": "captured",
-    "torch.compile max-autotune": "max-autotune",
+    "torch.compile dynamic": "compile, dynamic",
+    "torch.compile": "compile",
+    "torch.compile reduce-overhead": "compile, captured",
+    "torch.compile max-autotune": "compile, max-autotune",
     "stable-fast": "stable-fast",
     "torch-tensorrt": "torch-tensorrt",
     "ours-exact": "OneDiff",
@@ -142,7 +142,8 @@ def first_steps(figures: Figures, dtype: str = "float16") -> str:
             ])  # fmt: skip
     intro = (
         "How long each keeps one waiting, with no cache of earlier runs: before its first step, and"
-        " at the slowest of the other sizes."
+        " at the slowest of the other sizes. In use nobody waits for OneDiff's graphs: they are built"
+        " beside the pictures."
     )
     table = _table(["", "first step, s", "another size, s", "sizes measured"], lines)
     end = f"\n\nWithout figures: {'; '.join(left_out)}." if left_out else ""

@@ -61,7 +61,7 @@ def test_what_was_not_measured_at_a_size_is_a_dash() -> None:
         )
     )
     header, _, *lines = table.splitlines()
-    assert header == "| size | eager | default | OneDiff | times faster |"
+    assert header == "| size | eager | compile | OneDiff | times faster |"
     assert "| 512x512 | 44.0 | - | 11.0 | 4.0 |" in lines
     assert "| 1024x1024 | - | 30.0 | - | - |" in lines
 
@@ -111,7 +111,7 @@ def test_first_steps_tell_what_is_missing_and_leave_old_rows_out() -> None:
     )
     assert "| OneDiff | 18.0 | 0.25 | 2 |" in found
     assert "repeated" not in found
-    assert "default at 512x512: stopped" in found
+    assert "compile at 512x512: stopped" in found
     assert "stable-fast is not installed there (No module named 'sfast')" in found
 
 
@@ -154,7 +154,7 @@ def test_start_up_has_rows_and_a_table() -> None:
     found = {"eager": process(1.0, 9.0), "cold": process(1.1, 10.0), "warm": process(0.5, 12.0)}
     firsts = {role: [one["rows"][0]] for role, one in found.items()}
     firsts["cold"] += [{"seconds": s, "since_start_s": 10.0} for s in (3.0, 1.2)]
-    warm_up = {"seconds": 10.5, "sizes": [{}] * 12}
+    warm_up = {"seconds": 10.5, "sizes": [{}] * 12, "built": 0}
     figures = start_up.summary(found, firsts, warm_up, "sdxl", 20)
     assert len(figures["rows"]) == 60
     assert figures["new_size_costs_s"] == figures["new_size_costs_eager_s"] == 0
