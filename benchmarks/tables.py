@@ -142,8 +142,8 @@ def first_steps(figures: Figures, dtype: str = "float16") -> str:
             ])  # fmt: skip
     intro = (
         "How long each keeps one waiting, with no cache of earlier runs: before its first step, and"
-        " at the slowest of the other sizes. In use nobody waits for OneDiff's graphs: they are built"
-        " beside the pictures."
+        " at the slowest of the other sizes. In use nobody waits for OneDiff's graphs: they are"
+        " built beside the pictures."
     )
     table = _table(["", "first step, s", "another size, s", "sizes measured"], lines)
     end = f"\n\nWithout figures: {'; '.join(left_out)}." if left_out else ""
