@@ -70,7 +70,7 @@ class CudaRecorder(Recorder):
             if pool is None:
                 pool = self._pools[device] = torch.cuda.graph_pool_handle()
             before = torch.cuda.memory_reserved(device)
-            graph = _Graph()
+            graph = torch.cuda.CUDAGraph()
             # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
             recording = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
             try:
@@ -101,24 +101,6 @@ class CudaRecorder(Recorder):
         self._pools.clear()
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
-
-
-class _Graph(torch.cuda.CUDAGraph):
-    """A CUDA graph that leaves torch's generator to other threads while it is recorded.
-
-    A recording holds the state of the device's default generator, and whoever draws from that in
-    another thread gets an error. This one is given a state of its own to hold. A function that
-    draws random numbers itself cannot be recorded then, and runs as before.
-    """
-
-    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        state = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(generator.clone_state())
-        try:
-            super().capture_begin(*args, **kwargs)
-        finally:
-            generator.graphsafe_set_state(state)
 
 
 class _CudaRecording(Recording):
