@@ -112,10 +112,16 @@ class CapturedForward:
             capture = self._captures.find(key)
             if capture is not None:
                 # Looking at all that the capture froze takes milliseconds, in which the replay
-                # can be on its way: it only must never read weights that are gone.
-                output = self._replay(capture, call) if self._reads_weights(capture) else None
-                if output is not None and self._unchanged(capture):
-                    return self._judged(key, call.form, capture, output, args, kwargs)
+                # can be on its way: it only must never read weights that are gone. Whatever is
+                # launched behind a replay waits until the driver has launched all of that.
+                if self._reads_weights(capture):
+                    self._replay(capture, call)
+                    if self._unchanged(capture):
+                        # A copy, since the next replay of any capture writes over it.
+                        output = pytree.tree_map_only(
+                            torch.Tensor, torch.clone, capture.recording.output
+                        )
+                        return self._judged(key, call.form, capture, output, args, kwargs)
                 self._waste(capture)
                 self._captures.drop(key, "the model has changed")
                 capture = None  # and what it owned, the prompt's part, goes with it
@@ -137,13 +143,11 @@ class CapturedForward:
             self._refused.clear()
             self._proved.clear()
 
-    def _replay(self, capture: Capture, call: ForwardCall) -> Any:
+    def _replay(self, capture: Capture, call: ForwardCall) -> None:
         capture.fill(call.tensors)
         for runner in self._runners:
             runner.refresh()
         capture.recording.replay()
-        # A copy, since the next replay of any capture writes over this one's memory.
-        return pytree.tree_map_only(torch.Tensor, torch.clone, capture.recording.output)
 
     def _judged(
         self,
