@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import (
     BACKENDS,
@@ -253,10 +254,11 @@ def load_model(
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
-    import_libraries()
-    start = time.perf_counter()
-    session = None if arguments.eager else open_session(arguments, identity)
-    painter = load_painter(arguments)
+    with without_collection():
+        import_libraries()
+        start = time.perf_counter()
+        session = None if arguments.eager else open_session(arguments, identity)
+        painter = load_painter(arguments)
     if check is not None:
         check(painter)
     if session is not None:

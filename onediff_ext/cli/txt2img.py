@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
     identity = model_arguments.model_identity(arguments)
 
-    from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
-    from onediff_ext.pictures.writing import make_folder
+    with without_collection():
+        from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
+        from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
     report_file.check_report_path(arguments.report)
