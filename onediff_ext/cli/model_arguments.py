@@ -254,11 +254,10 @@ def load_model(
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
-    with without_collection():
-        import_libraries()
-        start = time.perf_counter()
-        session = None if arguments.eager else open_session(arguments, identity)
-        painter = load_painter(arguments)
+    import_libraries()
+    start = time.perf_counter()
+    session = None if arguments.eager else open_session(arguments, identity)
+    painter = load_painter(arguments)
     if check is not None:
         check(painter)
     if session is not None:
@@ -335,6 +334,7 @@ def compile_painter(
     session.record_checkpoint()
 
 
+@without_collection()
 def import_libraries() -> None:
     """Import what takes seconds to import, so that it is not counted as start-up."""
     import diffusers

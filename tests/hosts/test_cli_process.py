@@ -108,3 +108,42 @@ def test_verbose_says_why_graphs_are_built(command_line: CommandLine, tmp_path: 
         reasons = [line for line in ended.said if line.startswith("missing: ")]
         assert len(reasons) >= 10
         assert all("bfloat16" in line for line in reasons), reasons
+
+
+def test_the_end_looks_through_nothing(tmp_path: Path) -> None:
+    script = f"""
+import atexit, gc
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0))
+from onediff_ext.cli.main import main
+assert main(["graphs", "list", "--store", {str(tmp_path)!r}]) == 0
+assert gc.get_freeze_count() == 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "frozen: True"
+
+
+def test_nothing_is_collected_while_the_checkpoint_is_loaded(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gc
+
+    from onediff_ext.hosts.diffusers import checkpoint
+    from onediff_ext.hosts.diffusers.drawing import Painter
+
+    collecting = []
+    own_open, own_draw = checkpoint.open_tensor_file, Painter.txt2img
+
+    def noted_open(path: Path) -> object:
+        collecting.append(gc.isenabled())
+        return own_open(path)
+
+    def noted_draw(painter: Painter, *arguments: object) -> object:
+        collecting.append(gc.isenabled())
+        return own_draw(painter, *arguments)
+
+    monkeypatch.setattr(checkpoint, "open_tensor_file", noted_open)
+    monkeypatch.setattr(Painter, "txt2img", noted_draw)
+    few = ("--sizes", "64x64", "--steps", "1", "--eager")
+    assert command_line("txt2img", "-o", tmp_path, *few).status == 0
+    assert collecting == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 
@@ -36,6 +37,24 @@ def test_garbage_of_the_block_can_be_collected_later() -> None:
         Node()
     gc.collect()
     assert Node.alive == 0
+
+
+def test_it_lasts_until_the_last_thread_is_through() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with without_collection():
+            entered.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=read)
+    with without_collection():
+        thread.start()
+        assert entered.wait(20)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join(20)
+    assert gc.isenabled()
 
 
 def test_an_error_ends_it_too() -> None:
