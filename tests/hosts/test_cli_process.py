@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,3 +148,37 @@ def test_nothing_is_collected_while_the_checkpoint_is_loaded(
     few = ("--sizes", "64x64", "--steps", "1", "--eager")
     assert command_line("txt2img", "-o", tmp_path, *few).status == 0
     assert collecting == [False, True]
+
+
+def test_libraries_are_imported_while_a_checkpoint_is_hashed(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onediff_ext.cli import model_arguments
+    from onediff_ext.store import ContentHashes
+
+    importing, met = threading.Event(), []
+    own_hash, own_import = ContentHashes.content_hash, model_arguments.import_libraries
+
+    def slow_hash(hashes: ContentHashes, path: Path) -> str:
+        met.append(importing.wait(20))
+        return own_hash(hashes, path)
+
+    def noted_import() -> None:
+        importing.set()
+        own_import()
+
+    monkeypatch.setattr(ContentHashes, "content_hash", slow_hash)
+    monkeypatch.setattr(model_arguments, "import_libraries", noted_import)
+    few = ("--sizes", "64x64", "--steps", "1", "--eager")
+    assert command_line("txt2img", "-o", tmp_path / "out", *few).status == 0
+    assert met == [True]
+
+
+def test_a_run_with_nothing_to_do_imports_no_libraries(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_pictures(tmp_path / "in", a=(64, 64))
+    command = ("img2img", folder, "-o", tmp_path / "out", "--steps", "2", "--eager")
+    assert command_line(*command).status == 0
+    monkeypatch.setattr("onediff_ext.cli.model_arguments.import_libraries", lambda: 1 / 0)
+    assert "1 picture already done." in command_line(*command).out
