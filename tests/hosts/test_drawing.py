@@ -157,11 +157,30 @@ def test_pipelines_are_those_of_diffusers(command_line: CommandLine, name: str, 
     if ours.checkpoint.architecture == "sdxl-refiner":
         pytest.skip("it has one task only")
     found, expected = ours._pipe(task), auto.from_pipe(ours.pipe)
-    assert type(found) is type(expected)
+    assert isinstance(found, type(expected))
+    assert type(found).__name__ == type(expected).__name__
+    assert found._execution_device == expected._execution_device
     assert all(found.components[key] is part for key, part in expected.components.items())
     for key in ("requires_safety_checker", "force_zeros_for_empty_prompt"):
         assert found.config.get(key) == expected.config.get(key)
     assert getattr(found, "watermark", None) is None
+
+
+def test_models_are_not_looked_through_before_each_picture(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = painter(command_line)
+    settings = DrawSettings(steps=1, strength=1.0)
+    ours.img2img(settings, [gradient(64, 64)], [0])
+    looked, modules = [], torch.nn.Module.modules
+
+    def noted(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        looked.append(module)
+        return modules(module, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "modules", noted)
+    ours.img2img(settings, [gradient(64, 64)], [0])
+    assert ours.pipe.unet not in looked
 
 
 def test_pipelines_of_other_architectures_are_not_imported(
