@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("auto", "fp32", "fp16", "bf16")
 _VAE_TILING = ("auto", "on", "off")
+# Cached hashes are there by then; a run that finds nothing to do should not import libraries.
 _AT_ONCE_S = 0.2
 
 
