@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
@@ -59,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do the job; 1 when pictures had to be left out."""
+    with without_collection():
+        from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
+        from onediff_ext.hosts.diffusers.report import RunReport, describe_device
+        from onediff_ext.pictures.report import Report
+        from onediff_ext.pictures.writing import make_folder
+
     job = make_job(arguments, model_arguments.model_identity(arguments))
-
-    from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
-    from onediff_ext.hosts.diffusers.report import RunReport, describe_device
-    from onediff_ext.pictures.report import Report
-    from onediff_ext.pictures.writing import make_folder
-
     skipped, report = Report(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in commands.choices.values():  # -v is taken before and after the command
         _add_verbose(command, default=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    # The process ends without a last look through all that it has imported: a second.
+    atexit.register(gc.freeze)
     _set_up_logging(arguments.verbose)
     try:
         with _signals_as_interrupts():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import (
     BACKENDS,
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = ("auto", "fp32", "fp16", "bf16")
 _VAE_TILING = ("auto", "on", "off")
+# Cached hashes are there by then; a run that finds nothing to do should not import libraries.
+_AT_ONCE_S = 0.2
 
 
 def default_model() -> Path:
@@ -183,12 +188,31 @@ def parse_options(arguments: argparse.Namespace) -> CompileOptions:
 
 
 def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
-    """What of the model decides a picture; cheap when the hashes are cached.
+    """What of the model decides a picture.
+
+    That is known at once when the hashes are cached. Hashing 7 GB takes seconds otherwise, in
+    which the libraries are imported.
 
     Raises:
         CheckpointError: A file cannot be read.
         OptionError: A LoRA's weight is no number.
     """
+    found: Future[dict[str, object]] = Future()
+
+    def find() -> None:
+        try:
+            found.set_result(_model_identity(arguments))
+        except BaseException as exc:
+            found.set_exception(exc)
+
+    # Ctrl-C does not wait for it.
+    threading.Thread(target=find, name="onediff-hash", daemon=True).start()
+    if not wait([found], _AT_ONCE_S).done:
+        import_libraries()
+    return found.result()
+
+
+def _model_identity(arguments: argparse.Namespace) -> dict[str, object]:
     from onediff_ext.store import ContentHashes, GraphLibrary, default_root
 
     root = arguments.store or default_root()
@@ -333,6 +357,7 @@ def compile_painter(
     session.record_checkpoint()
 
 
+@without_collection()
 def import_libraries() -> None:
     """Import what takes seconds to import, so that it is not counted as start-up."""
     import diffusers

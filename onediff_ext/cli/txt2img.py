@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_arguments import LoadedModel
+    from onediff_ext.core.shapes import BatchShape
     from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
     from onediff_ext.hosts.diffusers.report import RunReport
 
@@ -43,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
     identity = model_arguments.model_identity(arguments)
 
-    from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
-    from onediff_ext.pictures.writing import make_folder
+    with without_collection():
+        from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
+        from onediff_ext.pictures.beside import Writing
+        from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
     report_file.check_report_path(arguments.report)
@@ -60,16 +65,22 @@ def run(arguments: argparse.Namespace) -> int:
     reuse = ReuseCounter(model.session)
     progress = Progress("pictures", sum(shape.batch for shape in shapes))
     seed = arguments.seed
+
+    def write(shape: BatchShape, seeds: Sequence[int], drawn: Drawn) -> None:
+        _write(arguments.output, model, settings, drawn, seeds, report)
+        note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
+        progress.advance(shape.batch, note)
+
     try:
-        for shape in shapes:
-            had = reuse.before()
-            seeds = range(seed, seed + shape.batch)
-            drawn = painter.txt2img(settings, shape.width_px, shape.height_px, seeds)
-            report.reused += reuse.after(shape.width_px, shape.height_px, had)
-            _write(arguments.output, model, settings, drawn, seeds, report)
-            seed += shape.batch
-            note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
-            progress.advance(shape.batch, note)
+        with painter.one_job(), Writing() as writing:
+            for shape in shapes:
+                had = reuse.before()
+                seeds = range(seed, seed + shape.batch)
+                drawn = painter.txt2img(settings, shape.width_px, shape.height_px, seeds)
+                report.take_notes(drawn.notes)
+                report.reused += reuse.after(shape.width_px, shape.height_px, had)
+                writing.put(partial(write, shape, seeds, drawn))
+                seed += shape.batch
     except BaseException:
         progress.close()
         report.take_session(model.session, painter.device)
@@ -99,7 +110,6 @@ def _write(
     from onediff_ext.hosts.diffusers.report import PictureResult
     from onediff_ext.pictures.writing import write_png
 
-    report.take_notes(drawn.notes)
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
             report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})

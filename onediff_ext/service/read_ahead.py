@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.errors import BackendError, StoreError
 from onediff_ext.core.priority import quick_switches
 from onediff_ext.engine.machine import machine_digest
@@ -69,7 +70,7 @@ class ReadAhead:
             thread.join(timeout_s)
 
     def _read(self, content_hash: str, device: torch.device) -> None:
-        with quick_switches():
+        with quick_switches(), without_collection():
             self._read_all(content_hash, device)
 
     def _read_all(self, content_hash: str, device: torch.device) -> None:

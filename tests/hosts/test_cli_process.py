@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,3 +109,76 @@ def test_verbose_says_why_graphs_are_built(command_line: CommandLine, tmp_path: 
         reasons = [line for line in ended.said if line.startswith("missing: ")]
         assert len(reasons) >= 10
         assert all("bfloat16" in line for line in reasons), reasons
+
+
+def test_the_end_looks_through_nothing(tmp_path: Path) -> None:
+    script = f"""
+import atexit, gc
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0))
+from onediff_ext.cli.main import main
+assert main(["graphs", "list", "--store", {str(tmp_path)!r}]) == 0
+assert gc.get_freeze_count() == 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "frozen: True"
+
+
+def test_nothing_is_collected_while_the_checkpoint_is_loaded(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gc
+
+    from onediff_ext.hosts.diffusers import checkpoint
+    from onediff_ext.hosts.diffusers.drawing import Painter
+
+    collecting = []
+    own_open, own_draw = checkpoint.open_tensor_file, Painter.txt2img
+
+    def noted_open(path: Path) -> object:
+        collecting.append(gc.isenabled())
+        return own_open(path)
+
+    def noted_draw(painter: Painter, *arguments: object) -> object:
+        collecting.append(gc.isenabled())
+        return own_draw(painter, *arguments)
+
+    monkeypatch.setattr(checkpoint, "open_tensor_file", noted_open)
+    monkeypatch.setattr(Painter, "txt2img", noted_draw)
+    few = ("--sizes", "64x64", "--steps", "1", "--eager")
+    assert command_line("txt2img", "-o", tmp_path, *few).status == 0
+    assert collecting == [False, True]
+
+
+def test_libraries_are_imported_while_a_checkpoint_is_hashed(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onediff_ext.cli import model_arguments
+    from onediff_ext.store import ContentHashes
+
+    importing, met = threading.Event(), []
+    own_hash, own_import = ContentHashes.content_hash, model_arguments.import_libraries
+
+    def slow_hash(hashes: ContentHashes, path: Path) -> str:
+        met.append(importing.wait(20))
+        return own_hash(hashes, path)
+
+    def noted_import() -> None:
+        importing.set()
+        own_import()
+
+    monkeypatch.setattr(ContentHashes, "content_hash", slow_hash)
+    monkeypatch.setattr(model_arguments, "import_libraries", noted_import)
+    few = ("--sizes", "64x64", "--steps", "1", "--eager")
+    assert command_line("txt2img", "-o", tmp_path / "out", *few).status == 0
+    assert met == [True]
+
+
+def test_a_run_with_nothing_to_do_imports_no_libraries(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_pictures(tmp_path / "in", a=(64, 64))
+    command = ("img2img", folder, "-o", tmp_path / "out", "--steps", "2", "--eager")
+    assert command_line(*command).status == 0
+    monkeypatch.setattr("onediff_ext.cli.model_arguments.import_libraries", lambda: 1 / 0)
+    assert "1 picture already done." in command_line(*command).out

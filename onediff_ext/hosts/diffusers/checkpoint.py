@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.core.collection import without_collection
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.architectures import Architecture, label_of
 from onediff_ext.hosts.diffusers.ldm_checkpoint import (
@@ -59,6 +60,7 @@ class LoadedCheckpoint:
         return dict(self.pipeline.components)
 
 
+@without_collection()
 def load_checkpoint(
     path: str | Path,
     *,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.careful_vae import CarefulVae
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
+from onediff_ext.hosts.diffusers.encoded_prompts import EncodedPrompts
+from onediff_ext.hosts.diffusers.sampler_noise import noise_sent_ahead
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from onediff_ext.core.errors import PictureError
     from onediff_ext.hosts.diffusers.checkpoint import LoadedCheckpoint
     from onediff_ext.hosts.diffusers.vae_fitting import VaeNote
+
+_TASKS = {"txt2img": "", "img2img": "Img2Img", "inpaint": "Inpaint"}  # in diffusers' class names
 
 
 @dataclass(frozen=True)
@@ -107,20 +113,39 @@ class Drawn:
 
 
 class _StepClock:
-    """Notes when each sampling step ends; waits for the device, so that work is counted."""
+    """Times each sampling step, and keeps one step in hand.
+
+    It waits for the step before the one that has just been handed to the device: this one is at
+    work while Python prepares the next, and whoever cancels is heard a step later at most.
+    """
 
     def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
         self._device, self._on_step = device, on_step
-        self.ends: list[float] = []
+        self._ends: list[Any] = []
 
     def __call__(self, *call: Any) -> dict[str, Any]:
         # diffusers calls it with (pipe, step, timestep, kwargs) and takes kwargs back.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.ends.append(time.perf_counter())
-        self._on_step(len(self.ends))
+        self._ends.append(self._now())
+        if self._device.type == "cuda" and len(self._ends) > 1:
+            self._ends[-2].synchronize()
+        self._on_step(len(self._ends))
         kwargs: dict[str, Any] = call[-1]
         return kwargs
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        make_event: Any = torch.cuda.Event  # not typed
+        event = make_event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self) -> list[float]:
+        """Of each step but the first, whose start is not seen; the last has to be done."""
+        pairs = itertools.pairwise(self._ends)
+        if self._device.type == "cuda":
+            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [after - before for before, after in pairs]
 
 
 class Painter:
@@ -152,6 +177,7 @@ class Painter:
         self.vae = CarefulVae(self.pipe, vae_tiling, overflowing)
         self._noise_config = dict(self.pipe.scheduler.config)
         self._pipes: dict[str, Any] = {}
+        self._prompts: EncodedPrompts | None = None
         self.on_step: Callable[[int], None] = lambda _: None
 
     @property
@@ -256,7 +282,9 @@ class Painter:
         clock = _StepClock(self.device, self.on_step)
         start = time.perf_counter()
         deepcache = deepcache_for(pipe, settings.deepcache)
-        with one_picture(self.pipe), deepcache, self.vae.drawing() as vae:
+        prompts_kept = nullcontext() if self._prompts is None else self._prompts.kept(pipe)
+        noise = noise_sent_ahead(pipe.scheduler)
+        with one_picture(self.pipe), deepcache, prompts_kept, noise, self.vae.drawing() as vae:
             result = pipe(
                 prompt=list(prompts or [settings.prompt] * len(seeds)),
                 negative_prompt=[settings.negative_prompt] * len(seeds),
@@ -264,37 +292,71 @@ class Painter:
                 guidance_scale=settings.guidance,
                 generator=generators,
                 callback_on_step_end=clock,
-                output_type="np",
+                output_type="pt",
                 **inputs,
             )
         errors = [vae.error(index) for index in range(len(seeds))]
         images = [
-            pipe.image_processor.numpy_to_pil(pixels)[0] if error is None else None
-            for pixels, error in zip(result.images, errors, strict=True)
+            picture if error is None else None
+            for picture, error in zip(_pictures(result.images), errors, strict=True)
         ]
         seconds = time.perf_counter() - start
-        steps = [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]
+        steps = clock.seconds()
         return Drawn(
             images, seconds, steps or [seconds], settings.deepcache.is_on, errors, vae.notes
         )
 
+    @contextmanager
+    def one_job(self) -> Iterator[None]:
+        """Within this ``with`` block text encoders stay what they are: what they make of a prompt
+        is kept for the next picture."""
+        self._prompts = EncodedPrompts()
+        try:
+            yield
+        finally:
+            self._prompts = None
+
     def _pipe(self, task: str) -> Any:
         if task not in self._pipes:
-            from diffusers import (
-                AutoPipelineForImage2Image,
-                AutoPipelineForInpainting,
-                AutoPipelineForText2Image,
-            )
-
-            if self.checkpoint.architecture == "sdxl-refiner":
-                made = self.pipe
-            else:
-                auto = {
-                    "img2img": AutoPipelineForImage2Image,
-                    "inpaint": AutoPipelineForInpainting,
-                    "txt2img": AutoPipelineForText2Image,
-                }[task]
-                made = auto.from_pipe(self.pipe)
+            made = _pipeline_for(task, self.pipe, self.checkpoint.architecture)
             made.set_progress_bar_config(disable=True)
             self._pipes[task] = made
         return self._pipes[task]
+
+
+def _pictures(pixels: torch.Tensor) -> list[Image.Image]:
+    """Pixels [B, 3, H, W] from 0 to 1 as pictures; rounded where they are, which is faster on a GPU
+    and leaves a quarter of the bytes to be copied."""
+    from PIL import Image
+
+    levels = (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return [Image.fromarray(picture) for picture in levels.contiguous().cpu().numpy()]
+
+
+class _OnOneDevice:
+    """A pipeline whose models all lie where its UNet does.
+
+    diffusers looks through all modules of all models for one that is offloaded, before each
+    picture: 32 ms for SDXL.
+    """
+
+    unet: Any
+
+    @property
+    def _execution_device(self) -> Any:
+        return next(self.unet.parameters()).device
+
+
+def _pipeline_for(task: str, pipe: Any, architecture: str) -> Any:
+    """A pipeline of the same models for another task.
+
+    diffusers' AutoPipelines do this for all architectures that it has, and import them all.
+    """
+    import diffusers
+
+    name = "StableDiffusionXL" if architecture.startswith("sdxl") else "StableDiffusion"
+    cls = getattr(diffusers, f"{name}{_TASKS[task]}Pipeline")
+    known = {**pipe.config, **pipe.components, "add_watermarker": False}
+    accepted = inspect.signature(cls.__init__).parameters
+    made = type(cls.__name__, (_OnOneDevice, cls), {})
+    return made(**{key: known[key] for key in accepted if key in known})

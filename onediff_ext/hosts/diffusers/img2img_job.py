@@ -6,6 +6,7 @@ import datetime
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,12 @@ from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
 from onediff_ext.hosts.diffusers.report import PictureResult, ReuseCounter, RunReport
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
+from onediff_ext.pictures.beside import Writing, read_ahead
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
+    Group,
     LoadedPicture,
     PlannedPicture,
     group_by_canvas,
@@ -160,6 +163,9 @@ def run_job(
 ) -> ReuseCounter:
     """Draw what is left, batch after batch; a picture that fails leaves the others alone.
 
+    Pictures are read and written in threads. `on_batch` is called in the one that writes, when a
+    batch's pictures are in their files.
+
     Returns:
         For each size, how its kinds were had.
 
@@ -170,19 +176,31 @@ def run_job(
     outputs = {planned.index: output for planned, output in plan.todo}
     reuse = ReuseCounter(session)
     results: dict[int, PictureResult] = {}
+
+    def write(size: tuple[int, int], part: tuple[LoadedPicture, ...], drawn: Drawn) -> None:
+        written = _write(job, painter, part, drawn, outputs, results, skipped)
+        on_batch(BatchDone(*size, drawn, written))
+
     try:
-        for group in group_by_canvas([planned for planned, _ in plan.todo]):
-            size = (group.canvas_width_px, group.canvas_height_px)
-            for batch in read_batches(group, job.batch_size, report=skipped):
+        with painter.one_job(), Writing() as writing:
+            for group, batch in read_ahead(_batches(job, plan, skipped)):
+                size = (group.canvas_width_px, group.canvas_height_px)
                 had = reuse.before()
                 for part, drawn in _draw(job, painter, batch, skipped):
                     report.take_notes(drawn.notes)
-                    written = _write(job, painter, part, drawn, outputs, results, skipped)
                     report.reused += reuse.after(*size, had)
-                    on_batch(BatchDone(*size, drawn, written))
+                    writing.put(partial(write, size, part, drawn))
     finally:
         report.pictures = [results[index] for index in sorted(results)]
     return reuse
+
+
+def _batches(
+    job: Img2ImgJob, plan: Plan, skipped: Report
+) -> Iterator[tuple[Group, tuple[LoadedPicture, ...]]]:
+    for group in group_by_canvas([planned for planned, _ in plan.todo]):
+        for batch in read_batches(group, job.batch_size, report=skipped):
+            yield group, batch
 
 
 def _draw(
