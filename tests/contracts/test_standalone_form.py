@@ -81,11 +81,11 @@ def test_a_load_starts_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CompiledArtifact, "load", load)
     monkeypatch.setattr(AsyncCompile, "process_pool", lambda: pytest.fail("a pool was started"))
-    monkeypatch.setattr(config, "compile_threads", 4)
     threads = [threading.Thread(target=load_standalone, args=(b"",)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert started == [False, False]
-    assert config.compile_threads == 4
+    with config.patch(compile_threads=4):  # pytest would take the setting away afterwards
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert started == [False, False]
+        assert config.compile_threads == 4
