@@ -13,12 +13,18 @@ class Patches:
     """Remembers each replaced instance attribute and puts it back.
 
     Only the instance's own dictionary is written, never a class, so that an
-    undo leaves exactly what was there, also when nothing was.
+    undo leaves exactly what was there, also when nothing was. The end of a ``with`` block undoes.
     """
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace `owner.name`, remembering what the instance held."""

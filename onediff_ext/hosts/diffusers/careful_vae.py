@@ -62,13 +62,10 @@ class CarefulVae:
     def drawing(self) -> Iterator[VaeRun]:
         """Within this ``with`` block, one batch of pictures is drawn by the pipeline."""
         run = VaeRun(self._vae, self._fitting, self._overflowing)
-        patches = Patches()
-        patches.set(self._vae, "encode", run.encode)
-        patches.set(self._vae, "decode", run.decode)
-        try:
+        with Patches() as patches:
+            patches.set(self._vae, "encode", run.encode)
+            patches.set(self._vae, "decode", run.decode)
             yield run
-        finally:
-            patches.undo()
 
 
 class VaeRun:

@@ -37,9 +37,6 @@ class EncodedPrompts:
                 self._known.popitem(last=False)
             return self._known[key]
 
-        patches = Patches()
-        patches.set(pipe, "encode_prompt", encode_prompt)
-        try:
+        with Patches() as patches:
+            patches.set(pipe, "encode_prompt", encode_prompt)
             yield
-        finally:
-            patches.undo()

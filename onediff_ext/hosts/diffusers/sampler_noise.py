@@ -20,13 +20,10 @@ def noise_sent_ahead(scheduler: Any) -> Iterator[None]:
     diffusers does it, each step waited until the GPU had done all that came before.
     """
     module = sys.modules[type(scheduler).__module__]
-    patches = Patches()
-    if hasattr(module, "randn_tensor"):
-        patches.set(module, "randn_tensor", _sending_ahead(module.randn_tensor))
-    try:
+    with Patches() as patches:
+        if hasattr(module, "randn_tensor"):
+            patches.set(module, "randn_tensor", _sending_ahead(module.randn_tensor))
         yield
-    finally:
-        patches.undo()
 
 
 def _sending_ahead(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

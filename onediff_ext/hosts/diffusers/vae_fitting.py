@@ -140,9 +140,7 @@ class VaeFitting:
 
     @contextmanager
     def _set(self, way: _Way) -> Iterator[None]:
-        patches = Patches()
-        with ExitStack() as stack:
-            stack.callback(patches.undo)
+        with Patches() as patches, ExitStack() as stack:
             if way.one_by_one and hasattr(self._vae, "use_slicing"):
                 patches.set(self._vae, "use_slicing", True)
             if way.tile_cells is not None:

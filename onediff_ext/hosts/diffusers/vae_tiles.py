@@ -47,15 +47,12 @@ def _last(cells: int, side: int) -> int:
 def tiles_of(vae: Any, side_cells: int) -> Iterator[None]:
     """Within this ``with`` block the VAE runs over tiles; everything is put back after it."""
     cell_px = 2 ** (len(vae.config.block_out_channels) - 1)
-    patches = Patches()
-    for name, value in (
-        ("use_tiling", True),
-        ("tile_latent_min_size", side_cells),
-        ("tile_sample_min_size", side_cells * cell_px),
-        ("tile_overlap_factor", _OVERLAP),
-    ):
-        patches.set(vae, name, value)
-    try:
+    with Patches() as patches:
+        for name, value in (
+            ("use_tiling", True),
+            ("tile_latent_min_size", side_cells),
+            ("tile_sample_min_size", side_cells * cell_px),
+            ("tile_overlap_factor", _OVERLAP),
+        ):
+            patches.set(vae, name, value)
         yield
-    finally:
-        patches.undo()
