@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in commands.choices.values():  # -v is taken before and after the command
         _add_verbose(command, default=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    # The process ends without a last look through all that it has imported: a second.
+    # The process ends without a last look through all that it has imported.
     atexit.register(gc.freeze)
     _set_up_logging(arguments.verbose)
     try:

@@ -190,8 +190,8 @@ def parse_options(arguments: argparse.Namespace) -> CompileOptions:
 def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
     """What of the model decides a picture.
 
-    That is known at once when the hashes are cached. Hashing 7 GB takes seconds otherwise, in
-    which the libraries are imported.
+    That is known at once when the hashes are cached. Otherwise the libraries are imported while
+    the files are hashed.
 
     Raises:
         CheckpointError: A file cannot be read.

@@ -33,10 +33,9 @@ _collection = _Collection()
 def without_collection() -> Iterator[None]:
     """Collect no garbage within this ``with`` block, or within another thread's.
 
-    Imports and models are half a million objects that stay, and each collection looks at all
-    there are so far: together more than a quarter of the time that importing torch, diffusers and
-    transformers takes. What was made goes to the oldest generation, so that the first collection
-    after the block does not look at it either. Where collection is switched off, it stays off.
+    What imports and models make stays, and each collection looks at all there is so far. It goes to
+    the oldest generation, so that the first collection after the block does not look at it either.
+    Where collection is switched off, it stays off.
     """
     _collection.change(1)
     try:

@@ -1,6 +1,6 @@
 """Reading and writing pictures in threads, beside the one that draws.
 
-A GPU has nothing to do while a picture is compressed: a tenth of a second for each megapixel.
+A GPU has nothing to do while a picture is compressed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Writing(AbstractContextManager["Writing"]):
     def _do(self, job: Callable[[], None]) -> None:
         if self._failed:
             return
-        self._failed = True
-        job()
-        self._failed = False
+        try:
+            job()
+        except BaseException:
+            self._failed = True
+            raise

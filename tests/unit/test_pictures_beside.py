@@ -51,16 +51,19 @@ def test_jobs_are_done_beside_and_in_order() -> None:
 
 
 def test_no_more_than_the_limit_waits() -> None:
-    go_on, queued = threading.Event(), []
+    go_on, two, queued = threading.Event(), threading.Event(), []
 
     def put_all() -> None:
         with Writing(limit=2) as writing:
             for number in range(3):
                 writing.put(lambda: go_on.wait(WAIT_S) and None)
                 queued.append(number)
+                if number == 1:
+                    two.set()
 
     thread = threading.Thread(target=put_all)
     thread.start()
+    assert two.wait(WAIT_S)
     thread.join(0.3)
     assert queued == [0, 1]
     go_on.set()

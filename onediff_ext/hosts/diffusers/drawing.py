@@ -325,8 +325,8 @@ class Painter:
 
 
 def _pictures(pixels: torch.Tensor) -> list[Image.Image]:
-    """Pixels [B, 3, H, W] from 0 to 1 as pictures; rounded where they are, which is faster on a GPU
-    and leaves a quarter of the bytes to be copied."""
+    """Pixels [B, 3, H, W] from 0 to 1 as pictures; rounded where they are, so that a quarter of the
+    bytes are copied."""
     from PIL import Image
 
     levels = (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
@@ -337,7 +337,7 @@ class _OnOneDevice:
     """A pipeline whose models all lie where its UNet does.
 
     diffusers looks through all modules of all models for one that is offloaded, before each
-    picture: 32 ms for SDXL.
+    picture.
     """
 
     unet: Any
