@@ -45,6 +45,9 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # Several launch settings for a kernel would be tried out in each process that draws, at its
     # first call: a tenth of a second for each kernel, 4.6 s for SDXL (H200, torch 2.11).
     "triton.autotune_pointwise": False,
+    # Our own kernels would be loaded through Triton, which has gcc compile a launcher for each of
+    # them in the process that draws (docs/architecture.md).
+    "static_launch_user_defined_triton_kernels": True,
 }
 _loads = itertools.count()
 # Older torch changes a setting for all threads: they must not undo each other's changes.
