@@ -276,7 +276,8 @@ def test_no_build_draws_eager_and_says_so(
     }
     assert all(entry["count"] > 0 for entry in report["fallbacks"])
     eager = run(folder, "-o", tmp_path / "eager", "--eager")
-    assert difference(*outputs(report), *outputs(eager)) == 0
+    # Not the same bytes on each CPU: without --eager, convolutions run in NHWC.
+    assert difference(*outputs(report), *outputs(eager)) <= 1
     shown = command_line("img2img", folder, "-o", tmp_path / "shown", "--steps", "1",
                          "--strength", "1", *options)  # fmt: skip
     assert len([line for line in shown.out.splitlines() if line.startswith("eager (")]) == 1
@@ -486,7 +487,7 @@ def test_batches_that_do_not_fit_into_memory_are_halved(
     img2img = Painter.img2img
 
     def limited(painter: Painter, settings: Any, images: Any, *others: Any) -> Any:
-        if len(images) * images[0].width > 128:
+        if images.shape[0] * images.shape[-1] > 128:
             if error == "OutOfMemoryError":
                 raise torch.OutOfMemoryError("no memory")
             raise RuntimeError(f"{error}: can't allocate memory: you tried to allocate 1 bytes")

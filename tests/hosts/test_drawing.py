@@ -268,3 +268,45 @@ def test_a_picture_is_written_while_the_next_one_is_drawn(
     ended = command_line("img2img", folder, "-o", tmp_path / "out", "--eager", *FEW)
     assert ended.status == 0, ended
     assert met == [True, True]
+
+
+def test_the_next_picture_is_made_ready_while_one_is_drawn(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.image_processor import VaeImageProcessor
+
+    third_is_ready, met, threads = threading.Event(), [], []
+    own_draw, own_preprocess = Painter.img2img, VaeImageProcessor.preprocess
+
+    def draw(painter: Painter, settings: Any, images: Any, *others: Any) -> Any:
+        assert isinstance(images, torch.Tensor)
+        if images.shape[-1] == 72:
+            met.append(third_is_ready.wait(20))
+        return own_draw(painter, settings, images, *others)
+
+    def preprocess(processor: Any, images: Any, *others: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        found = own_preprocess(processor, images, *others, **named)
+        if found.shape[-1] == 80:
+            third_is_ready.set()
+        return found
+
+    monkeypatch.setattr(Painter, "img2img", draw)
+    monkeypatch.setattr(VaeImageProcessor, "preprocess", preprocess)
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64), c=(80, 64))
+    ended = command_line("img2img", folder, "-o", tmp_path / "out", "--eager", *FEW)
+    assert ended.status == 0, ended
+    assert met == [True]
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd15_inpaint"])
+def test_what_was_read_ahead_draws_the_same_picture(command_line: CommandLine, name: str) -> None:
+    ours, settings = painter(command_line, name), DrawSettings(steps=2, strength=0.6)
+    images = [gradient(64, 72), gradient(64, 72).rotate(180)]
+    plain = ours.img2img(settings, images, [0, 1]).images
+    ahead = ours.img2img(settings, ours.read(images), [0, 1]).images
+    assert [i.tobytes() for i in plain if i] == [i.tobytes() for i in ahead if i]
+    assert plain[0] is not None
+    assert plain[1] is not None

@@ -18,6 +18,7 @@ from onediff_ext.hosts.diffusers.careful_vae import CarefulVae
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
 from onediff_ext.hosts.diffusers.encoded_prompts import EncodedPrompts
+from onediff_ext.hosts.diffusers.kept_casts import KeptCasts
 from onediff_ext.hosts.diffusers.sampler_noise import noise_sent_ahead
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
 
@@ -228,7 +229,7 @@ class Painter:
     def img2img(
         self,
         settings: DrawSettings,
-        images: Sequence[Image.Image],
+        images: Any,
         seeds: Sequence[int],
         prompts: Sequence[str] | None = None,
     ) -> Drawn:
@@ -236,7 +237,8 @@ class Painter:
 
         Args:
             settings: What to draw.
-            images, seeds: One of each for every picture.
+            images: Pictures, or what `read` has made of them.
+            seeds: One for each.
             prompts: Each picture's own; None for the settings' one.
 
         Each picture's noise comes from its own seed, so that the batch it is in
@@ -246,7 +248,7 @@ class Painter:
             OptionError: Strength and steps leave nothing to draw.
         """
         settings.check_img2img_steps()
-        inputs: dict[str, Any] = {"image": list(images), "strength": settings.strength}
+        inputs = {"image": images, "strength": settings.strength}
         if self.checkpoint.is_inpaint:
             from PIL import Image
 
@@ -255,6 +257,12 @@ class Painter:
             inputs |= {"mask_image": [everything] * len(images), "width": width, "height": height}
             return self._draw(self._pipe("inpaint"), settings, inputs, seeds, prompts)
         return self._draw(self._pipe("img2img"), settings, inputs, seeds, prompts)
+
+    def read(self, images: Sequence[Image.Image]) -> Any:
+        """What `img2img` takes: it may be made of the next pictures while these are drawn."""
+        if self.checkpoint.is_inpaint:
+            return list(images)
+        return self._pipe("img2img").image_processor.preprocess(list(images))
 
     def txt2img(
         self, settings: DrawSettings, width_px: int, height_px: int, seeds: Sequence[int]
@@ -308,11 +316,12 @@ class Painter:
 
     @contextmanager
     def one_job(self) -> Iterator[None]:
-        """Within this ``with`` block text encoders stay what they are: what they make of a prompt
-        is kept for the next picture."""
+        """Within this ``with`` block the models stay what they are: what text encoders make of a
+        prompt is kept for the next picture, and so are the VAE's weights in float32."""
         self._prompts = EncodedPrompts()
         try:
-            yield
+            with KeptCasts(self.pipe.vae).kept():
+                yield
         finally:
             self._prompts = None
 
@@ -320,6 +329,8 @@ class Painter:
         if task not in self._pipes:
             made = _pipeline_for(task, self.pipe, self.checkpoint.architecture)
             made.set_progress_bar_config(disable=True)
+            if task == "img2img":
+                _take_what_is_read(made.image_processor)
             self._pipes[task] = made
         return self._pipes[task]
 
@@ -331,6 +342,19 @@ def _pictures(pixels: torch.Tensor) -> list[Image.Image]:
 
     levels = (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
     return [Image.fromarray(picture) for picture in levels.contiguous().cpu().numpy()]
+
+
+def _take_what_is_read(image_processor: Any) -> None:
+    """Have diffusers' `VaeImageProcessor` leave alone what it has made of pictures before."""
+    own = image_processor.preprocess
+
+    def preprocess(images: Any) -> torch.Tensor:
+        if isinstance(images, torch.Tensor):
+            return images
+        pixels: torch.Tensor = own(list(images))
+        return pixels
+
+    image_processor.preprocess = preprocess
 
 
 class _OnOneDevice:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.errors import PictureError
 from onediff_ext.engine.out_of_memory import is_out_of_memory
@@ -183,10 +183,10 @@ def run_job(
 
     try:
         with painter.one_job(), Writing() as writing:
-            for group, batch in read_ahead(_batches(job, plan, skipped)):
+            for group, batch, images in read_ahead(_batches(job, plan, painter, skipped)):
                 size = (group.canvas_width_px, group.canvas_height_px)
                 had = reuse.before()
-                for part, drawn in _draw(job, painter, batch, skipped):
+                for part, drawn in _draw(job, painter, batch, images, skipped):
                     report.take_notes(drawn.notes)
                     report.reused += reuse.after(*size, had)
                     writing.put(partial(write, size, part, drawn))
@@ -196,15 +196,20 @@ def run_job(
 
 
 def _batches(
-    job: Img2ImgJob, plan: Plan, skipped: Report
-) -> Iterator[tuple[Group, tuple[LoadedPicture, ...]]]:
+    job: Img2ImgJob, plan: Plan, painter: Painter, skipped: Report
+) -> Iterator[tuple[Group, tuple[LoadedPicture, ...], Any]]:
+    """Each group's batches, and what the painter takes of them."""
     for group in group_by_canvas([planned for planned, _ in plan.todo]):
         for batch in read_batches(group, job.batch_size, report=skipped):
-            yield group, batch
+            yield group, batch, painter.read([loaded.canvas for loaded in batch])
 
 
 def _draw(
-    job: Img2ImgJob, painter: Painter, batch: tuple[LoadedPicture, ...], skipped: Report
+    job: Img2ImgJob,
+    painter: Painter,
+    batch: tuple[LoadedPicture, ...],
+    images: Any,
+    skipped: Report,
 ) -> Iterator[tuple[tuple[LoadedPicture, ...], Drawn]]:
     """Draw a batch, in halves when it does not fit into memory."""
     import torch
@@ -212,7 +217,7 @@ def _draw(
     seeds = [job.seed_of(loaded.planned) for loaded in batch]
     try:
         prompts = [job.settings_of(loaded.planned).prompt for loaded in batch]
-        drawn = painter.img2img(job.settings, [loaded.canvas for loaded in batch], seeds, prompts)
+        drawn = painter.img2img(job.settings, images, seeds, prompts)
     except (RuntimeError, MemoryError) as exc:
         if not is_out_of_memory(exc):
             raise
@@ -229,8 +234,8 @@ def _draw(
         return
     logger.info("A batch of %d does not fit into memory: halved", len(batch))
     half = len(batch) // 2
-    yield from _draw(job, painter, batch[:half], skipped)
-    yield from _draw(job, painter, batch[half:], skipped)
+    yield from _draw(job, painter, batch[:half], images[:half], skipped)
+    yield from _draw(job, painter, batch[half:], images[half:], skipped)
 
 
 def _write(
