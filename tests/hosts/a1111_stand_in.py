@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -178,6 +178,37 @@ class A1111StandIn:
         for cls in LAYERS:
             found[cls.__name__] = cls.forward
         return found
+
+
+class CondFunc:
+    """As in A1111's sd_hijack_utils: another function stands for one while a condition holds."""
+
+    def __init__(
+        self, orig_func: Callable[..., Any], sub_func: Callable[..., Any], cond_func: Any
+    ) -> None:
+        self.__orig_func, self.__sub_func, self.__cond_func = orig_func, sub_func, cond_func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__cond_func(self.__orig_func, *args, **kwargs):
+            return self.__sub_func(self.__orig_func, *args, **kwargs)
+        return self.__orig_func(*args, **kwargs)
+
+
+def conditional(method: Callable[..., Any], patcher: str, condition: Any) -> Callable[..., Any]:
+    """What A1111's CondFunc puts in a method's place for `patcher`; it casts where it holds."""
+
+    def cast(own: Callable[..., Any], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = own(module.float(), x.float()) * 3
+        return result
+
+    cast.__module__ = patcher
+    patch = CondFunc(method, cast, condition)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return patch(*args, **kwargs)
+
+    stand_in.__module__ = "modules.sd_hijack_utils"
+    return stand_in
 
 
 @contextmanager

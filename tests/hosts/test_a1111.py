@@ -23,7 +23,13 @@ from onediff_ext.hosts.webui import HostCheckpoint
 from onediff_ext.service.component import Component
 from onediff_ext.webui.acceleration import Acceleration
 from tests.hosts import ldm_stand_in
-from tests.hosts.a1111_stand_in import A1111StandIn, FakeModel, FakeProcessing, a1111
+from tests.hosts.a1111_stand_in import (
+    A1111StandIn,
+    FakeModel,
+    FakeProcessing,
+    a1111,
+    conditional,
+)
 
 
 @pytest.fixture
@@ -461,6 +467,38 @@ def test_blocks_patched_by_their_class(
     p = job()
     assert close(host.unet(), plain)
     assert acceleration.status().running == "compiled", acceleration.status()
+    acceleration.end(p)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("patcher", ["modules.sd_hijack_unet", "another_extension"])
+def test_what_a1111_patches_where_there_is_a_gpu(
+    host: A1111StandIn,
+    acceleration: Acceleration,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    patcher: str,
+) -> None:
+    """Casts for --upcast-sampling, which are in place without it too and do nothing then."""
+    plain = host.unet()
+    devices = sys.modules["modules.devices"]
+    for place, name in (
+        ("ldm.modules.attention", "GEGLU"),
+        ("ldm.modules.diffusionmodules.util", "GroupNorm32"),
+    ):
+        cls = getattr(sys.modules[place], name)
+        patched = conditional(cls.forward, patcher, lambda *_: devices.unet_needs_upcast)
+        twice = conditional(patched, "modules.sd_hijack_unet", lambda *_: False)
+        monkeypatch.setattr(cls, "forward", twice)
+    p = job()
+    assert close(host.unet(), plain)
+    status = acceleration.status()
+    if patcher == "another_extension":
+        assert status.running == "eager"
+        assert "GEGLU is patched by" in status.line()
+    else:
+        assert status.running == "compiled", status
+        assert status.kinds_ready == status.kinds_needed > 0
     acceleration.end(p)
 
 

@@ -31,6 +31,10 @@ _PARTS = {
 }
 # A1111's own choices of attention, for which graphs have one of their own.
 _OWN_ATTENTION = "modules.sd_hijack_optimizations"
+# Where there is a GPU, A1111 itself patches GEGLU and GroupNorm32 of `ldm`, by its class CondFunc:
+# they cast for --upcast-sampling, which no job runs graphs with, and do nothing otherwise.
+_CONDITIONAL = "modules.sd_hijack_utils"
+_UPCASTS = "modules.sd_hijack_unet"
 
 # What others keep on layers and blocks for themselves: Lora (names, backups, what was merged last),
 # fp8 storage, and ControlNet, which never takes away what its reference mode has noted.
@@ -88,10 +92,21 @@ def foreign_patch() -> str | None:
         # A1111 puts `ldm`'s own attention into `sgm` too.
         known |= {f"ldm.{place}" for place in _PARTS}
         for name in ("forward", "_forward"):
-            method = getattr(cls, name, None)
+            method = _without_upcasts(getattr(cls, name, None))
             if method is not None and method.__module__ not in known:
                 return f"{cls.__name__} is patched by {method.__module__}"
     return None
+
+
+def _without_upcasts(method: Any) -> Any:
+    """What a method does that A1111 has made cast for --upcast-sampling, when that is not on."""
+    while getattr(method, "__module__", None) == _CONDITIONAL:
+        kept = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
+        patches = [vars(one) for one in kept if type(one).__name__ == "CondFunc"]
+        if not patches or patches[0]["_CondFunc__sub_func"].__module__ != _UPCASTS:
+            return method
+        method = patches[0]["_CondFunc__orig_func"]
+    return method
 
 
 def _parts() -> Iterator[type[nn.Module]]:
