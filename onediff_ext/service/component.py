@@ -75,6 +75,7 @@ class Component:
                 sources,
                 self._session.rules,
                 patchers,
+                frozenset().union(*(family.transient for family in families)),
             )
         return _ModelForward(forward, self.captured, self._session, within)
 

@@ -34,8 +34,12 @@ class FakeModel(nn.Module):
             name_for_extra=f"fake-{seed}", shorthash="", sha256=None, filename="fake.safetensors"
         )
         self.eval().requires_grad_(False)
+        self.name_layers()
+
+    def name_layers(self) -> None:
+        """Done by the built-in Lora extension whenever a checkpoint is loaded."""
         for name, module in self.model.named_modules():
-            module.network_layer_name = name.replace(".", "_")
+            module.network_layer_name = "diffusion_model_" + name.replace(".", "_")
 
 
 class FakeLora:
@@ -128,6 +132,7 @@ class A1111StandIn:
     def load_weights(self, seed: int) -> None:
         """Another checkpoint's values in the same Parameters, as A1111 loads one."""
         self.model.load_state_dict(FakeModel(seed).state_dict())
+        self.model.name_layers()
         for module in self.model.modules():
             vars(module).pop("network_current_names", None)
             vars(module).pop("network_weights_backup", None)

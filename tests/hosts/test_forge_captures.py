@@ -19,9 +19,9 @@ from onediff_ext.core.errors import CaptureError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import Recording
-from onediff_ext.hosts.forge.capturing import TimestepEmbedding
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
+from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.acceleration import Acceleration
 from tests.engine.test_captures import RerunRecorder
 from tests.hosts.forge_blocks_stand_in import Device, embed_from_the_cpu

@@ -56,6 +56,7 @@ class CapturedForward:
         sources: Prefixes of the full names of classes that are known.
         rules: Wrappers around layers.
         patchers: As `BlockFamily.patchers`.
+        transient: As `BlockFamily.transient`.
 
     Attributes:
         active: False lets every call through.
@@ -76,8 +77,9 @@ class CapturedForward:
         sources: Sequence[str],
         rules: Sequence[WrapperRule],
         patchers: Sequence[str] = (),
+        transient: frozenset[str] = frozenset(),
     ) -> None:
-        self._patchers = patchers
+        self._patchers, self._transient = patchers, transient
         self._model, self._forward, self._runners = model, forward, runners
         self._captures, self._sources, self._rules = captures, sources, rules
         self._within_memory = MemoryLadder(forward, captures)
@@ -280,9 +282,11 @@ class CapturedForward:
         return watch is not None and watch.places() == capture.snapshot.places
 
     def _unchanged(self, capture: Capture) -> bool:
-        if self._graphs() != capture.graphs or self._look() != capture.snapshot:
+        found = self._look()
+        if self._graphs() != capture.graphs or found != capture.snapshot:
             self._watches.clear()
             return False
+        capture.snapshot = found  # the quickest to compare with the next one
         return True
 
     def _look(self) -> Snapshot:
@@ -290,7 +294,7 @@ class CapturedForward:
         return (watch or self._new_watch()).look()
 
     def _new_watch(self) -> ModelWatch:
-        watch = ModelWatch(self._model, self._sources, self._rules, self._patchers)
+        watch = ModelWatch(self._model, self._sources, self._rules, self._patchers, self._transient)
         self._watches[self.variant] = watch
         if len(self._watches) > _WATCHES:
             self._watches.popitem(last=False)

@@ -43,6 +43,7 @@ class ModelWatch:
         sources: Prefixes of the full names of classes that are known, besides torch's own.
         rules: Wrappers around layers, whose `state` counts.
         patchers: As `BlockFamily.patchers`.
+        transient: Names of attributes that decide nothing, as `BlockFamily.transient`.
 
     Attributes:
         refusal: Why no capture of this model would be safe, or None.
@@ -54,7 +55,9 @@ class ModelWatch:
         sources: Sequence[str],
         rules: Sequence[WrapperRule],
         patchers: Sequence[str] = (),
+        transient: frozenset[str] = frozenset(),
     ) -> None:
+        self._transient = transient
         self._modules = list(model.modules())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
         self._wrappers = [(r, m) for m in self._modules for r in rules if r.matches(m)]
@@ -87,8 +90,10 @@ class ModelWatch:
         """What is there now."""
         values = list(chain.from_iterable(map(dict.values, self._dicts)))
         return Snapshot(
+            list(chain.from_iterable(self._dicts)),
             values,
             list(map(id, values)),
+            self._transient,
             self.places(),
             (
                 list(map(type, self._modules)),
@@ -108,20 +113,36 @@ class Snapshot:
 
     def __init__(
         self,
+        names: list[str],
         values: list[Any],
         ids: list[int],
+        transient: frozenset[str],
         places: list[int],
         rest: tuple[list[Any], ...],
     ) -> None:
-        self._values, self._ids, self.places, self._rest = values, ids, places, rest
+        self._names, self._values, self._ids = names, values, ids
+        self._transient, self.places, self._rest = transient, places, rest
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Snapshot)
-            and self._ids == other._ids
             and self.places == other.places
             and self._rest == other._rest
+            and (self._ids == other._ids or self._says_the_same(other))
         )
+
+    def _says_the_same(self, other: Snapshot) -> bool:
+        """Whether all that decides anything is what it was: A1111 names each layer anew with every
+        checkpoint, in other strings of the same letters, and notes what it has merged into it."""
+        ours, theirs = self._deciding(), other._deciding()
+        return len(ours) == len(theirs) and all(
+            value is other or (type(value) is str and value == other)
+            for value, other in zip(ours, theirs, strict=True)
+        )
+
+    def _deciding(self) -> list[Any]:
+        named = zip(self._names, self._values, strict=True)
+        return [value for name, value in named if name not in self._transient]
 
     __hash__ = None  # type: ignore[assignment]
 

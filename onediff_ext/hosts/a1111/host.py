@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.hosts.a1111.controlnet import control_models
 from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
+from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
 
 # How large the VAE is tried while warming up, in latent cells.
@@ -27,6 +29,10 @@ class A1111Host(WebUIHost):
 
     name = "a1111"
     lent = ("controlnet",)
+
+    def __init__(self) -> None:
+        self._pending: WeakKeyDictionary[nn.Module, PendingNetworks] = WeakKeyDictionary()
+        self._embeddings = TimestepEmbeddings(_embedding_settings)
 
     def families(self) -> Sequence[BlockFamily]:
         from modules import shared
@@ -75,7 +81,11 @@ class A1111Host(WebUIHost):
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
         if component == "unet":
-            patches.hook(model.register_forward_pre_hook(PendingNetworks(model)))
+            # The same hook in each job: captures are given up when a model has got another one.
+            pending = self._pending.setdefault(model, PendingNetworks())
+            pending.find_layers(model)
+            patches.hook(model.register_forward_pre_hook(pending))
+            self._embeddings.install(patches, model)
 
     def state(self) -> Hashable:
         import ldm.modules.attention
@@ -129,15 +139,22 @@ class A1111Host(WebUIHost):
         form = {"device": devices.device, "dtype": devices.dtype_vae}
         # image [1, 3, H, W] → moments [1, 2C, H/8, W/8], of which C are a latent
         image = torch.randn(1, 3, *(CELL_PX * n for n in _VAE_CELLS), generator=noise).to(**form)
-        with torch.no_grad(), devices.autocast():
-            moments = vae.encoder(image)
-            vae.decoder(moments.chunk(2, dim=1)[0])
+        with torch.no_grad():
+            with devices.autocast():  # the host decodes without it
+                moments = vae.encoder(image)
+            vae.decoder(moments.chunk(2, dim=1)[0].to(devices.dtype_vae))
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         from modules.call_queue import queue_lock
 
         with queue_lock:
             task()
+
+
+def _embedding_settings() -> Hashable:
+    from modules import devices
+
+    return devices.dtype_unet, devices.unet_needs_upcast
 
 
 def _loaded_model() -> Any:

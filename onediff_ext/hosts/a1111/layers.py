@@ -61,7 +61,11 @@ class PendingNetworks:
     is wanted, since a checkpoint that is loaded resets it.
     """
 
-    def __init__(self, unet: nn.Module) -> None:
+    def __init__(self) -> None:
+        self._layers: list[nn.Module] = []
+
+    def find_layers(self, unet: nn.Module) -> None:
+        """Look for the layers that the UNet has now."""
         self._layers = [module for module in unet.modules() if isinstance(module, LAYERS)]
 
     def __call__(self, *_: Any) -> None:

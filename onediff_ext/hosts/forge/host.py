@@ -6,8 +6,7 @@ pending while it draws; each block reads its weights anew at every call.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from onediff_ext.engine.families.forge import FORGE, forge_families
 from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.hosts.forge.attention import forge_attention
-from onediff_ext.hosts.forge.capturing import TimestepEmbedding, without_controlnet
+from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
 
 # How far the VAE is tried while warming up: its kinds do not depend on the size.
@@ -35,7 +34,7 @@ class ForgeHost(WebUIHost):
     name = "forge"
 
     def __init__(self) -> None:
-        self._embeddings: dict[Callable[..., Any], TimestepEmbedding] = {}
+        self._embeddings = TimestepEmbeddings()
 
     def families(self) -> Sequence[BlockFamily]:
         return forge_families(FORGE, forge_attention())
@@ -187,12 +186,8 @@ class ForgeHost(WebUIHost):
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record the UNet's forward as a CUDA graph."""
-        home = sys.modules[type(unet).__module__]
-        own = vars(home).get("timestep_embedding")
-        if callable(own) and not isinstance(own, TimestepEmbedding):
-            ours = self._embeddings.setdefault(own, TimestepEmbedding(own))
-            patches.set(home, "timestep_embedding", ours)
-        patches.hook(unet.register_forward_pre_hook(without_controlnet, with_kwargs=True))
+        self._embeddings.install(patches, unet)
+        patches.hook(unet.register_forward_pre_hook(_without_controlnet, with_kwargs=True))
 
 
 def _objects(model: Any) -> Any:
@@ -214,3 +209,12 @@ def _architecture(config: object) -> str:
     name = type(config).__name__
     known = (("SDXLRefiner", "sdxl-refiner"), ("SDXL", "sdxl"), ("SD15", "sd1"), ("SD2", "sd2"))
     return next((value for prefix, value in known if name.startswith(prefix)), "unknown")
+
+
+def _without_controlnet(
+    _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook before the UNet: leaves out the ControlNet that Forge hands on to it, though the UNet
+    takes no notice of it: an object of any kind is nothing that a capture can know to be the same.
+    What the ControlNet has computed are tensors in ``control``."""
+    return tuple(args), {name: v for name, v in kwargs.items() if name != "control_model"}
