@@ -67,15 +67,20 @@ def run(pipe: Any, steps: int = 2) -> Any:
     ).images[0]
 
 
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    """The same weights lie elsewhere in memory, where some processors add in another order."""
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def assert_same_outputs(expected: Any, loaded: Any) -> None:
     inputs = models.unet_inputs(expected.unet, height_latent=9, width_latent=12)
-    assert torch.equal(expected.unet(**inputs).sample, loaded.unet(**inputs).sample)
+    assert_close(expected.unet(**inputs).sample, loaded.unet(**inputs).sample)
     latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(expected.vae.decode(latent).sample, loaded.vae.decode(latent).sample)
+    assert_close(expected.vae.decode(latent).sample, loaded.vae.decode(latent).sample)
     picture = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
     first, second = (pipe.vae.encode(picture).latent_dist.mean for pipe in (expected, loaded))
-    assert torch.equal(first, second)
+    assert_close(first, second)
     assert expected.vae.config.scaling_factor == loaded.vae.config.scaling_factor
     for number in ("", "_2"):
         encoder = getattr(expected, f"text_encoder{number}", None)
@@ -90,8 +95,8 @@ def assert_same_outputs(expected: Any, loaded: Any) -> None:
         assert torch.equal(*texts)
         other = getattr(loaded, f"text_encoder{number}")
         first, second = (one(texts[0], output_hidden_states=True) for one in (encoder, other))
-        assert torch.equal(first.hidden_states[-2], second.hidden_states[-2])
-        assert torch.equal(first[0], second[0])
+        assert_close(first.hidden_states[-2], second.hidden_states[-2])
+        assert_close(first[0], second[0])
 
 
 @pytest.mark.parametrize("name", models.BUILDERS)
@@ -116,7 +121,7 @@ def test_picture(name: str, tmp_path: Path) -> None:
     pipe.scheduler = type(loaded.scheduler).from_config(loaded.scheduler.config)
     first, second = run(pipe), run(loaded)
     assert first.shape == (64, 64, 3)
-    assert (first == second).all()
+    assert abs(first - second).max() < 2e-3
     assert first.std() > 0.03
 
 
