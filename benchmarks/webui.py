@@ -1,0 +1,203 @@
+"""Pictures of a running WebUI, with and without: ``python -m benchmarks.webui --url URL``.
+
+The WebUI runs on this machine with ``--api`` and the checkpoint that is to be measured. Each size
+is drawn by the host alone first, then after a warm-up with OneDiff, from the same seed.
+Milliseconds a step are the difference of two jobs of which one has twice the steps, so that neither
+the VAE nor PNG counts; seconds are of a whole request. With ``--switch-to`` the checkpoint is
+changed and changed back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results import write_result
+from tests.live.client import WebUI
+
+SIZES = "1024x1024, 960x720, 720x720, 512x512"
+JOB = {
+    "prompt": "a red apple on a wooden table, photograph",
+    "negative_prompt": "blurry",
+    "sampler_name": "Euler",
+    "cfg_scale": 7,
+    "seed": 7,
+}
+PRECISIONS = ("exact", "fp8", "int8")
+_POLL_S = 0.25
+# So long the extension says that nothing is going on, until that is believed.
+_QUIET_S = 2.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:7860")
+    parser.add_argument("--model", default="sdxl", help="as the file is to call it")
+    parser.add_argument(
+        "--checkpoint", help="title of the one to measure (default: the loaded one)"
+    )
+    parser.add_argument("--switch-to", help="title of another one of the same architecture")
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pictures", type=int, default=3, help="of each size, after the first")
+    parser.add_argument("--precision", default="exact", help=f"of {', '.join(PRECISIONS)}")
+    parser.add_argument("--warm-up-limit-s", type=float, default=600)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    run = Run(arguments)
+    try:
+        run.measure()
+    finally:
+        run.write()
+    return 0
+
+
+class Run:
+    """One call of the benchmark."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import torch
+
+        from benchmarks.fingerprint import fingerprint
+        from onediff_ext.core.shapes import parse_sizes
+
+        self._given = arguments
+        self._webui = WebUI(arguments.url, Path())
+        self._sizes = [(size.width_px, size.height_px) for size in parse_sizes(arguments.sizes)]
+        self._eager: dict[tuple[str, tuple[int, int], str], np.ndarray] = {}
+        self._checkpoint = ""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._figures: dict[str, Any] = {
+            "what": "pictures of a WebUI over its API",
+            "model": arguments.model,
+            "host": self._webui.host(),
+            "steps": arguments.steps,
+            "sampler": JOB["sampler_name"],
+            "fingerprint": fingerprint(device),
+            "rows": [],
+            "contenders": {},
+        }
+
+    def measure(self) -> None:
+        """The host alone, then each precision, then another checkpoint and this one again."""
+        given = self._given
+        if given.checkpoint:
+            self._load(given.checkpoint)
+        if given.switch_to:
+            own = given.checkpoint or self._webui.option("sd_model_checkpoint")
+            self._load(given.switch_to)
+            self._draw_sizes("eager", {"enabled": False}, self._sizes[:1])
+            self._load(own)
+        self._draw_sizes("eager", {"enabled": False}, self._sizes)
+        for precision in (part.strip() for part in given.precision.split(",")):
+            name, chosen = f"ours-{precision}", {"enabled": True, "precision": precision}
+            self._warm_up(name, chosen)
+            self._draw_sizes(name, chosen, self._sizes)
+        if given.switch_to:
+            for title in (given.switch_to, own):
+                self._load(title)
+                self._draw_sizes("ours-exact", {"enabled": True}, self._sizes[:1])
+
+    def write(self) -> None:
+        """Write what there is; also after an error."""
+        if self._given.json is not None:
+            write_result(self._given.json, self._figures)
+
+    def _load(self, title: str) -> None:
+        self._webui.set_options(sd_model_checkpoint=title)
+        self._checkpoint = title
+
+    def _warm_up(self, name: str, chosen: dict[str, Any]) -> None:
+        sizes = ", ".join(f"{width}x{height}" for width, height in self._sizes)
+        self._webui.post("/onediff/v1/warmup", {**chosen, "sizes": sizes})
+        start = quiet_since = time.monotonic()
+        while True:
+            time.sleep(_POLL_S)
+            status, now = self._webui.status(), time.monotonic()
+            if status["building"] or status["stage"] or status["sizes_needed"]:
+                quiet_since = now
+            if now - quiet_since > _QUIET_S or now - start > self._given.warm_up_limit_s:
+                break
+        self._figures["contenders"][name] = {
+            "warm_up_s": quiet_since - start,
+            "kinds": status["kinds_needed"],
+            "failed": status["kinds_failed"],
+            "line": status["line"],
+            "reasons": status["reasons"],
+        }
+        print(f"{name}: warm-up in {quiet_since - start:.1f} s, {status['line']}", flush=True)
+
+    def _draw_sizes(self, name: str, chosen: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
+        for size in sizes:
+            for task in ("txt2img", "img2img"):
+                row = self._draw(name, chosen, size, task)
+                self._figures["rows"].append(row)
+                shown = f"{size[0]}x{size[1]}"
+                print(
+                    f"{shown:>9} {task} {name:12} {row['seconds']:6.2f} s"
+                    f"  {row['ms_step']:7.1f} ms a step  first {row['first_s']:6.2f} s"
+                    f"  PSNR {row.get('psnr_db', '-')}  {row['line']}",
+                    flush=True,
+                )
+
+    def _draw(
+        self, name: str, chosen: dict[str, Any], size: tuple[int, int], task: str
+    ) -> dict[str, Any]:
+        job: dict[str, Any] = {**JOB, "width": size[0], "height": size[1]}
+        strength = 1.0
+        if task == "img2img":
+            strength = job["denoising_strength"] = 0.5
+            job["init_images"] = [_photograph(size)]
+        steps = self._given.steps
+
+        def draw(steps: int) -> Any:
+            return self._webui.draw(chosen, task, steps=steps, **job)
+
+        first = draw(steps)
+        drawn = [draw(steps) for _ in range(self._given.pictures)]
+        seconds = statistics.median(one.seconds for one in drawn)
+        longer = statistics.median(draw(2 * steps).seconds for _ in range(2))
+        status = self._webui.status()
+        row: dict[str, Any] = {
+            "contender": name,
+            "checkpoint": self._checkpoint,
+            "width": size[0],
+            "height": size[1],
+            "task": task,
+            "first_s": first.seconds,
+            "seconds": seconds,
+            "ms_step": 1e3 * (longer - seconds) / (steps * strength),
+            "line": status["line"] if name != "eager" else "eager",
+        }
+        picture = drawn[-1].pictures[0]
+        key = (self._checkpoint, size, task)
+        if name == "eager":
+            self._eager[key] = picture
+        elif key in self._eager:
+            row["captures"] = status["captures"]
+            row["psnr_db"] = _psnr_db(picture, self._eager[key])
+        return row
+
+
+def _photograph(size: tuple[int, int]) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    import onediff_ext
+
+    photos = sorted((Path(onediff_ext.__file__).parent / "assets" / "photos").glob("*.jpg"))
+    with Image.open(photos[0]) as photo:
+        return np.asarray(ImageOps.fit(photo.convert("RGB"), size, Image.Resampling.LANCZOS))
+
+
+def _psnr_db(one: np.ndarray, other: np.ndarray) -> float:
+    error = float(((one.astype(np.float64) - other.astype(np.float64)) ** 2).mean())
+    return 99.0 if error == 0 else round(10 * float(np.log10(255**2 / error)), 2)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
