@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,22 @@ from typing import Any
 
 def make_inputs(folder: Path, sizes: list[tuple[int, int]], pictures: int) -> None:
     """Cut the package's photographs to each size; sorted by name they are sorted by size."""
+    for number, size in enumerate(sizes):
+        for count in range(pictures):
+            picture = photograph(number * pictures + count, size)
+            name = f"{number:02}-{size[0]}x{size[1]}-{count}.jpg"
+            picture.save(folder / name, quality=95)
+
+
+def photograph(number: int, size: tuple[int, int]) -> Any:
+    """One of the package's photographs, in turn, cut to a size."""
     from PIL import Image, ImageOps
 
     import onediff_ext
 
     photos = sorted((Path(onediff_ext.__file__).parent / "assets" / "photos").glob("*.jpg"))
-    for number, size in enumerate(sizes):
-        for count in range(pictures):
-            photo = Image.open(photos[(number * pictures + count) % len(photos)]).convert("RGB")
-            picture = ImageOps.fit(photo, size, Image.Resampling.LANCZOS)
-            name = f"{number:02}-{size[0]}x{size[1]}-{count}.jpg"
-            picture.save(folder / name, quality=95)
+    photo = Image.open(photos[number % len(photos)]).convert("RGB")
+    return ImageOps.fit(photo, size, Image.Resampling.LANCZOS)
 
 
 def picture_times(output: Path, started: float) -> list[tuple[str, float]]:
@@ -77,8 +83,7 @@ def compare_pictures(expected: Path, found: Path) -> dict[str, Any]:
             numpy.asarray(Image.open(p).convert("RGB"), dtype=numpy.float64)
             for p in (path, found / path.name)
         )
-        square = float(((theirs - ours) ** 2).mean())
-        psnr.append(99.0 if square == 0 else float(10 * numpy.log10(255**2 / square)))
+        psnr.append(psnr_db(theirs, ours))
         levels.append(float(abs(theirs - ours).mean()))
         contrast.append(float(theirs.std()))
     return {
@@ -88,3 +93,9 @@ def compare_pictures(expected: Path, found: Path) -> dict[str, Any]:
         "mean_levels_max": max(levels),
         "contrast_levels_min": min(contrast),
     }
+
+
+def psnr_db(one: Any, other: Any) -> float:
+    """Of two pictures as float64 arrays from 0 to 255; 99 where they are equal."""
+    square = float(((one - other) ** 2).mean())
+    return 99.0 if square == 0 else 10 * math.log10(255**2 / square)

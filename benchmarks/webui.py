@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pictures import photograph, psnr_db
 from benchmarks.results import write_result
+from onediff_ext.core.options import PRECISIONS
 from tests.live.client import WebUI
 
 SIZES = "1024x1024, 960x720, 720x720, 512x512"
@@ -28,7 +30,6 @@ JOB = {
     "cfg_scale": 7,
     "seed": 7,
 }
-PRECISIONS = ("exact", "fp8", "int8")
 _POLL_S = 0.25
 # So long the extension says that nothing is going on, until that is believed.
 _QUIET_S = 2.0
@@ -152,7 +153,7 @@ class Run:
         strength = 1.0
         if task == "img2img":
             strength = job["denoising_strength"] = 0.5
-            job["init_images"] = [_photograph(size)]
+            job["init_images"] = [np.asarray(photograph(0, size))]
         steps = self._given.steps
 
         def draw(steps: int) -> Any:
@@ -174,29 +175,14 @@ class Run:
             "ms_step": 1e3 * (longer - seconds) / (steps * strength),
             "line": status["line"] if name != "eager" else "eager",
         }
-        picture = drawn[-1].pictures[0]
+        picture = drawn[-1].pictures[0].astype(np.float64)
         key = (self._checkpoint, size, task)
         if name == "eager":
             self._eager[key] = picture
         elif key in self._eager:
             row["captures"] = status["captures"]
-            row["psnr_db"] = _psnr_db(picture, self._eager[key])
+            row["psnr_db"] = round(psnr_db(picture, self._eager[key]), 2)
         return row
-
-
-def _photograph(size: tuple[int, int]) -> np.ndarray:
-    from PIL import Image, ImageOps
-
-    import onediff_ext
-
-    photos = sorted((Path(onediff_ext.__file__).parent / "assets" / "photos").glob("*.jpg"))
-    with Image.open(photos[0]) as photo:
-        return np.asarray(ImageOps.fit(photo.convert("RGB"), size, Image.Resampling.LANCZOS))
-
-
-def _psnr_db(one: np.ndarray, other: np.ndarray) -> float:
-    error = float(((one.astype(np.float64) - other.astype(np.float64)) ** 2).mean())
-    return 99.0 if error == 0 else round(10 * float(np.log10(255**2 / error)), 2)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def run(pipe: Any, steps: int = 2) -> Any:
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
-    """The same weights lie elsewhere in memory, where some processors add in another order."""
+    """On some processors two models of the very same weights differ in the last digits."""
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
