@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.status import Status
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.service.break_even import pictures_until_it_pays, speedup_of
 
@@ -55,16 +55,22 @@ def session_status(session: Session, since: Counter[tuple[str, str]] | None = No
             steps,
         ),
         problem=session.builder.problem,
-        reasons=_reasons(session, missing, since),
+        reasons=_reasons(session, kinds, missing, since),
     )
 
 
 def _reasons(
-    session: Session, missing: int, since: Counter[tuple[str, str]] | None
+    session: Session, kinds: list[Kind], missing: int, since: Counter[tuple[str, str]] | None
 ) -> tuple[str, ...]:
     by_reason: dict[str, list[str]] = {}
     for fallback in session.fallbacks(since):
         by_reason.setdefault(fallback.reason, []).append(fallback.what)
+    # What failed between two pictures has had no call yet.
+    for kind in kinds:
+        if kind.state is KindState.FAILED:
+            whats = by_reason.setdefault(kind.reason, [])
+            if kind.label not in whats:
+                whats.append(kind.label)
     reasons = [
         f"{whats[0]}: {reason}" if len(whats) == 1 else f"{reason} ({len(whats)} kinds of block)"
         for reason, whats in by_reason.items()

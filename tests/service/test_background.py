@@ -233,7 +233,8 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
     assert session.wait_for_builds(TIMEOUT_S)
     (failed,) = [kind for kind in session.kinds if kind.state is KindState.FAILED]
     assert number.name in failed.reason
-    assert session.status().kinds_failed == 1
+    status = session.status()  # before any other call
+    assert (status.kinds_failed, status.reasons) == (1, (f"{failed.label}: {failed.reason}",))
     session.close()
 
     again = open_session()
