@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import datetime
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.core.words import counted
+from onediff_ext.pictures.beside import Writing, read_ahead
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.fitting import from_canvas, to_target
@@ -28,7 +29,8 @@ from onediff_ext.pictures.resume import Output, job_digest, plan_outputs
 from onediff_ext.pictures.sizing import SizeRule
 from onediff_ext.pictures.writing import make_folder, write_png
 
-logger = logging.getLogger(__name__)
+_Drawn: TypeAlias = tuple[LoadedPicture, Any, str]
+"""An input, the picture that came of it, and that one's infotext."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class BatchJob:
         self.result = BatchResult()
 
     def run(self) -> BatchResult:
-        """Draw what is left.
+        """Draw what is left; pictures are read and written in threads beside that.
 
         Raises:
             OneDiffError: A setting cannot be used, or a result cannot be written; what was
@@ -137,21 +139,27 @@ class BatchJob:
         """
         groups = group_by_canvas(self._plan())
         size = self._choices.batch_size
-        counts = [-(-len(group.pictures) // size) for group in groups]
-        self._state.job_count = max(1, sum(counts))
-        number = 0
-        for group in groups:
-            for batch in read_batches(group, size, report=self.result.report):
-                number += 1
+        total = sum(-(-len(group.pictures) // size) for group in groups)
+        self._state.job_count = max(1, total)
+        batches = (
+            batch
+            for group in groups
+            for batch in read_batches(group, size, report=self.result.report)
+        )
+        with Writing() as writing:
+            for number, batch in enumerate(read_ahead(batches), 1):
                 if self._state.interrupted or self._state.stopping_generation:
                     self.result.was_stopped = True
                     return self.result
                 self._state.skipped = False
+                fit = batch[0].planned.fit
                 self._state.job = (
-                    f"{number} of {sum(counts)}: {counted(len(batch), 'picture')} of "
-                    f"{group.canvas_width_px}x{group.canvas_height_px}"
+                    f"{number} of {total}: {counted(len(batch), 'picture')} of "
+                    f"{fit.canvas_width_px}x{fit.canvas_height_px}"
                 )
-                self._draw(batch)
+                drawn = self._draw(batch)
+                if drawn:
+                    writing.put(partial(self._write_all, drawn))
         self.result.was_stopped = bool(self._state.interrupted)
         return self.result
 
@@ -196,20 +204,19 @@ class BatchJob:
             make_folder(folder)
         return todo
 
-    def _draw(self, batch: tuple[LoadedPicture, ...]) -> None:
+    def _draw(self, batch: tuple[LoadedPicture, ...]) -> list[_Drawn]:
         job = self._host_job(batch)
         processed = self._process(job)
         if self._state.skipped and not self._state.interrupted:
             self.result.skipped += len(batch)
         if self._state.interrupted or self._state.skipped or processed is None:
-            return  # half-drawn pictures are not results
+            return []  # half-drawn pictures are not results
         if self.result.first is None:
             self.result.first = processed
         first = getattr(processed, "index_of_first_image", 0)
         images = processed.images[first : first + len(batch)]
         infotexts = processed.infotexts[first : first + len(batch)]
-        for loaded, image, text in zip(batch, images, infotexts, strict=False):
-            self._write(loaded, image, text)
+        return list(zip(batch, images, infotexts, strict=False))
 
     def _host_job(self, batch: tuple[LoadedPicture, ...]) -> Any:
         fit = batch[0].planned.fit
@@ -227,6 +234,10 @@ class BatchJob:
         job.override_settings = dict(self._p.override_settings)
         job.extra_generation_params = dict(self._p.extra_generation_params)
         return job
+
+    def _write_all(self, drawn: list[_Drawn]) -> None:
+        for loaded, image, infotext in drawn:
+            self._write(loaded, image, infotext)
 
     def _write(self, loaded: LoadedPicture, image: Any, infotext: str) -> None:
         planned = loaded.planned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from PIL import Image, ImageOps
 
-from onediff_ext.core.errors import OptionError
+from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.writing import write_png
+from onediff_ext.webui import batch_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob, BatchResult
 from tests.webui.stand_in import StandInJob, StandInState
 
@@ -176,6 +179,44 @@ def test_a_result_of_another_size_is_not_written(folder: Path) -> None:
     result = run(folder, Upscaling())
     assert result.written == []
     assert len(result.report.failures) == 6
+
+
+def test_the_next_batch_is_drawn_while_results_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third_is_drawn, waited = threading.Event(), []
+
+    def write(path: Path, *args: Any, **more: Any) -> None:
+        waited.append(third_is_drawn.wait(60))
+        write_png(path, *args, **more)
+
+    def note(host: InvertingHost) -> None:
+        if len(host.jobs) == 3:
+            third_is_drawn.set()
+
+    monkeypatch.setattr(batch_job, "write_png", write)
+    result = run(folder, InvertingHost(note))
+    assert waited == [True] * 5
+    assert [path.name for path in result.written] == ["a.png", "c.png", "d.png", "b.png", "e.png"]
+    assert all(path.exists() for path in result.written)
+    assert len(result.shown) == len(result.infotexts) == 5
+
+
+def test_a_result_that_cannot_be_written_ends_the_job(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, *args: Any, **more: Any) -> None:
+        if path.name == "d.png":
+            raise PictureError("The disk is full.")
+        write_png(path, *args, **more)
+
+    monkeypatch.setattr(batch_job, "write_png", write)
+    with pytest.raises(PictureError, match="full"):
+        run(folder, InvertingHost())
+    monkeypatch.undo()
+    rest = run(folder, InvertingHost())
+    assert [path.name for path in rest.already_done] == ["a.png", "c.png"]
+    assert sorted(path.name for path in rest.written) == ["b.png", "d.png", "e.png"]
 
 
 def test_an_empty_folder_and_a_wrong_batch_size_are_said(tmp_path: Path) -> None:
