@@ -64,14 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
         from onediff_ext.hosts.diffusers.report import RunReport, describe_device
         from onediff_ext.pictures.report import Report
-        from onediff_ext.pictures.writing import make_folder
 
     job = make_job(arguments, model_arguments.model_identity(arguments))
     skipped, report = Report(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]
-    for folder in {output.path.parent for _, output in plan.todo}:
-        make_folder(folder)
+    plan.make_folders()
     report_file.check_report_path(arguments.report)
     if plan.already_done:
         print(f"{counted(len(plan.already_done), 'picture')} already done.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,20 +13,18 @@ from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.core.words import counted
 from onediff_ext.pictures.beside import Writing, read_ahead
 from onediff_ext.pictures.captions import read_caption
-from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
     LoadedPicture,
     PlannedPicture,
     group_by_canvas,
-    plan_pictures,
     read_batches,
 )
-from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
+from onediff_ext.pictures.naming import NameTemplate
+from onediff_ext.pictures.planning import PlannedResult, plan_results
 from onediff_ext.pictures.report import Report
-from onediff_ext.pictures.resume import Output, job_digest, plan_outputs
 from onediff_ext.pictures.sizing import SizeRule
-from onediff_ext.pictures.writing import make_folder, write_png
+from onediff_ext.pictures.writing import write_png
 
 _Drawn: TypeAlias = tuple[LoadedPicture, Any, str]
 """An input, the picture that came of it, and that one's infotext."""
@@ -127,7 +124,7 @@ class BatchJob:
         self._p, self._choices, self._process, self._state = p, choices, process, state
         self._identity, self._shown_limit = identity, shown_limit
         self._seed = int(p.seed)
-        self._outputs: dict[int, tuple[Output, str]] = {}
+        self._targets: dict[int, PlannedResult] = {}
         self.result = BatchResult()
 
     def run(self) -> BatchResult:
@@ -165,44 +162,23 @@ class BatchJob:
 
     def _plan(self) -> list[PlannedPicture]:
         choices = self._choices
-        found = find_pictures(
+        plan = plan_results(
             choices.inputs,
+            choices.output_dir,
+            choices.size_rule,
+            choices.name_template,
+            seed_of=self._seed_of,
+            settings_of=self._settings_of,
             report=self.result.report,
             recursive=choices.recursive,
-            output_dir=choices.output_dir,
         )
-        paths = [picture.path for picture in found]
-        if not paths:
+        if not plan.todo and not plan.already_done and not self.result.report.failures:
             folders = ", ".join(str(path) for path in choices.inputs)
             raise OptionError(f"There is no picture in {folders}.", "Choose another folder.")
-        planned = plan_pictures(paths, choices.size_rule, report=self.result.report)
-        today = datetime.date.today()
-        names = distinct_names(
-            [
-                choices.name_template.render(
-                    NameFacts(
-                        path=one.facts.path,
-                        index=one.index,
-                        seed=self._seed_of(one),
-                        width_px=one.fit.target_width_px,
-                        height_px=one.fit.target_height_px,
-                        date=today,
-                    )
-                )
-                for one in planned
-            ]
-        )
-        digests = [job_digest(self._settings_of(one), one.facts) for one in planned]
-        outputs = plan_outputs(choices.output_dir, names, digests, inputs=paths)
-        self.result.already_done = [output.path for output in outputs if output.is_done]
-        todo = []
-        for one, output, digest in zip(planned, outputs, digests, strict=True):
-            if not output.is_done:
-                self._outputs[one.index] = (output, digest)
-                todo.append(one)
-        for folder in {output.path.parent for output, _ in self._outputs.values()}:
-            make_folder(folder)
-        return todo
+        self.result.already_done = plan.already_done
+        self._targets = {result.planned.index: result for result in plan.todo}
+        plan.make_folders()
+        return [result.planned for result in plan.todo]
 
     def _draw(self, batch: tuple[LoadedPicture, ...]) -> list[_Drawn]:
         job = self._host_job(batch)
@@ -241,7 +217,7 @@ class BatchJob:
 
     def _write(self, loaded: LoadedPicture, image: Any, infotext: str) -> None:
         planned = loaded.planned
-        output, digest = self._outputs[planned.index]
+        target = self._targets[planned.index]
         if image.size != (planned.fit.canvas_width_px, planned.fit.canvas_height_px):
             reason = "another script has changed the result's size"
             self.result.report.skip(planned.facts.path, PictureError(f"Not written: {reason}."))
@@ -249,13 +225,13 @@ class BatchJob:
         result = from_canvas(image.convert("RGB"), planned.fit)
         alpha = loaded.picture.alpha if self._choices.keep_alpha else None
         write_png(
-            output.path,
+            target.path,
             result,
             infotext=infotext,
-            digest=digest,
+            digest=target.digest,
             alpha=None if alpha is None else to_target(alpha, planned.fit),
         )
-        self.result.written.append(output.path)
+        self.result.written.append(target.path)
         if len(self.result.shown) < self._shown_limit:
             self.result.shown.append(result)
             self.result.infotexts.append(infotext)

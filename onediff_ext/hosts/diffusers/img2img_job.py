@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,20 +16,18 @@ from onediff_ext.hosts.diffusers.report import PictureResult, ReuseCounter, RunR
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
 from onediff_ext.pictures.beside import Writing, read_ahead
 from onediff_ext.pictures.captions import read_caption
-from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
     Group,
     LoadedPicture,
     PlannedPicture,
     group_by_canvas,
-    plan_pictures,
     read_batches,
 )
 from onediff_ext.pictures.infotext import build_infotext
-from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
+from onediff_ext.pictures.naming import NameTemplate
+from onediff_ext.pictures.planning import Plan, PlannedResult, plan_results
 from onediff_ext.pictures.report import Report
-from onediff_ext.pictures.resume import Output, job_digest, plan_outputs
 from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, SizeRule
 from onediff_ext.pictures.writing import write_png
 
@@ -91,19 +88,6 @@ class Img2ImgJob:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is left to do.
-
-    Args:
-        todo: Picture and output, in input order.
-        already_done: Results of an earlier run of the same job.
-    """
-
-    todo: list[tuple[PlannedPicture, Output]]
-    already_done: list[Path]
-
-
-@dataclass(frozen=True)
 class BatchDone:
     """One batch, for progress displays."""
 
@@ -121,33 +105,16 @@ def plan_job(job: Img2ImgJob, report: Report) -> Plan:
         PictureError: An input does not exist, or a result cannot be looked at.
     """
     job.settings.check_img2img_steps()
-    found = find_pictures(
-        job.inputs, report=report, recursive=job.recursive, output_dir=job.output_dir
-    )
-    paths = [picture.path for picture in found]
-    planned = plan_pictures(paths, job.size_rule, report=report, max_megapixels=job.max_megapixels)
-    today = datetime.date.today()
-    names = distinct_names(
-        [
-            job.name_template.render(
-                NameFacts(
-                    path=p.facts.path,
-                    index=p.index,
-                    seed=job.seed_of(p),
-                    width_px=p.fit.target_width_px,
-                    height_px=p.fit.target_height_px,
-                    date=today,
-                )
-            )
-            for p in planned
-        ]
-    )
-    digests = [job_digest(_digest_settings(job, p), p.facts) for p in planned]
-    outputs = plan_outputs(job.output_dir, names, digests, inputs=paths)
-    pairs = list(zip(planned, outputs, strict=True))
-    return Plan(
-        todo=[(p, o) for p, o in pairs if not o.is_done],
-        already_done=[o.path for _, o in pairs if o.is_done],
+    return plan_results(
+        job.inputs,
+        job.output_dir,
+        job.size_rule,
+        job.name_template,
+        seed_of=job.seed_of,
+        settings_of=partial(_digest_settings, job),
+        report=report,
+        recursive=job.recursive,
+        max_megapixels=job.max_megapixels,
     )
 
 
@@ -173,12 +140,12 @@ def run_job(
         PictureError: A result cannot be written (disk full); what was written stays, and the
             same job goes on there.
     """
-    outputs = {planned.index: output for planned, output in plan.todo}
+    targets = {result.planned.index: result for result in plan.todo}
     reuse = ReuseCounter(session)
     results: dict[int, PictureResult] = {}
 
     def write(size: tuple[int, int], part: tuple[LoadedPicture, ...], drawn: Drawn) -> None:
-        written = _write(job, painter, part, drawn, outputs, results, skipped)
+        written = _write(job, painter, part, drawn, targets, results, skipped)
         on_batch(BatchDone(*size, drawn, written))
 
     try:
@@ -199,7 +166,7 @@ def _batches(
     job: Img2ImgJob, plan: Plan, painter: Painter, skipped: Report
 ) -> Iterator[tuple[Group, tuple[LoadedPicture, ...], Any]]:
     """Each group's batches, and what the painter takes of them."""
-    for group in group_by_canvas([planned for planned, _ in plan.todo]):
+    for group in group_by_canvas([result.planned for result in plan.todo]):
         for batch in read_batches(group, job.batch_size, report=skipped):
             yield group, batch, painter.read([loaded.canvas for loaded in batch])
 
@@ -243,7 +210,7 @@ def _write(
     painter: Painter,
     batch: tuple[LoadedPicture, ...],
     drawn: Drawn,
-    outputs: dict[int, Output],
+    targets: dict[int, PlannedResult],
     results: dict[int, PictureResult],
     skipped: Report,
 ) -> list[Path]:
@@ -253,25 +220,24 @@ def _write(
         if image is None:
             skipped.skip(planned.facts.path, drawn.error(index))
             continue
-        result = from_canvas(image, planned.fit)
-        path = outputs[planned.index].path
+        result, target = from_canvas(image, planned.fit), targets[planned.index]
         alpha = loaded.picture.alpha if job.keep_alpha else None
         write_png(
-            path,
+            target.path,
             result,
             infotext=_infotext(job, painter, planned, result),
-            digest=job_digest(_digest_settings(job, planned), planned.facts),
+            digest=target.digest,
             alpha=None if alpha is None else to_target(alpha, planned.fit),
         )
         results[planned.index] = PictureResult(
             input=str(planned.facts.path),
-            output=str(path),
+            output=str(target.path),
             width=result.width,
             height=result.height,
             seconds=drawn.seconds / len(batch),
             seconds_per_step=drawn.seconds_per_step,
         )
-        written.append(path)
+        written.append(target.path)
     return written
 
 

@@ -12,7 +12,6 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob, plan_job, run_job
 from onediff_ext.hosts.diffusers.report import RunReport
 from onediff_ext.pictures.report import Report
-from onediff_ext.pictures.writing import make_folder
 from onediff_ext.ui.choices import Choices
 from onediff_ext.ui.standalone.studio import Studio
 
@@ -53,8 +52,7 @@ def run_folder(studio: Studio, choices: Choices, job: Img2ImgJob) -> Iterator[Fo
             raise OptionError(f"There is no picture in {folders}.", "Choose another folder.")
         yield progress
         return
-    for folder in {output.path.parent for _, output in plan.todo}:
-        make_folder(folder)
+    plan.make_folders()
     events: queue.SimpleQueue[BatchDone | BaseException | None] = queue.SimpleQueue()
 
     def work() -> None:
