@@ -6,6 +6,8 @@ given and does the same work on them again. `test_captures_gpu.py` has the real 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -498,3 +500,34 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
     for i, tensors in enumerate(given):
         assert all((tensors != other).sum() > 15 for other in given[:i])
     assert len({float(tensors[0]) for tensors in given}) > 5  # time steps
+
+
+AUDITED = """
+import sys
+import torch
+from onediff_ext.engine.attributes import Attributes
+from onediff_ext.engine.capture.watch import ModelWatch
+
+model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
+watch = ModelWatch(model, (), ())
+first, attributes, count = watch.look(), Attributes(model), 0
+
+
+def listen(event, arguments):
+    global count
+    count += 1
+
+
+sys.addaudithook(listen)
+assert watch.look() == first and attributes.same(Attributes(model))
+print(count)
+model[3].weight = torch.nn.Parameter(torch.ones(2, 2))
+assert watch.look() != first and not attributes.same(Attributes(torch.nn.Linear(2, 2)))
+"""
+
+
+def test_a_look_at_a_model_calls_nobody_who_listens_to_audit_events() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", AUDITED], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, "0\n"), found.stderr

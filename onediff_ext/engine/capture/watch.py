@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.attributes import same_objects
 from onediff_ext.engine.structure import WrapperRule, methods_of, patched_class, replaces
 
 
@@ -92,7 +93,6 @@ class ModelWatch:
         return Snapshot(
             list(chain.from_iterable(self._dicts)),
             values,
-            list(map(id, values)),
             self._transient,
             self.places(),
             (
@@ -115,12 +115,11 @@ class Snapshot:
         self,
         names: list[str],
         values: list[Any],
-        ids: list[int],
         transient: frozenset[str],
         places: list[int],
         rest: tuple[list[Any], ...],
     ) -> None:
-        self._names, self._values, self._ids = names, values, ids
+        self._names, self._values = names, values
         self._transient, self.places, self._rest = transient, places, rest
 
     def __eq__(self, other: object) -> bool:
@@ -128,7 +127,7 @@ class Snapshot:
             isinstance(other, Snapshot)
             and self.places == other.places
             and self._rest == other._rest
-            and (self._ids == other._ids or self._says_the_same(other))
+            and (same_objects(self._values, other._values) or self._says_the_same(other))
         )
 
     def _says_the_same(self, other: Snapshot) -> bool:
