@@ -7,6 +7,8 @@ docs/torch-versions.md says what was run on which version.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -117,3 +119,25 @@ def quiet_export() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unable to find the path of the module")
         yield
+
+
+@functools.cache
+def keep_device_guard() -> None:
+    """Have a thread that stays be the first to use ``FakeTensorMode``, where that must not end.
+
+    Built for CUDA and without a GPU, torch registers an object of the first thread that uses it for
+    all others; when that thread has ended, the next use ends the process (seen with 2.11). Exports
+    and loads run in threads that end.
+    """
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is None or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    registered = threading.Event()
+
+    def stay() -> None:
+        ensure()
+        registered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="onediff-device-guard", daemon=True).start()
+    registered.wait()

@@ -24,6 +24,7 @@ from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_entries
 from onediff_ext.engine.runner import Kinds
 from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.torch_versions import keep_device_guard
 from onediff_ext.service.background import BackgroundBuilds
 from onediff_ext.service.build_folder import remove_stale
 from onediff_ext.service.builder import Builder, ProgressListener
@@ -78,6 +79,7 @@ class Session(Kinds):
         families: Sequence[BlockFamily],
         rules: Sequence[WrapperRule] = (),
     ) -> None:
+        keep_device_guard()
         self.options, self.families, self.rules = options, families, tuple(rules)
         self.backend, substituted = choose_backend(options.backend)
         root = options.store if options.store is not None else default_root()
