@@ -82,6 +82,9 @@ def with_tables(text: str, results: Path) -> str:
         "deepcache": lambda: deepcache_table(
             [result("deepcache-sdxl-h200"), result("deepcache-sd15-h200")]
         ),
+        "webui": lambda: webui_table(
+            [result(f"webui-features-{host}-h200") for host in ("a1111", "forge", "reforge")]
+        ),
         "one set of graphs": lambda: one_set_table(
             [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]
         ),
@@ -254,6 +257,24 @@ def deepcache_table(figures: list[Figures]) -> str:
     return _table(
         ["interval", "SDXL 1024x1024, s", "times faster", "SD1.5 512x512, s", "times faster"], lines
     )
+
+
+def webui_table(figures: list[Figures]) -> str:
+    """Steps a second of A1111, Forge and reForge, by themselves and with OneDiff: what was measured
+    in all three."""
+    by_job = [
+        {(row["model"], row["what"], row["width"], row["height"]): row for row in found["rows"]}
+        for found in figures
+    ]
+    lines = []
+    for job in by_job[0]:
+        if all(job in rows for rows in by_job) and "off again" not in job[1]:
+            model, what, width, height = job
+            found = [rows[job] for rows in by_job]
+            cells = [f"{row['eager_its']:.1f} → {row['ours_its']:.1f}" for row in found]
+            worst = min(row["psnr_db"] for row in found)
+            lines.append([f"{TITLES[model]}, {what}, {width}x{height}", *cells, f"{worst:.0f}"])
+    return _table(["steps a second", "A1111", "Forge", "reForge", "PSNR, dB"], lines)
 
 
 def one_set_table(figures: list[Figures]) -> str:

@@ -150,6 +150,27 @@ def process(seconds: float, start_s: float) -> dict:
     }  # fmt: skip
 
 
+def test_hosts_stand_side_by_side_where_all_were_measured() -> None:
+    def host(*jobs: tuple[str, int, float, float]) -> dict:
+        rows = [
+            {"model": "sd1", "what": what, "width": width, "height": 512,
+             "eager_its": 10.0, "ours_its": its, "psnr_db": psnr}
+            for what, width, its, psnr in jobs
+        ]  # fmt: skip
+        return {"rows": rows}
+
+    table = tables.webui_table(
+        [
+            host(("txt2img", 512, 30.0, 57.2), ("LoRA", 512, 31.0, 50.0)),
+            host(("LoRA", 768, 20.0, 50.0), ("txt2img", 512, 20.0, 53.4)),
+            host(("txt2img", 512, 21.0, 54.0), ("LoRA", 512, 22.0, 50.0)),
+        ]
+    )
+    assert table.splitlines()[2:] == [
+        "| SD1.5, txt2img, 512x512 | 10.0 → 30.0 | 10.0 → 20.0 | 10.0 → 21.0 | 53 |"
+    ]
+
+
 def test_start_up_has_rows_and_a_table() -> None:
     found = {"eager": process(1.0, 9.0), "cold": process(1.1, 10.0), "warm": process(0.5, 12.0)}
     firsts = {role: [one["rows"][0]] for role, one in found.items()}
