@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests.live.client import WebUI, assert_same
+from tests.live.client import Drawn, WebUI, assert_same
 
 
 def test_xyz_plot(webui: WebUI) -> None:
@@ -69,6 +71,44 @@ def test_sd_upscale(webui: WebUI, photo: np.ndarray) -> None:
     theirs = webui.draw(False, "img2img", **job)
     assert theirs.pictures[0].shape[0] == 192
     assert_same(webui.draw(True, "img2img", **job), theirs)
+
+
+def test_batch_across_resolutions(webui: WebUI, photo: np.ndarray, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    sizes = {"a.png": (128, 128), "b.png": (137, 201), "c.png": (192, 64), "d.png": (128, 128)}
+    for name, size in sizes.items():
+        Image.fromarray(photo).resize(size).save(folder / name)
+
+    def run(accelerated: bool, target: Path) -> Drawn:
+        script = "onediff: img2img batch across resolutions"
+        arguments = webui.script_arguments(
+            script, "img2img", Input_folder=str(folder), Output_folder=str(target)
+        )
+        return webui.draw(
+            accelerated,
+            "img2img",
+            script_name=script,
+            script_args=arguments,
+            init_images=[photo],
+            denoising_strength=0.6,
+            steps=4,
+        )
+
+    def read(target: Path) -> Drawn:
+        paths = sorted(target.glob("*.png"))
+        assert {path.name: Image.open(path).size for path in paths} == sizes
+        return Drawn([np.asarray(Image.open(path).convert("RGB")) for path in paths], [], 0.0)
+
+    run(False, tmp_path / "before")  # the VAE's noise depends on the job before
+    run(False, tmp_path / "theirs")
+    for number in range(2):
+        run(True, tmp_path / f"ours-{number}")
+        assert_same(read(tmp_path / f"ours-{number}"), read(tmp_path / "theirs"))
+    assert webui.status()["running"] == "compiled"
+    again = run(True, tmp_path / "ours-0")
+    assert again.pictures == []
+    assert "4 were done already" in again.infotexts[0]
 
 
 @pytest.mark.parametrize("path", ["txt2img", "img2img"])
