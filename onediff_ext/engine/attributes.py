@@ -41,6 +41,6 @@ def same_objects(ours: Sequence[object], theirs: Sequence[object]) -> bool:
     """Whether two lists hold the same objects in the same order.
 
     Not by ``id``, of which each call is an audit event: where something listens to those, as
-    filelock does on Python 3.12, a model's 10,000 attributes take longer than a small UNet's step.
+    filelock does on Python 3.12, each attribute would cost a call into Python.
     """
     return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))

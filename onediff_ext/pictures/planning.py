@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onediff_ext.core.errors import OptionError
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.grouping import PlannedPicture, plan_pictures
 from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
@@ -51,6 +52,17 @@ class Plan:
         """
         for folder in {result.path.parent for result in self.todo}:
             make_folder(folder)
+
+
+def check_found(plan: Plan, inputs: Sequence[Path], report: Report) -> None:
+    """Refuse inputs in which there was nothing, not even a picture that had to be left out.
+
+    Raises:
+        OptionError: There was nothing.
+    """
+    if not plan.todo and not plan.already_done and not report.failures:
+        folders = ", ".join(str(path) for path in inputs)
+        raise OptionError(f"There is no picture in {folders}.", "Choose another folder.")
 
 
 def plan_results(

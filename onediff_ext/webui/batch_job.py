@@ -21,7 +21,7 @@ from onediff_ext.pictures.grouping import (
     read_batches,
 )
 from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.planning import PlannedResult, plan_results
+from onediff_ext.pictures.planning import PlannedResult, check_found, plan_results
 from onediff_ext.pictures.report import Report
 from onediff_ext.pictures.sizing import SizeRule
 from onediff_ext.pictures.writing import write_png
@@ -172,9 +172,7 @@ class BatchJob:
             report=self.result.report,
             recursive=choices.recursive,
         )
-        if not plan.todo and not plan.already_done and not self.result.report.failures:
-            folders = ", ".join(str(path) for path in choices.inputs)
-            raise OptionError(f"There is no picture in {folders}.", "Choose another folder.")
+        check_found(plan, choices.inputs, self.result.report)
         self.result.already_done = plan.already_done
         self._targets = {result.planned.index: result for result in plan.todo}
         plan.make_folders()

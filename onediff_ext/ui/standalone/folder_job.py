@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob, plan_job, run_job
 from onediff_ext.hosts.diffusers.report import RunReport
+from onediff_ext.pictures.planning import check_found
 from onediff_ext.pictures.report import Report
 from onediff_ext.ui.choices import Choices
 from onediff_ext.ui.standalone.studio import Studio
@@ -47,9 +47,7 @@ def run_folder(studio: Studio, choices: Choices, job: Img2ImgJob) -> Iterator[Fo
     progress = FolderProgress(needed=len(plan.todo), already_done=len(plan.already_done))
     progress.skipped = [str(entry) for entry in report.failures]
     if not plan.todo:
-        if not plan.already_done and not report.failures:
-            folders = ", ".join(str(path) for path in job.inputs)
-            raise OptionError(f"There is no picture in {folders}.", "Choose another folder.")
+        check_found(plan, job.inputs, report)
         yield progress
         return
     plan.make_folders()
