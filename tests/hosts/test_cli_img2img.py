@@ -384,7 +384,7 @@ def test_architectures(run: Run, command_line: CommandLine, tmp_path: Path, name
     kinds = counts["built"] + counts["loaded"]
     assert second["graphs"] == {"built": 0, "loaded": kinds, "reused": 2 * kinds}
     for one, two, plain in zip(*map(outputs, (first, second, eager)), strict=True):
-        assert difference(one, two) <= 1
+        assert difference(one, two) == 0
         assert difference(one, plain) <= 1
 
 
