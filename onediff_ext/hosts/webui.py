@@ -52,7 +52,7 @@ class WebUIHost(ABC):
 
     name: str
     # Beginnings of the names of components that the host, or an extension, may give up after any
-    # job: nothing is kept of them, so that their memory is free then.
+    # job: nothing is kept of them unless they have an owner, so that their memory is free then.
     lent: tuple[str, ...] = ()
 
     @abstractmethod
@@ -96,9 +96,9 @@ class WebUIHost(ABC):
         checkpoint = self.checkpoint()
         return None if checkpoint is None else (checkpoint.name, checkpoint.digest)
 
-    def owner(self) -> object | None:
-        """What dies when the host gives up the models that it draws with now; None if it
-        keeps them for the next checkpoint. Only weak references to it are kept."""
+    def owner(self, component: str, model: nn.Module) -> object | None:  # noqa: ARG002
+        """What dies when the host gives up a model that it draws with now; None if it keeps that
+        for the next checkpoint, or does not say. Only weak references to it are kept."""
         return None
 
     @abstractmethod

@@ -14,6 +14,8 @@ from onediff_ext.engine.accumulation import accumulation
 from onediff_ext.engine.attributes import Attributes
 from onediff_ext.engine.capture.forward import CapturedForward
 from onediff_ext.engine.capture.ladder import MemoryLadder
+from onediff_ext.engine.capture.parts import CapturedParts, parts_of
+from onediff_ext.engine.capture.watch import Known, foreign_forward
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.patch import Patches
@@ -33,16 +35,28 @@ class Component:
 
     Attributes:
         runners: One for each block.
-        captured: The model's forward as a CUDA graph; None for a VAE, which runs once for a
-            picture, and at large sizes needs all the memory there is.
+        captured: The model's forward as a CUDA graph, or its parts as several, while installed.
+            None for a VAE, which runs once for a picture, and at large sizes needs all the
+            memory there is.
+        foreign: Why the model's forward is not its own: another extension's, which calls the
+            blocks from there. None if it is, or nothing is installed.
     """
 
     def __init__(self, name: str, model: nn.Module, session: Session) -> None:
         self.name, self.model, self._session = name, model, session
+        families = session.families
+        self._known = Known(
+            sorted({source for family in families for source in family.sources}),
+            session.rules,
+            sorted({patcher for family in families for patcher in family.patchers}),
+            frozenset().union(*(family.transient for family in families)),
+        )
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
-        self.captured: CapturedForward | None = None
-        self._forward: _ModelForward | None = None
+        self.captured: CapturedForward | CapturedParts | None = None
+        self.foreign: str | None = None
+        self._whole: _ModelForward | None = None
+        self._parts: list[CapturedForward] = []
         self._attributes: Attributes | None = None
 
     def install(self) -> None:
@@ -55,55 +69,78 @@ class Component:
                 runner = BlockRunner(block, family, getattr(block, family.method), self._session)
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
-        if self._forward is None:
-            self._forward = self._around(self.model.forward)
-        self._patches.set(self.model, "forward", self._forward)
-
-    def _around(self, forward: Callable[..., Any]) -> _ModelForward:
-        within: Callable[..., Any] | None = None
+        eager, captures = self.model.forward, self._session.captures
+        reason = foreign_forward(self.model, eager, self._known)
         if self.name.startswith("vae"):
-            within = MemoryLadder(forward, self._session.captures, self._without_graphs)
+            ladder = MemoryLadder(eager, captures, self._without_graphs)
+            forward = _ModelForward(eager, ladder, self._session)
+        elif reason is None:
+            forward = self._whole_forward(eager)
+            self.captured = forward.captured
         else:
-            families = self._session.families
-            sources = sorted({s for family in families for s in family.sources})
-            patchers = sorted({p for family in families for p in family.patchers})
-            self.captured = CapturedForward(
-                self.model,
-                forward,
-                self.runners,
-                self._session.captures,
-                sources,
-                self._session.rules,
-                patchers,
-                frozenset().union(*(family.transient for family in families)),
-            )
-        return _ModelForward(forward, self.captured, self._session, within)
+            self.foreign = reason
+            self.captured = CapturedParts(eager, self._part_forwards(), captures, reason)
+            forward = _ModelForward(eager, self.captured, self._session)
+        self._patches.set(self.model, "forward", forward)
+        self._set_active(True)
 
-    @property
-    def foreign(self) -> str | None:
-        """Why the model's forward is not its own: another extension's, which calls the blocks from
-        there. None if it is, or nothing is installed."""
-        return None if self.captured is None else self.captured.foreign
+    def _whole_forward(self, eager: Callable[..., Any]) -> _ModelForward:
+        """The same one in each job: captures are given up when a model has got another one."""
+        if self._whole is not None and self._whole.eager != eager:
+            self._forget_whole()
+        if self._whole is None:
+            captured = CapturedForward(
+                self.model, eager, self.runners, self._session.captures, self._known
+            )
+            self._whole = _ModelForward(eager, captured, self._session)
+        return self._whole
+
+    def _forget_whole(self) -> None:
+        if self._whole is not None and self._whole.captured is not None:
+            self._whole.captured.forget()
+        self._whole = None
+
+    def _part_forwards(self) -> list[CapturedForward]:
+        """Put captures under the model's parts; they go on with the same ones in the next job."""
+        if any(part.eager != part.model.forward for part in self._parts):
+            self._forget_parts()
+        if not self._parts:
+            parts = [
+                part
+                for part in parts_of(self.model, [runner.block for runner in self.runners])
+                if foreign_forward(part, part.forward, self._known) is None
+            ]
+            for part in parts:
+                inside = set(part.modules())
+                runners = [runner for runner in self.runners if runner.block in inside]
+                captures, share = self._session.captures, 1 / len(parts)
+                self._parts.append(
+                    CapturedForward(part, part.forward, runners, captures, self._known, share)
+                )
+        for captured in self._parts:
+            self._patches.set(captured.model, "forward", captured)
+        return self._parts
 
     def remove(self) -> None:
         """Leave every attribute as it was before `install`, and drop the captures."""
         self.suspend()
         self._attributes = None
-        self._forget_forward()
+        self._forget_parts()
+        self._forget_whole()
         self.runners = []
 
-    def _forget_forward(self) -> None:
-        if self.captured is not None:
-            self.captured.forget()
-        self.captured = self._forward = None
+    def _forget_parts(self) -> None:
+        for part in self._parts:
+            part.forget()
+        self._parts = []
 
     def suspend(self) -> None:
         """Leave every attribute as it was before `install`, and be ready to install again."""
         self._set_active(False)  # somebody may still hold a runner
         left = self._patches.undo()
         self._attributes = self._look()
-        if self.foreign is not None:
-            self._forget_forward()  # which may hold models that are nobody else's any more
+        # A foreign forward may hold models that are nobody else's any more.
+        self.captured = self.foreign = None
         if left:
             logger.warning(
                 "%s: another extension has replaced %s since; ours now only passes calls on",
@@ -128,28 +165,25 @@ class Component:
             yield
 
     def _set_active(self, active: bool) -> None:
-        parts: list[BlockRunner | CapturedForward] = [*self.runners]
+        ours: list[BlockRunner | CapturedForward | CapturedParts] = [*self.runners, *self._parts]
         if self.captured is not None:
-            parts.append(self.captured)
-        for part in parts:
-            part.active = active
+            ours.append(self.captured)
+        for each in ours:
+            each.active = active
 
     def _put_back(self) -> bool:
         """Install the runners that were suspended; nothing is left of them when blocks or their
-        forwards are others now, and no captures when the model's forward is."""
+        forwards are others now."""
         blocks = _known_blocks(self.model, self._session.families)
         parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
         if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
             return False
-        if self._forward is not None and self.model.forward != self._forward.eager:
-            self._forget_forward()
         if self._attributes is None or not self._attributes.same(self._look()):
             for runner in self.runners:
                 runner.tree = None  # looked at anew
         for runner in self.runners:
             self._patches.set(runner.block, runner.family.method, runner)
-        self._set_active(True)
         return True
 
     def _look(self) -> Attributes:
@@ -169,14 +203,10 @@ class _ModelForward:
     """
 
     def __init__(
-        self,
-        forward: Callable[..., Any],
-        captured: CapturedForward | None,
-        session: Session,
-        within: Callable[..., Any] | None = None,
+        self, eager: Callable[..., Any], forward: Callable[..., Any], session: Session
     ) -> None:
-        self.eager, self._captured, self._session = forward, captured, session
-        self._forward: Callable[..., Any] = captured or within or forward
+        self.eager, self._forward, self._session = eager, forward, session
+        self.captured = forward if isinstance(forward, CapturedForward) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
@@ -184,22 +214,22 @@ class _ModelForward:
     @property
     def variant(self) -> Hashable:
         """As `CapturedForward` has it."""
-        return None if self._captured is None else self._captured.variant
+        return None if self.captured is None else self.captured.variant
 
     @variant.setter
     def variant(self, value: Hashable) -> None:
-        if self._captured is not None:
-            self._captured.variant = value
+        if self.captured is not None:
+            self.captured.variant = value
 
     @property
     def keeps(self) -> object:
         """As `CapturedForward` has it."""
-        return None if self._captured is None else self._captured.keeps
+        return None if self.captured is None else self.captured.keeps
 
     @keeps.setter
     def keeps(self, value: object) -> None:
-        if self._captured is not None:
-            self._captured.keeps = value
+        if self.captured is not None:
+            self.captured.keeps = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._session.forward(), accumulation(self._session.precision):

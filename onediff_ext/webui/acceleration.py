@@ -335,7 +335,7 @@ class Acceleration:
         if attachment is None:
             self._drop_parked(lambda a: a.session is not session or a.is_gone())
             attachment = Attachment(self.host, session, name, model, state)
-            owner = self.host.owner()
+            owner = attachment.owner
             if owner is not None:
                 weakref.finalize(owner, self._let_go, weakref.ref(attachment)).atexit = False
         else:
@@ -376,7 +376,7 @@ class Acceleration:
 
     def _park(self, attachment: Attachment) -> None:
         self._attached.remove(attachment)
-        if attachment.component.name.startswith(self.host.lent):
+        if attachment.owner is None and attachment.component.name.startswith(self.host.lent):
             attachment.undo()
             return
         attachment.suspend()

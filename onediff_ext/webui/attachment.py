@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 
 from torch import nn
@@ -26,6 +27,7 @@ class Attachment:
 
     Attributes:
         component: The model with its runners and captures.
+        owner: As `WebUIHost.owner`, while it lives.
         reuse: DeepCache around it, for a UNet that a job wants it for.
     """
 
@@ -35,7 +37,13 @@ class Attachment:
         self._host, self.session, self._state = host, session, state
         self._patches = Patches()
         self.component = Component(name, model, session)
+        owner = host.owner(name, model)
+        self._owner = None if owner is None else weakref.ref(owner)
         self.reuse = Reuse(model)
+
+    @property
+    def owner(self) -> object | None:
+        return None if self._owner is None else self._owner()
 
     def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
         """Whether this is what that model needs now."""

@@ -22,6 +22,7 @@ from onediff_ext.core.errors import CaptureError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.check import compare
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers import warmup
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
@@ -359,6 +360,28 @@ def test_without_memory_for_a_recording_the_size_runs_without_one(
     settle(pipe)
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_comparison_without_memory_does_not_cost_the_picture(
+    pipe: Any, session: Session, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right behind the recording, or at the call after it."""
+    made = iter(range(1, 100))
+
+    def compare_in_little(*tensors: torch.Tensor) -> Any:
+        if next(made) == first:
+            raise torch.OutOfMemoryError("none")
+        return compare(*tensors)
+
+    settle(pipe)
+    captured(pipe)._proved.clear()  # so that the next size is compared twice
+    monkeypatch.setattr("onediff_ext.engine.capture.forward.compare", compare_in_little)
+    for seed in range(4):
+        assert_right(pipe, seed, height=20, width=20)
+    assert captured(pipe).reason == "no memory for a capture of this size"
+    assert len(session.captures) == 0
+    settle(pipe, height=12, width=20)
+
+
 class Hungry(nn.Module):
     """Runs out of memory for more than so many images at once, or the first times."""
 
@@ -506,10 +529,10 @@ AUDITED = """
 import sys
 import torch
 from onediff_ext.engine.attributes import Attributes
-from onediff_ext.engine.capture.watch import ModelWatch
+from onediff_ext.engine.capture.watch import Known, ModelWatch
 
 model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
-watch = ModelWatch(model, (), ())
+watch = ModelWatch(model, Known())
 first, attributes, count = watch.look(), Attributes(model), 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,23 @@ def test_captures_are_given_up_for_the_vae(
     assert held.refused == 1
     assert len(session.captures) == 0
     assert session.captures.dropped[-1] == "1 captures dropped: memory is short"
+
+
+def test_nothing_of_an_attempt_is_left_at_the_next_one(
+    pipe: Any, session: Session, kinds: list[Any]
+) -> None:
+    """The error that a graph raised holds the frames of all that called it."""
+    graph, given, alive = kinds[-1].graph, [], []
+
+    def full(tensors: list[torch.Tensor]) -> torch.Tensor:
+        alive.append(sum(known() is not None for known in given))
+        given.append(weakref.ref(tensors[-1]))
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    kinds[-1].graph = full
+    assert decode(pipe, latents(2)).isfinite().all()
+    kinds[-1].graph = graph
+    assert alive == [0, 0, 0]  # the whole batch twice, and half of it
 
 
 def test_a_batch_is_decoded_in_halves(pipe: Any, session: Session, kinds: list[Any]) -> None:

@@ -2,8 +2,8 @@
 
 Inductor (torch 2.11) reduces groups of an NHWC image one element at a time, with divisions in
 each address and a split that is frozen at the example's size: 50-70 µs a call at any size.
-Here each program reads whole rows of channels; moments are merged, never subtracted, so that
-a large mean loses no digits (Chan, Golub, LeVeque 1979).
+Here each program reads whole rows of channels; moments are merged as differences from a mean, so
+that a large one loses no digits (Chan, Golub, LeVeque 1979).
 """
 
 from __future__ import annotations
@@ -75,29 +75,27 @@ def scale_kernel(
     added = tl.zeros([GROUP_BLOCK], tl.float32)
     if ADD:  # it moves a channel's mean, and no difference from the mean
         added += tl.load(added_ptr + image * added_stride + channel, mask=inside, other=0.0)
-    total = tl.zeros([CHUNKS_BLOCK, GROUP_BLOCK], tl.float32)
-    for first in range(0, used, CHUNKS_BLOCK):
-        chunk = first + tl.arange(0, CHUNKS_BLOCK)
-        there = chunk < used
-        count = tl.load(count_ptr + image * CHUNKS + chunk, mask=there, other=0.0)
-        address = (image * CHUNKS + chunk)[:, None] * channels + channel[None, :]
-        mask = there[:, None] & inside[None, :]
-        mean = tl.load(mean_ptr + address, mask=mask, other=0.0)
-        total += (mean + added[None, :]) * count[:, None]
     elements = pixels * group_channels * 1.0
-    group_mean = tl.sum(total) / elements
+    about = 0.0  # the mean of what comes first; what is summed are differences from it
+    total = tl.zeros([CHUNKS_BLOCK, GROUP_BLOCK], tl.float32)
     squares = tl.zeros([CHUNKS_BLOCK, GROUP_BLOCK], tl.float32)
     for first in range(0, used, CHUNKS_BLOCK):
         chunk = first + tl.arange(0, CHUNKS_BLOCK)
         there = chunk < used
-        count = tl.load(count_ptr + image * CHUNKS + chunk, mask=there, other=0.0)
+        count = tl.load(count_ptr + image * CHUNKS + chunk, mask=there, other=0.0)[:, None]
         address = (image * CHUNKS + chunk)[:, None] * channels + channel[None, :]
         mask = there[:, None] & inside[None, :]
-        mean = tl.load(mean_ptr + address, mask=mask, other=0.0)
+        mean = tl.load(mean_ptr + address, mask=mask, other=0.0) + added[None, :]
         m2 = tl.load(m2_ptr + address, mask=mask, other=0.0)
-        delta = tl.where(mask, mean + added[None, :] - group_mean, 0.0)
-        squares += m2 + delta * delta * count[:, None]
-    inverse = (1.0 / tl.sqrt(tl.sum(squares) / elements + eps)).to(tl.float32)  # eps is float64
+        if first == 0:
+            about = tl.sum(mean * count) / (tl.sum(count) * group_channels)
+        delta = tl.where(mask, mean - about, 0.0)
+        total += delta * count
+        squares += m2 + delta * delta * count
+    off = tl.sum(total) / elements
+    group_mean = about + off
+    variance = tl.sum(squares) / elements - off * off
+    inverse = 1.0 / tl.sqrt(variance + tl.full([], eps, tl.float32))  # torch gives float64
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     scale = weight * inverse
@@ -177,7 +175,7 @@ def group_norm(
         scale, shift, pixels, channels, channels // groups,
         0 if added is None or added.shape[0] == 1 else channels, eps,
         CHUNKS=CHUNKS, ROWS=_ROWS, CHUNKS_BLOCK=max(16, 2048 // group_block),
-        GROUP_BLOCK=group_block, ADD=added is not None, num_warps=4,
+        GROUP_BLOCK=group_block, ADD=added is not None, num_warps=8,
     )  # fmt: skip
     wide = 64 if channels % 128 else 128
     blocks = -(-channels // wide)

@@ -61,7 +61,7 @@ def layer_norm_kernel(
     more = tl.where(inside, more - mean, 0.0)
     variance = (tl.sum(x * x, axis=0) + tl.sum(more * more, axis=0)) / channels
     # torch hands numbers over as float64, and all that follows would be.
-    inverse = (1.0 / tl.sqrt(variance + eps)).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(variance + tl.full([], eps, tl.float32))
     y = x * inverse * weight + bias
     more = more * inverse * more_weight + more_bias
     if LIMIT > 0:

@@ -12,6 +12,7 @@ import torch
 
 from onediff_ext.engine.capture.prompt import PromptPart
 from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.capture.slots import Slots
 from onediff_ext.engine.capture.watch import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Capture:
         prompts: What was computed ahead from some of the inputs, by the input's index.
         keeps: What else it points into.
         checks: Comparisons with the model's own forward that it has passed.
+        share: How much of a model's forward it is.
     """
 
     recording: Recording
@@ -38,6 +40,7 @@ class Capture:
     prompts: dict[int, PromptPart]
     keeps: object = None
     checks: int = 0
+    share: float = 1.0
     replays: int = 0
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -54,14 +57,18 @@ class Captures:
 
     Args:
         recorder: Makes them.
-        limit: Most captures alive; 0 switches captures off.
+        limit: Most captures of whole forwards alive; 0 switches captures off.
         limit_bytes: Growth of the pool after which all are dropped, since a pool gives memory
             back only as a whole; None is a quarter of the device's memory.
+
+    Attributes:
+        slots: What they read and write.
     """
 
     def __init__(self, recorder: Recorder, limit: int = 64, limit_bytes: int | None = None) -> None:
         self._recorder, self._limit, self._limit_bytes = recorder, limit, limit_bytes
         self._alive: OrderedDict[Hashable, Capture] = OrderedDict()
+        self.slots = Slots()
         self.lock = threading.RLock()
         self.made = 0
         self.dropped: deque[str] = deque(maxlen=100)
@@ -92,14 +99,24 @@ class Captures:
         return capture
 
     def record(
-        self, key: Hashable, make: Callable[[Recorder], Capture], device: torch.device
+        self,
+        key: Hashable,
+        make: Callable[[Recorder], Capture],
+        device: torch.device,
+        share: float = 1.0,
     ) -> Capture:
         """Make a capture and keep it.
+
+        Args:
+            key: Of the capture.
+            make: Makes it.
+            device: Where it runs.
+            share: How much of a model's forward it will be.
 
         Raises:
             CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
         """
-        while len(self._alive) >= self._limit:
+        while self._alive and self._shares() + share > self._limit + 1e-6:
             self.drop(next(iter(self._alive)), f"there were {self._limit} already")
         if self.size_bytes > self._bytes_allowed(device):
             self.drop_all("their memory pool has reached its limit")
@@ -113,7 +130,7 @@ class Captures:
         if self._alive.pop(key, None) is not None:
             self._note(f"1 capture dropped: {reason}")
         if not self._alive:
-            self._recorder.forget()
+            self._forget()
 
     def drop_model(self, owner: int) -> None:
         """Forget the captures whose keys begin with this owner."""
@@ -125,10 +142,17 @@ class Captures:
         with self.lock:
             count = len(self._alive)
             self._alive.clear()
-            self._recorder.forget()
+            self._forget()
             if count:
                 self._note(f"{count} captures dropped: {reason}")
             return count
+
+    def _shares(self) -> float:
+        return sum(capture.share for capture in self._alive.values())
+
+    def _forget(self) -> None:
+        self.slots.forget()
+        self._recorder.forget()
 
     def _bytes_allowed(self, device: torch.device) -> int:
         if self._limit_bytes is None and device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -19,10 +20,9 @@ from onediff_ext.engine.capture.captures import Capture, Captures
 from onediff_ext.engine.capture.ladder import MemoryLadder
 from onediff_ext.engine.capture.prompt import PromptPart, readers
 from onediff_ext.engine.capture.recorder import Recorder
-from onediff_ext.engine.capture.watch import ModelWatch, Snapshot, foreign_forward
+from onediff_ext.engine.capture.watch import Known, ModelWatch, Snapshot
 from onediff_ext.engine.check import compare
 from onediff_ext.engine.runner import BlockRunner
-from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -53,19 +53,18 @@ class CapturedForward:
         forward: Its forward until now.
         runners: The runners of its blocks.
         captures: Where captures are kept.
-        sources: Prefixes of the full names of classes that are known.
-        rules: Wrappers around layers.
-        patchers: As `BlockFamily.patchers`.
-        transient: As `BlockFamily.transient`.
+        known: What its modules may be.
+        share: How much of a larger model's forward it is.
 
     Attributes:
+        model: The host's module.
+        eager: Its forward until now.
         active: False lets every call through.
         variant: What else decides the computation, set by whoever changes it between calls. The
             model may consist of other modules in each variant.
         keeps: What a capture of this variant has to keep alive, set together with it.
         reason: Why sizes like the last call's are not replayed, or "".
         replayed: Whether the last call was replayed, and needed no comparison any more.
-        foreign: Why none ever is: the forward is another extension's. None if it is the model's.
     """
 
     def __init__(
@@ -74,16 +73,12 @@ class CapturedForward:
         forward: Callable[..., Any],
         runners: Sequence[BlockRunner],
         captures: Captures,
-        sources: Sequence[str],
-        rules: Sequence[WrapperRule],
-        patchers: Sequence[str] = (),
-        transient: frozenset[str] = frozenset(),
+        known: Known,
+        share: float = 1.0,
     ) -> None:
-        self._patchers, self._transient = patchers, transient
-        self._model, self._forward, self._runners = model, forward, runners
-        self._captures, self._sources, self._rules = captures, sources, rules
+        self.model, self.eager, self._runners = model, forward, runners
+        self._captures, self._known, self._share = captures, known, share
         self._within_memory = MemoryLadder(forward, captures)
-        self.foreign = foreign_forward(model, forward, sources)
         self._watches: OrderedDict[Hashable, ModelWatch] = OrderedDict()
         # The captures own them: when these go, so does the memory of all recordings.
         self._prompts: WeakValueDictionary[Hashable, PromptPart] = WeakValueDictionary()
@@ -98,18 +93,18 @@ class CapturedForward:
         self.reason = ""
         self.replayed = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self.eager, memo)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.replayed = False
         if not self.active:
-            return self._forward(*args, **kwargs)
-        if self.foreign is not None:
-            self.reason = self.foreign
-            return self._within_memory(*args, **kwargs)
+            return self.eager(*args, **kwargs)
         call = read_call(args, kwargs)
         if isinstance(call, str) or (reason := self._captures.unavailable_reason(call.device)):
             self.reason = call if isinstance(call, str) else str(reason)
             return self._within_memory(*args, **kwargs)
-        key = (id(self._model), self.variant, call.key)
+        key = (id(self.model), self.variant, call.key)
         with self._captures.lock:
             capture = self._captures.find(key)
             if capture is not None:
@@ -140,7 +135,7 @@ class CapturedForward:
     def forget(self) -> None:
         """Drop this model's captures."""
         with self._captures.lock:
-            self._captures.drop_model(id(self._model))
+            self._captures.drop_model(id(self.model))
             self._seen.clear()
             self._refused.clear()
             self._proved.clear()
@@ -191,14 +186,13 @@ class CapturedForward:
             return
         try:
             capture = self._captures.record(
-                key, lambda r: self._record(r, call, *state), call.device
+                key, lambda r: self._record(r, call, output, *state), call.device, self._share
             )
         except CaptureError as exc:
             self._refuse(key, f"cannot be captured: {exc.message}")
             return
         except OutOfMemoryError:
-            self._captures.drop_all("memory is short")
-            self._refuse(key, "no memory for a capture of this size")
+            self._give_up(key)
             return
         capture.fill(call.tensors)
         capture.recording.replay()
@@ -209,19 +203,26 @@ class CapturedForward:
         self.reason = "this size is new"
 
     def _record(
-        self, recorder: Recorder, call: ForwardCall, snapshot: Snapshot, graphs: list[object]
+        self,
+        recorder: Recorder,
+        call: ForwardCall,
+        output: Any,
+        snapshot: Snapshot,
+        graphs: list[object],
     ) -> Capture:
         prompts = {
             i: self._prompt_part(recorder, call, i, runners, snapshot)
             for i, runners in readers(self._runners, call.tensors).items()
         }
-        with torch.inference_mode(False):  # or they could not be written outside of it
-            inputs = [
-                prompts[i].source
-                if i in prompts
-                else torch.empty_like(tensor, device=call.device, requires_grad=False)
-                for i, tensor in enumerate(call.tensors)
-            ]
+        slots = self._captures.slots
+        inputs = [
+            prompts[i].source if i in prompts else slots.take(i, tensor, call.device)
+            for i, tensor in enumerate(call.tensors)
+        ]
+        outputs = [
+            slots.take(i, tensor, tensor.device)
+            for i, tensor in enumerate(_tensors(output), len(inputs))
+        ]
         for target, source in zip(inputs, call.tensors, strict=True):
             target.copy_(source)
 
@@ -230,10 +231,16 @@ class CapturedForward:
             with ExitStack() as stack:
                 for part in prompts.values():
                     stack.enter_context(part.pinned())
-                return self._forward(*args, **kwargs)
+                found = self.eager(*args, **kwargs)
+            for target, source in zip(outputs, _tensors(found), strict=True):
+                target.copy_(source)
+            given = iter(outputs)
+            return pytree.tree_map_only(torch.Tensor, lambda _: next(given), found)
 
         recording = recorder.record(forward, call.device)
-        capture = Capture(recording, inputs, snapshot, graphs, prompts, self.keeps)
+        capture = Capture(
+            recording, inputs, snapshot, graphs, prompts, self.keeps, share=self._share
+        )
         if self._proved.get((self.variant, call.form)) == (snapshot, graphs):
             capture.checks = _CHECKS - 1
         return capture
@@ -257,7 +264,11 @@ class CapturedForward:
 
     def _check(self, key: Hashable, capture: Capture, found: Any, expected: Any) -> None:
         for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
-            comparison = compare(ours, theirs)
+            try:
+                comparison = compare(ours, theirs)
+            except OutOfMemoryError:  # which must not cost the picture
+                self._give_up(key)
+                return
             if comparison.problem is not None:
                 self._proved.clear()
                 self._captures.drop(key, f"a replay {comparison.problem}")
@@ -294,7 +305,7 @@ class CapturedForward:
         return (watch or self._new_watch()).look()
 
     def _new_watch(self) -> ModelWatch:
-        watch = ModelWatch(self._model, self._sources, self._rules, self._patchers, self._transient)
+        watch = ModelWatch(self.model, self._known)
         self._watches[self.variant] = watch
         if len(self._watches) > _WATCHES:
             self._watches.popitem(last=False)
@@ -315,9 +326,13 @@ class CapturedForward:
         if capture.replays < _WORTH_REPLAYS and self._graphs() == capture.graphs:
             self._wasted += 1
 
+    def _give_up(self, key: Hashable) -> None:
+        self._captures.drop_all("memory is short")
+        self._refuse(key, "no memory for a capture of this size")
+
     def _refuse(self, key: Hashable, reason: str) -> None:
         self._refused[key] = self.reason = reason
-        logger.info("%s runs without a capture: %s", type(self._model).__name__, reason)
+        logger.info("%s runs without a capture: %s", type(self.model).__name__, reason)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -43,24 +43,31 @@ class MemoryLadder:
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
-            error = exc.with_traceback(None)  # its frames hold the activations
+            error = _alone(exc)
         dropped = self._captures.drop_all("memory is short")
         logger.info("Short of memory: %d captures dropped, once more", dropped)
         _free_caches()
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
-            error = exc.with_traceback(None)
+            error = _alone(exc)
         try:
             return run_in_halves(self._forward, args, kwargs, error)
         except OutOfMemoryError as exc:
             if self._eager is None:
                 raise
-            error = exc.with_traceback(None)
+            _alone(exc)
         logger.info("Short of memory: once more without graphs")
         _free_caches()
         with self._eager():
             return self._forward(*args, **kwargs)
+
+
+def _alone(error: RuntimeError) -> RuntimeError:
+    """An error without the frames that it came through, and those of the error that it was raised
+    for: they hold the activations."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _free_caches() -> None:

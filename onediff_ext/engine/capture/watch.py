@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,29 @@ from onediff_ext.engine.attributes import same_objects
 from onediff_ext.engine.structure import WrapperRule, methods_of, patched_class, replaces
 
 
-def foreign_forward(model: nn.Module, forward: Any, sources: Sequence[str]) -> str | None:
+@dataclass(frozen=True)
+class Known:
+    """What is known of the modules of a host's models.
+
+    Args:
+        sources: Prefixes of the full names of classes without side effects, besides torch's own.
+        rules: Wrappers around layers, whose `state` counts.
+        patchers: As `BlockFamily.patchers`.
+        transient: Names of attributes that decide nothing, as `BlockFamily.transient`.
+    """
+
+    sources: Sequence[str] = ()
+    rules: Sequence[WrapperRule] = ()
+    patchers: Sequence[str] = ()
+    transient: frozenset[str] = frozenset()
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """`sources` and what needs no naming."""
+        return ("torch.nn.modules", "onediff_ext.", *self.sources)
+
+
+def foreign_forward(model: nn.Module, forward: Any, known: Known) -> str | None:
     """Why a model's forward is not the one that its class has, or None.
 
     What another extension put in its place may do something else at each step, unseen by its
@@ -21,13 +44,13 @@ def foreign_forward(model: nn.Module, forward: Any, sources: Sequence[str]) -> s
     Args:
         model: The host's module.
         forward: What runs as its forward, bound.
-        sources: As `ModelWatch` has them.
+        known: Whose forwards may be captured.
     """
     if type(forward).__module__.startswith("onediff_ext."):
         return None
     function = getattr(forward, "__func__", None)
     own = function is not None and function is type(model).forward
-    if own and f"{function.__module__}.".startswith(tuple(sources)):
+    if own and f"{function.__module__}.".startswith(known.prefixes):
         return None
     return f"another extension runs the {type(model).__qualname__} itself"
 
@@ -41,37 +64,26 @@ class ModelWatch:
 
     Args:
         model: The host's module.
-        sources: Prefixes of the full names of classes that are known, besides torch's own.
-        rules: Wrappers around layers, whose `state` counts.
-        patchers: As `BlockFamily.patchers`.
-        transient: Names of attributes that decide nothing, as `BlockFamily.transient`.
+        known: What its modules may be.
 
     Attributes:
         refusal: Why no capture of this model would be safe, or None.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sources: Sequence[str],
-        rules: Sequence[WrapperRule],
-        patchers: Sequence[str] = (),
-        transient: frozenset[str] = frozenset(),
-    ) -> None:
-        self._transient = transient
+    def __init__(self, model: nn.Module, known: Known) -> None:
+        self._transient = known.transient
         self._modules = list(model.modules())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
-        self._wrappers = [(r, m) for m in self._modules for r in rules if r.matches(m)]
+        self._wrappers = [(r, m) for m in self._modules for r in known.rules if r.matches(m)]
         wrapped = {id(inner) for _, m in self._wrappers for inner in m.modules()}
-        known = ("torch.nn.modules", "onediff_ext.", *sources)
         self.refusal = next(
             (
                 reason
                 for module in self._modules
-                if (reason := _refusal(module, model, known, id(module) in wrapped))
+                if (reason := _refusal(module, model, known.prefixes, id(module) in wrapped))
             ),
             None,
-        ) or next(filter(None, (patched_class(cls, patchers) for cls in self._classes)), None)
+        ) or next(filter(None, (patched_class(cls, known.patchers) for cls in self._classes)), None)
         own = [m for m in self._modules if not type(m).__module__.startswith("torch.nn.modules")]
         self._leaves = [vars(m) for m in self._modules]
         self._dicts: list[dict[str, Any]] = [vars(m) for m in own]

@@ -6,7 +6,7 @@ calls the UNet's blocks from there. Source: scripts/hook.py and scripts/controln
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,17 +14,32 @@ from torch import nn
 
 def control_models(unet: nn.Module | None) -> Iterable[nn.Module]:
     """What runs beside this UNet in the current job, each once."""
+    found: dict[int, nn.Module] = {}
+    for script in _scripts():
+        hook: Any = getattr(script, "latest_network", None)
+        # Short of memory it moves them in and out at each step.
+        if hook is None or getattr(hook, "model", None) is not unet or hook.lowvram:
+            continue
+        for unit in getattr(hook, "control_params", None) or ():
+            network = getattr(unit.control_model, "control_model", None)
+            if isinstance(network, nn.Module):
+                found[id(network)] = network
+    return found.values()
+
+
+def keeper(network: nn.Module) -> nn.Module | None:
+    """What keeps a network between jobs, and dies when the extension gives it up; None if nothing
+    does. Each job has a copy of it, around the same network."""
+    for script in _scripts():
+        for kept in (getattr(script, "model_cache", None) or {}).values():
+            around = getattr(kept, "model", None)
+            if isinstance(around, nn.Module) and getattr(around, "control_model", None) is network:
+                return around
+    return None
+
+
+def _scripts() -> Iterator[object]:
     from modules import scripts
 
-    found: dict[int, nn.Module] = {}
     for runner in (scripts.scripts_txt2img, scripts.scripts_img2img):
-        for script in getattr(runner, "alwayson_scripts", ()):
-            hook: Any = getattr(script, "latest_network", None)
-            # Short of memory it moves them in and out at each step.
-            if hook is None or getattr(hook, "model", None) is not unet or hook.lowvram:
-                continue
-            for unit in getattr(hook, "control_params", None) or ():
-                network = getattr(unit.control_model, "control_model", None)
-                if isinstance(network, nn.Module):
-                    found[id(network)] = network
-    return found.values()
+        yield from getattr(runner, "alwayson_scripts", ())

@@ -14,7 +14,7 @@ from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.families.ldm import AttentionSetting, ldm_families
 from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.structure import WrapperRule
-from onediff_ext.hosts.a1111.controlnet import control_models
+from onediff_ext.hosts.a1111.controlnet import control_models, keeper
 from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
@@ -105,6 +105,9 @@ class A1111Host(WebUIHost):
         loaded = getattr(lora_module(), "loaded_networks", ())
         networks = [(n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in loaded]
         return super().weights(), tuple(networks)
+
+    def owner(self, component: str, model: nn.Module) -> object | None:
+        return keeper(model) if component.startswith(self.lent) else None
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices

@@ -100,9 +100,9 @@ class ForgeHost(WebUIHost):
         loras = tuple(getattr(unet, "lora_patches", None) or ())
         return super().weights(), loras, getattr(unet, "patches_uuid", None)
 
-    def owner(self) -> object | None:
-        model = self.loaded_model()
-        return model if _objects(model) is not None else None
+    def owner(self, component: str, model: nn.Module) -> object | None:  # noqa: ARG002
+        loaded = self.loaded_model()
+        return loaded if _objects(loaded) is not None else None
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         objects = _objects(self.loaded_model())
