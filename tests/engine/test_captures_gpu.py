@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -103,6 +104,44 @@ def test_a_forward_that_waits_for_the_gpu_is_found_out_and_harms_nothing(pipe: A
     pipe.unet.conv_norm_out = pipe.unet.conv_norm_out[0]
     settle(pipe, height=24, width=24)  # captures go on working
     assert error(pipe, 9, height=24, width=24) < allowed(pipe)
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
+def waiting(request: Any, make_session: Callable[..., Session]) -> Any:
+    """A UNet whose forward another extension runs, which waits for the GPU."""
+    pipe = sd15(seed=3).to("cuda", request.param)
+    own = type(pipe.unet).forward
+
+    def forward(unet: Any, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert float(sample.abs().amax()) > 0
+        return own(unet, sample, *args, **kwargs)
+
+    pipe.unet.forward = MethodType(forward, pipe.unet)
+    compile_pipe(pipe, session=make_session("inductor"), ignores=["vae"])
+    yield pipe
+    undo_compile(pipe)
+
+
+def draw_in_parts(pipe: Any) -> None:
+    """Until all sizes are replayed; a part knows of its last call only."""
+    parts = compiled_state(pipe).components[0]._parts
+    for height, width in SIZES[:3]:
+        for seed in range(6):
+            step(pipe, seed, height=height, width=width)
+        assert [part.reason for part in parts] == [""] * len(parts)
+        assert all(part.replayed for part in parts)
+    for seed in range(20, 23):
+        for height, width in SIZES[:3]:
+            assert error(pipe, seed, height=height, width=width) < allowed(pipe)
+
+
+def test_a_forward_that_waits_for_the_gpu_is_captured_in_parts(waiting: Any) -> None:
+    state = compiled_state(waiting)
+    draw_in_parts(waiting)
+    assert state.session.captures.made == 3 * len(state.components[0]._parts) > 9
+    waiting.unet.to("cpu")  # as a host does that needs the memory for something else
+    waiting.unet.to("cuda")
+    draw_in_parts(waiting)
 
 
 def test_another_thread_may_draw_and_allocate(pipe: Any) -> None:
