@@ -37,12 +37,14 @@ class Rerun(Recording):
 
     size_bytes = 100
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], before: Callable[[], None]) -> None:
         self.function: Callable[[], Any] | None = function
+        self._before = before
         self.output, self.replays = function(), 0
 
     def replay(self) -> None:
         self.replays += 1
+        self._before()
         assert self.function is not None, "replayed after its memory was given back"
         old, new = pytree.tree_leaves(self.output), pytree.tree_leaves(self.function())
         for target, source in zip(old, new, strict=True):
@@ -50,11 +52,13 @@ class Rerun(Recording):
 
 
 class RerunRecorder(Recorder):
-    """Records on a CPU, and counts."""
+    """Records on a CPU, and counts. As in a memory pool that all share, a replay writes over what
+    later recordings have left, unless that is to last."""
 
     def __init__(self) -> None:
         self.forwards: list[Rerun] = []
         self.prompts: list[Rerun] = []
+        self.overwritten: list[Rerun] = []
         self.forgotten = 0
         self.error: Exception | None = None
 
@@ -65,10 +69,21 @@ class RerunRecorder(Recorder):
     def unavailable_reason(self, device: torch.device) -> str | None:
         return None
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+    def record(
+        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
+    ) -> Recording:
         if self.error is not None:
             raise self.error
-        recording = Rerun(function)
+        number = len(self.overwritten)
+
+        def overwrite() -> None:
+            for later in self.overwritten[number:]:
+                for tensor in pytree.tree_leaves(later.output):
+                    tensor.fill_(torch.nan)
+
+        recording = Rerun(function, overwrite)
+        if not lasting and isinstance(recording.output, list):  # others give slots
+            self.overwritten.append(recording)
         # The part of a prompt is a list of what each block projected.
         (self.prompts if isinstance(recording.output, list) else self.forwards).append(recording)
         return recording

@@ -251,3 +251,17 @@ def test_its_memory_goes_with_the_captures(
     assert len(captured(captured_pipe)._prompts) == 0
     settle(captured_pipe)
     assert len(recorder.prompts) == 2
+
+
+@torch.no_grad()
+def test_what_was_recorded_later_outlasts_a_replay_of_what_was_recorded_before(
+    captured_pipe: Any, session: Session, recorder: RerunRecorder
+) -> None:
+    """Two forwards take turns within one picture, with one prompt: DeepCache's, or two models'."""
+    step, forward = inputs(captured_pipe.unet, seed=4), captured(captured_pipe)
+    with session.picture():
+        for turn in range(12):
+            forward.variant = ("deep", "shallow")[turn % 2]
+            assert_right(captured_pipe, next_step(step, turn))
+            assert turn < 8 or forward.reason == ""
+    assert len(recorder.prompts) == 3

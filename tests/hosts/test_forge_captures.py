@@ -31,10 +31,12 @@ from tests.hosts.forge_stand_in import FakeProcessing, ForgeStandIn, running
 class StrictRecorder(RerunRecorder):
     """Lets nothing be copied from the CPU while it records."""
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+    def record(
+        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
+    ) -> Recording:
         Device.is_recording = True
         try:
-            return super().record(function, device)
+            return super().record(function, device, lasting)
         except RuntimeError as exc:
             raise CaptureError(str(exc)) from exc
         finally:

@@ -89,7 +89,9 @@ class AgainRecorder(Recorder):
     def unavailable_reason(self, device: torch.device) -> str | None:
         return None
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+    def record(
+        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
+    ) -> Recording:
         return Again(function)
 
     def forget(self) -> None:

@@ -58,7 +58,9 @@ class PromptPart:
         self._stamp: Hashable = None
         source, blocks = self.source, [(runner.family, runner.block) for runner in self.runners]
         self.recording: Recording = recorder.record(
-            lambda: [family.project(block, source) for family, block in blocks], device
+            lambda: [family.project(block, source) for family, block in blocks],
+            device,
+            lasting=True,
         )
 
     def bring(self, prompt: torch.Tensor) -> None:

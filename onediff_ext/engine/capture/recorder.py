@@ -33,8 +33,15 @@ class Recorder(ABC):
         """Why nothing can be recorded for this device, or None."""
 
     @abstractmethod
-    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+    def record(
+        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
+    ) -> Recording:
         """Record what `function` does; it must have run before with the same sizes.
+
+        Args:
+            function: Does the work.
+            device: Where.
+            lasting: Whether what it gives has to outlast replays of other recordings.
 
         Raises:
             CaptureError: It cannot be recorded.
@@ -47,9 +54,9 @@ class Recorder(ABC):
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs, all of one device in one memory pool.
+    """CUDA graphs, all of one device in one memory pool, but for those that are `lasting`.
 
-    Sharing a pool means that a replay overwrites what another one has left, so outputs are
+    Sharing a pool means that a replay overwrites whatever was recorded after it, so outputs are
     copied at once; in return more sizes need hardly more memory.
     """
 
@@ -63,12 +70,16 @@ class CudaRecorder(Recorder):
             return "somebody else is capturing"
         return None
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+    def record(
+        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
+    ) -> Recording:
         # A recording that fails leaves its own stream behind as the current one.
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-            pool = self._pools.get(device)
+            pool = None if lasting else self._pools.get(device)
             if pool is None:
-                pool = self._pools[device] = torch.cuda.graph_pool_handle()
+                pool = torch.cuda.graph_pool_handle()
+            if not lasting:
+                self._pools[device] = pool
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
@@ -77,21 +88,22 @@ class CudaRecorder(Recorder):
                 with recording:
                     output = function()
             except OutOfMemoryError:
-                self._abandon(device)
+                self._abandon(device, pool)
                 raise
             except Exception as exc:  # CUDA and torch raise various types here
-                self._abandon(device)
+                self._abandon(device, pool)
                 lines = [line for line in str(exc).splitlines() if line.strip()]
                 raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
             size_bytes = max(0, torch.cuda.memory_reserved(device) - before)
         return _CudaRecording(graph, output, size_bytes)
 
-    def _abandon(self, device: torch.device) -> None:
+    def _abandon(self, device: torch.device, pool: Any) -> None:
         """Leave the pool of a recording that failed, which the allocator keeps on recording to.
 
         Captures made in it before stay alive and right.
         """
-        pool = self._pools.pop(device)
+        if self._pools.get(device) == pool:
+            del self._pools[device]
         index = device.index if device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
             end_recording_to_pool(index, pool)
