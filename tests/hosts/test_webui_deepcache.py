@@ -428,9 +428,13 @@ def test_another_extension_that_wraps_the_unet_meanwhile(host: Host) -> None:
     host.run(p)
     host.unet.forward = Foreign(host.unet.forward).forward
     host.acceleration.end(p)
-    for _ in range(2):
-        assert torch.equal(host.draw(MEDIUM), expected)
+    for _ in range(2):  # what runs the UNet from now on may do more at some of the steps
+        assert torch.equal(host.draw(MEDIUM), plain)
+        assert "another extension runs" in host.acceleration.status().deepcache
         assert torch.equal(host.draw(OFF), plain)
+    del host.unet.forward
+    assert torch.equal(host.draw(MEDIUM), expected)
+    assert torch.equal(host.draw(OFF), plain)
 
 
 # ------------------------------------------------------------------ what voids features
