@@ -9,10 +9,12 @@
   python install.py                  what a Stable Diffusion WebUI runs at each start:
                                      adds what this extension lacks to the WebUI's Python
 
-Set-up happens once: later runs start at once, and one that was interrupted is repaired.
+Set-up happens once: later runs start at once, and one that was interrupted or killed at any
+moment is repaired by the next.
 
   ONEDIFF_TORCH         which torch to install instead of the tested one, as "torch==2.11.0"
-  ONEDIFF_PIP_ARGS      further arguments for pip, as "--index-url https://..."
+  ONEDIFF_PIP_ARGS      further arguments for pip, as "--extra-index-url https://..."; which
+                        index is used is pip's own configuration, not set here
   ONEDIFF_ONEFLOW_VENV  where the environment with OneFlow lies, so that clones can share it
 """
 
@@ -24,8 +26,10 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 import time
@@ -36,10 +40,9 @@ SUPPORTED = ((3, 10), (3, 13))
 TESTED_TORCH = "torch==2.13.0"
 WINDOWS_CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-PYPI_INDEX = "https://pypi.org/simple"
 
 # What the extension needs inside a WebUI besides torch, which is the WebUI's own affair.
-HOST_REQUIREMENTS = {"safetensors": "safetensors>=0.4.2,<1", "filelock": "filelock>=3.12,<5"}
+HOST_REQUIREMENTS = {"safetensors": "safetensors>=0.4.2,<1", "filelock": "filelock>=3.20.3,<5"}
 
 # Command: (extras to install, module that runs, arguments before the user's).
 COMMANDS = {
@@ -214,13 +217,14 @@ def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
         SetUpError: It could not be set up.
     """
     venv = root / name
+    check_path(venv)
     python = venv_python(venv)
     digest = set_up_digest(root)
     if extras <= installed_extras(venv, digest) and python.exists():
         return python
     state = root / f"{name}-setup"  # outside, so that it outlives an environment made anew
     state.mkdir(parents=True, exist_ok=True)
-    with only_one(state / "lock"):
+    with only_one(state / "lock") as lock:
         present = installed_extras(venv, digest)
         if extras <= present and python.exists():
             return python  # another run has just done it
@@ -228,7 +232,11 @@ def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
         unfinished, log = state / "unfinished", state / "pip.log"
         say(f"Setting up {venv} for Python {_dotted(sys.version_info[:2])}; once only.")
         if unfinished.exists() or not is_healthy(python):
-            make_venv(venv)
+            if not unfinished.exists():
+                check_place(venv)
+            # Before anything is made: what a killed set-up leaves is then known to be its own.
+            unfinished.touch()
+            make_venv(venv, lock)
         unfinished.touch()
         log.write_bytes(b"")
         torch, index_arguments, note = torch_choice()
@@ -236,11 +244,12 @@ def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
         if note:
             say(f"  {torch}: {note}")
         what = f"{torch} (up to 3 GB: 2 to 15 minutes)"
-        _pip_install(root, python, log, what, [torch, *arguments])
+        _pip_install(root, python, log, what, [torch, *arguments], lock)
         wanted = ",".join(sorted(present | extras))
         # torch once more: its version must not change to please another package.
         what = f"onediff-ext[{wanted}]"
-        _pip_install(root, python, log, what, ["-e", f".[{wanted}]", torch, *arguments])
+        packages = ["-e", f".[{wanted}]", torch]
+        _pip_install(root, python, log, what, [*packages, *arguments], lock)
         unfinished.unlink()
         stamp = json.dumps({"digest": digest, "extras": wanted.split(",")})
         _stamp(venv).write_text(stamp, encoding="utf-8")
@@ -285,7 +294,7 @@ def torch_choice() -> tuple[str, list[str], str]:
     if sys.platform == "linux" and not has_nvidia and not _pip_arguments():
         note = (
             "no NVIDIA GPU found, so the smaller CPU build would do: "
-            f'ONEDIFF_PIP_ARGS="--index-url {CPU_INDEX} --extra-index-url {PYPI_INDEX}"'
+            f'ONEDIFF_PIP_ARGS="--extra-index-url {CPU_INDEX}", beside the index that pip uses'
         )
         return TESTED_TORCH, [], note
     return TESTED_TORCH, [], ""
@@ -308,11 +317,56 @@ def is_healthy(python: Path) -> bool:
     return answer.returncode == 0 and answer.stdout.strip() == _dotted(sys.version_info[:2])
 
 
-def make_venv(venv: Path) -> None:
-    """Make an empty environment, in place of one that is broken or of another Python.
+def check_path(venv: Path) -> None:
+    """Raise SetUpError where an environment cannot lie, before gigabytes are installed there.
+
+    setuptools takes ``$name`` and ``{name}`` in an environment's path for variables.
+    """
+    try:
+        path_variables(venv)
+    except ValueError:
+        raise SetUpError(
+            f"an environment cannot be made at {venv}: its path has braces that do not match.",
+            "Move this folder to a path without { and }.",
+        ) from None
+
+
+def path_variables(venv: Path) -> dict[str, str]:
+    """What setuptools takes for variables in a path, each standing for itself.
 
     Raises:
-        SetUpError: This Python cannot, or something that is no environment is in the way.
+        ValueError: It could not make anything of the path.
+    """
+    braced = re.sub(r"\$([a-zA-Z_][a-zA-Z_0-9]*)", r"{\1}", str(venv))
+    names = [field for _, field, _, _ in string.Formatter().parse(braced) if field is not None]
+    if not all(name.isidentifier() for name in names):
+        raise ValueError(braced)
+    return {name: f"${name}" for name in names}
+
+
+def check_place(venv: Path) -> None:
+    """Raise SetUpError when something that is no environment is in the way.
+
+    Empty folders are not: an environment that is being made begins with some.
+    """
+    is_folder = venv.is_dir() and not (venv / "pyvenv.cfg").exists()
+    holds_files = is_folder and any(not path.is_dir() for path in venv.rglob("*"))
+    if holds_files or (venv.exists() and not venv.is_dir()):
+        raise SetUpError(
+            f"{venv} is in the way: it is no virtual environment.",
+            "Move it elsewhere, then run the same command again.",
+        )
+
+
+def make_venv(venv: Path, lock: int | None = None) -> None:
+    """Make an empty environment, in place of one that is broken or of another Python.
+
+    Args:
+        venv: Where; what is there is deleted.
+        lock: A descriptor that the process which makes it keeps open.
+
+    Raises:
+        SetUpError: This Python cannot.
     """
     for name in ("venv", "ensurepip"):
         if importlib.util.find_spec(name) is None:
@@ -322,15 +376,12 @@ def make_venv(venv: Path) -> None:
                 f"On Debian and Ubuntu: sudo apt install {package}. "
                 "Elsewhere, use Python from python.org.",
             )
-    if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-        raise SetUpError(
-            f"{venv} is in the way: it is no virtual environment.",
-            "Move it elsewhere, then run the same command again.",
-        )
     # The base interpreter: the running one may itself lie in an environment, even in this one.
     base = getattr(sys, "_base_executable", None) or sys.executable
     command = [base, "-I", "-m", "venv", "--clear", str(venv)]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=clean_environment(), **_keeping(lock)
+    )
     if done.returncode:
         printed = done.stdout + done.stderr
         raise SetUpError(
@@ -341,7 +392,9 @@ def make_venv(venv: Path) -> None:
         )
 
 
-def _pip_install(root: Path, python: Path, log: Path, what: str, arguments: list[str]) -> None:
+def _pip_install(
+    root: Path, python: Path, log: Path, what: str, arguments: list[str], lock: int
+) -> None:
     start = time.monotonic()
     say(f"  installing {what}")
     command = [str(python), "-I", "-m", "pip", "install", "--progress-bar", "off", *arguments]
@@ -353,7 +406,8 @@ def _pip_install(root: Path, python: Path, log: Path, what: str, arguments: list
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=clean_environment(),
+            env={**path_variables(python.parent.parent), **clean_environment()},
+            **_keeping(lock),
         )
         try:
             status = _wait_showing_time(process, start)
@@ -392,7 +446,10 @@ def pip_hint(printed: str, log: Path) -> str:
 
 @contextlib.contextmanager
 def only_one(path: Path):
-    """Hold the lock at a path; wait, and say so, while another process holds it."""
+    """Hold the lock at a path; wait, and say so, while another process holds it.
+
+    Yields the lock's file descriptor.
+    """
     with path.open("a+b") as lock:
         waiting = False
         while not _try_lock(lock.fileno()):
@@ -400,7 +457,15 @@ def only_one(path: Path):
                 say("Another set-up is running here; waiting for it.")
             waiting = True
             time.sleep(0.3)
-        yield  # closing the file gives the lock back, as the process's end would
+        yield lock.fileno()  # closing the file gives the lock back, as the process's end would
+
+
+def _keeping(lock: int | None) -> dict[str, tuple[int, ...]]:
+    """Arguments of a child process that holds the lock as well.
+
+    When this process is killed, the child goes on, and the next set-up waits for it.
+    """
+    return {} if lock is None or os.name == "nt" else {"pass_fds": (lock,)}
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -480,7 +545,14 @@ def _stamp(venv: Path) -> Path:
 
 def _pip_arguments() -> list[str]:
     # Windows paths keep their backslashes only outside POSIX mode, which leaves quotes on.
-    words = shlex.split(os.environ.get("ONEDIFF_PIP_ARGS", ""), posix=os.name != "nt")
+    text = os.environ.get("ONEDIFF_PIP_ARGS", "")
+    try:
+        words = shlex.split(text, posix=os.name != "nt")
+    except ValueError as exc:
+        raise SetUpError(
+            f"ONEDIFF_PIP_ARGS cannot be read ({exc}): {text!r}",
+            "Close each quotation mark, and write a backslash twice.",
+        ) from None
     return [word.strip("\"'") for word in words]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.backends.device_index import loading_for
 from onediff_ext.backends.triton_package import missing_reason
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.port import Backend, Graph
@@ -108,7 +109,10 @@ class InductorBackend(Backend):
 
     def load(self, payload: bytes, device: torch.device) -> Graph:
         try:
-            return load_standalone(payload) if device.type == "cuda" else _load_cpu(payload)
+            if device.type != "cuda":
+                return _load_cpu(payload)
+            several = torch.cuda.device_count() > 1
+            return load_standalone(payload, (device.index or 0) if several else None)
         except Exception as exc:
             raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
 
@@ -187,14 +191,20 @@ def standalone_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) ->
         return path.read_bytes()
 
 
-def load_standalone(payload: bytes) -> Graph:
-    """What `standalone_artefact` made, as a callable."""
+def load_standalone(payload: bytes, index: int | None = None) -> Graph:
+    """What `standalone_artefact` made, as a callable.
+
+    Args:
+        payload: From `standalone_artefact`.
+        index: Of the GPU to run it on; None for the one that it was built on.
+    """
     from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
         path = Path(folder) / "graph.bin"
         path.write_bytes(payload)
-        with _without_compilers():
+        place = contextlib.nullcontext() if index is None else loading_for(index)
+        with _without_compilers(), place:
             artefact = CompiledArtifact.load(path=str(path), format="binary")
 
     def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The process that builds graphs: ``python -m onediff_ext.backends.worker [background]``.
+"""The process that builds graphs, started by `start_worker.py`.
 
 It reads one JSON object a line: ``{"task": "build", "program": path, "graph": path, "backend":
 name, "device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text, "blame":
@@ -115,7 +115,3 @@ def _blame(exc: BaseException) -> str:
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else "no message"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

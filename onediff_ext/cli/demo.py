@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.cli import img2img, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
 from onediff_ext.cli.tables import format_table
+from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing import Painter
@@ -77,14 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
         report, reuse = eager_report, None
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
-    print(f"\n{report.device}, {painter.checkpoint.name}, sizes: {arguments.size}")
+    print()
+    print(printable(f"{report.device}, {painter.checkpoint.name}, sizes: {arguments.size}"))
     print(_table(eager_report, report, reuse))
     report_file.print_summary(report)
     if session is not None:
         store = session.library.folder.root
-        print(f"graphs ready after {report.ready_seconds:.1f} s; kept in {store}")
+        print(printable(f"graphs ready after {report.ready_seconds:.1f} s; kept in {store}"))
     sheet = _contact_sheet(job, drawn, eager_report, report)
-    print(f"pictures: {job.output_dir}; all of them together: {sheet}")
+    print(printable(f"pictures: {job.output_dir}; all of them together: {sheet}"))
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import model_arguments
+from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
     from onediff_ext.store import GraphLibrary
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one line for each finding; 1 when something needs mending."""
     worst = 0
     for ok, line in _findings(arguments):
-        print(f"{'ok ' if ok else 'NO '} {line}")
+        print(printable(f"{'ok ' if ok else 'NO '} {line}"))
         worst = max(worst, 0 if ok else 1)
     return worst
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.cli import model_arguments
 from onediff_ext.cli.tables import format_table
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
     from onediff_ext.store import GraphLibrary, StoredGraph
@@ -81,7 +83,8 @@ def _list(arguments: argparse.Namespace) -> int:
     for listing in listings:
         record = listing.record
         missing = f", {len(listing.missing)} no longer stored" if listing.missing else ""
-        print(f"{record.name} ({record.architecture}): {len(record.kinds)} kinds{missing}")
+        whose = f"{record.name} ({record.architecture})"
+        print(printable(f"{whose}: {len(record.kinds)} kinds{missing}"))
     return 0
 
 
@@ -120,9 +123,9 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": STATUS_SCHEMA, "store": store, "checkpoints": described}))
         return 0
     for record, status in found:
-        print(f"{record.name} ({record.architecture}): {status.line()}")
+        print(printable(f"{record.name} ({record.architecture}): {status.line()}"))
         for reason in status.reasons:
-            print(f"  eager for good: {reason}")
+            print(printable(f"  eager for good: {reason}"))
         if status.pays_off_after is not None:
             print(f"  the builds pay off after {status.pays_off_after} pictures of 20 steps")
     if not found:
@@ -135,7 +138,7 @@ def _retry(arguments: argparse.Namespace) -> int:
 
     forgotten = Verdicts(_library(arguments).folder).retry()
     for label in forgotten:
-        print(f"{label}: built at its next use")
+        print(printable(f"{label}: built at its next use"))
     print(f"{len(forgotten)} kinds are tried again")
     return 0
 
@@ -164,10 +167,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     assert model.session is not None
     for kind in model.session.kinds:
         if kind.graph is not None:
-            print(f"{kind.label}: loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})")
+            loaded = f"loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})"
+            print(printable(f"{kind.label}: {loaded}"))
         else:
             why = kind.reason or model.session.builder.why_missing(kind)
-            print(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}")
+            print(printable(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}"))
     return 0
 
 
@@ -179,12 +183,12 @@ def _explain_graph(library: GraphLibrary, prefix: str) -> int:
     from onediff_ext.store import Verdicts
 
     graph = found[0]
-    print(f"{graph.label} ({graph.digest})")
+    print(printable(f"{graph.label} ({graph.digest})"))
     for name, value in sorted(graph.key.entries.items()):
-        print(f"  {name}: {value}")
+        print(printable(f"  {name}: {value}"))
     print(f"  origin: {graph.header.origin}, {graph.header.build_seconds:.1f} s to build")
     for proof in Verdicts(library.folder).read(graph.digest).proofs.values():
-        print(f"  first load: {proof.problem or 'harmless, with results like eager'}")
+        print(printable(f"  first load: {proof.problem or 'harmless, with results like eager'}"))
     return 0
 
 
@@ -192,11 +196,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     library = _library(arguments)
     problems = library.verify(repair=arguments.repair)
     for problem in problems:
-        print(f"{problem.path.name}: {problem.reason}{' (deleted)' if problem.removed else ''}")
+        deleted = " (deleted)" if problem.removed and problem.path.name != "schema.json" else ""
+        print(printable(f"{problem.path.name}: {problem.reason}{deleted}"))
     bad = {problem.path for problem in problems}
     sound = sum(graph.path not in bad for graph in library.entries())
-    print(f"{sound} sound, {len(problems)} damaged")
-    if problems and not arguments.repair:
+    damaged = sum(problem.is_damage for problem in problems)
+    others = len(problems) - damaged
+    print(f"{sound} sound, {damaged} damaged" + (f", {others} of other versions" * bool(others)))
+    if damaged and not arguments.repair:
         print("Run `onediff-ext graphs verify --repair` to delete those; they are built again.")
     return 1 if any(not problem.removed for problem in problems) else 0
 
@@ -224,7 +231,7 @@ def _export(arguments: argparse.Namespace) -> int:
             names = ", ".join(seen.record.name for seen in listings) or "none yet"
             raise OptionError(f"No checkpoint {arguments.checkpoint!r}.", f"Known: {names}.")
         digests = sorted({d for seen in chosen for d in seen.record.kinds if d not in seen.missing})
-    if not arguments.file.absolute().parent.is_dir():
+    if not os.path.isdir(arguments.file.absolute().parent):
         raise OptionError(
             f"There is no folder {arguments.file.parent}.", "Name another, or make it."
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
 from onediff_ext.core.collection import without_collection
-from onediff_ext.core.words import counted
+from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
@@ -110,11 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
         report_file.write_report(arguments.report, report)
     if plan.todo:
         report_file.print_summary(report)
-        print(f"{counted(len(report.pictures), 'picture')} drawn, in {job.output_dir}")
+        drawn = f"{counted(len(report.pictures), 'picture')} drawn, in {job.output_dir}"
+        print(printable(drawn))
     else:
         report_file.print_left_out(report)
         if not plan.already_done and not skipped.failures:
-            print(_nothing_found(arguments), file=sys.stderr)
+            print(printable(_nothing_found(arguments)), file=sys.stderr)
     return 1 if skipped.failures else 0
 
 

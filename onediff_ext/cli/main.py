@@ -18,6 +18,7 @@ from typing import NoReturn
 from onediff_ext import __version__
 from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, ui, warmup
 from onediff_ext.core.errors import OneDiffError
+from onediff_ext.core.words import printable
 
 _COMMANDS = (img2img, txt2img, ui, warmup, graphs, bench, doctor, demo)
 _STOPPED = 128  # the shell's convention: 128 + the signal's number
@@ -27,7 +28,14 @@ class Parser(argparse.ArgumentParser):
     """Says in two lines what is wrong, like every other error here."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n  See `{self.prog} --help`.\n")
+        self.exit(2, f"{self.prog}: {printable(message)}\n  See `{self.prog} --help`.\n")
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log lines without a way to command the terminal: names in them come from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 class Stopped(KeyboardInterrupt):
@@ -63,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals_as_interrupts():
             return int(arguments.run(arguments))
     except OneDiffError as exc:
-        print(f"onediff-ext: {exc.message}", file=sys.stderr)
+        print(f"onediff-ext: {printable(exc.message)}", file=sys.stderr)
         if exc.hint:
-            print(f"  {exc.hint}", file=sys.stderr)
+            print(f"  {printable(exc.hint)}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as exc:
         if not _is_out_of_memory(exc):
@@ -117,7 +125,9 @@ def _signals_as_interrupts() -> Iterator[None]:
 
 
 def _set_up_logging(verbose: bool) -> None:
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("onediff_ext").setLevel(logging.INFO if verbose else logging.WARNING)
     # Nothing is downloaded; the libraries' own chatter does not concern the user.
     if not verbose and not sys.warnoptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -245,7 +246,8 @@ def parse_loras(texts: list[str]) -> list[tuple[Path, float]]:
     found = []
     for text in texts:
         path, colon, weight = text.rpartition(":")
-        if not colon or Path(text).exists() or len(path) == 1:  # C:\file is a Windows path
+        # Not Path's own test, which raises for a name that is too long. C:\file is a Windows path.
+        if not colon or os.path.exists(text) or len(path) == 1:
             found.append((Path(text), 1.0))
             continue
         try:

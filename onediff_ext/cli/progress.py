@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from onediff_ext.core.words import printable
+
 if TYPE_CHECKING:
     from onediff_ext.service.builder import BuildProgress
 
@@ -35,14 +37,15 @@ class Progress:
         """Note finished units; the time left is estimated unless it is given."""
         self._done += units
         if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.set_postfix_str(printable(note), refresh=False)
             self._bar.update(units)
             return
         if seconds_left is None:
             per_unit = (time.monotonic() - self._started_at) / max(1, self._done)
             seconds_left = per_unit * (self._total - self._done)
         left = f", {_duration(seconds_left)} left" if self._done < self._total else ""
-        print(f"{self._what} {self._done}/{self._total}: {note}{left}", file=sys.stderr, flush=True)
+        line = printable(f"{self._what} {self._done}/{self._total}: {note}{left}")
+        print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the display."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.fault_points import reached
+from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.report import RunReport
@@ -49,8 +51,15 @@ def write_json(path: Path, value: object) -> None:
     """
     try:
         try:
-            _part(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            with _part(path).open("w", encoding="utf-8") as file:
+                reached("opened")
+                file.write(json.dumps(value, indent=1) + "\n")
+                file.flush()
+                reached("wrote")
+                os.fsync(file.fileno())
+            reached("synced")
             os.replace(_part(path), path)
+            reached("replaced")
         finally:
             _part(path).unlink(missing_ok=True)
     except OSError as exc:
@@ -64,7 +73,7 @@ def write_what_happened(path: Path | None, report: RunReport) -> None:
     try:
         write_report(path, report)
     except OptionError as exc:
-        print(exc.message, file=sys.stderr)
+        print(printable(exc.message), file=sys.stderr)
 
 
 def print_summary(report: RunReport) -> None:
@@ -85,15 +94,15 @@ def print_fallbacks(fallbacks: Sequence[Mapping[str, Any]]) -> None:
     for reason, same in by_reason.items():
         count = sum(fallback["count"] for fallback in same)
         whats = ", ".join(fallback["what"] for fallback in same)
-        print(f"eager ({count} calls), {reason}: {whats}")
+        print(printable(f"eager ({count} calls), {reason}: {whats}"))
 
 
 def print_left_out(report: RunReport) -> None:
     """Warnings, and every input that was left out."""
     for warning in report.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(printable(f"warning: {warning}"), file=sys.stderr)
     for entry in report.skipped:
-        print(f"skipped {entry['input']}: {entry['reason']}", file=sys.stderr)
+        print(printable(f"skipped {entry['input']}: {entry['reason']}"), file=sys.stderr)
 
 
 def _part(path: Path) -> Path:

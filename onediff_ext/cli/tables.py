@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onediff_ext.core.words import printable
+
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell; all but the first right-aligned."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    """Columns as wide as their widest cell; all but the first right-aligned.
+
+    Cells may hold text from files.
+    """
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for row in cells:

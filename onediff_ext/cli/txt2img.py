@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
 from onediff_ext.core.collection import without_collection
-from onediff_ext.core.words import counted
+from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_arguments import LoadedModel
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
     report_file.print_summary(report)
-    print(f"{counted(len(report.pictures), 'picture')} drawn, in {arguments.output}")
+    print(printable(f"{counted(len(report.pictures), 'picture')} drawn, in {arguments.output}"))
     return 1 if report.skipped else 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 from onediff_ext.cli import model_arguments
+from onediff_ext.core.words import printable
 
 
 def add_parser(commands: Any) -> None:
@@ -18,8 +20,32 @@ def add_parser(commands: Any) -> None:
         description="Text to image, image to image and batches, on the demo model unless -m says"
         " otherwise.",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to serve on; one that others reach needs --auth (default: %(default)s)",
+    )
     parser.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
+    parser.add_argument(
+        "--auth",
+        action="append",
+        default=[],
+        metavar="USER:PASSWORD",
+        help="who may use the page; other users of this machine can see it in the process list",
+    )
+    parser.add_argument(
+        "--auth-file", type=Path, metavar="FILE", help="the same from a file, one a line"
+    )
+    parser.add_argument(
+        "--no-auth", action="store_true", help="serve the page to everybody who reaches the address"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name that others reach this page by, such as a proxy's",
+    )
     parser.add_argument("--no-browser", action="store_true", help="do not open the browser")
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
     model_arguments.add_model_arguments(parser)
@@ -35,6 +61,20 @@ def run(arguments: argparse.Namespace) -> int:
             "The page needs the package gradio.",
             "Run `pip install 'onediff-ext[ui]'`, or `python install.py ui`.",
         )
+    from onediff_ext.ui.standalone.serving import parse_serving
+
+    serving = parse_serving(
+        host=arguments.host,
+        port=arguments.port,
+        open_browser=not arguments.no_browser,
+        auth=arguments.auth,
+        auth_file=arguments.auth_file,
+        no_auth=arguments.no_auth,
+        allowed_hosts=arguments.allow_host,
+    )
+    if not serving.is_local and not serving.auth:
+        warning = f"everybody who reaches {serving.host} can use this page, without a password."
+        print(printable(f"warning: {warning}"), file=sys.stderr)
     from onediff_ext.ui.standalone.app import serve
 
     model_arguments.import_libraries()
@@ -47,9 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         options=model_arguments.parse_options(arguments),
         loras=model_arguments.parse_loras(arguments.lora),
         output_dir=arguments.output,
-        host=arguments.host,
-        port=arguments.port,
-        open_browser=not arguments.no_browser,
+        serving=serving,
         vae_tiling=arguments.vae_tiling,
     )
     return 0

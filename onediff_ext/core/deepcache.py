@@ -7,6 +7,7 @@ arXiv:2312.00858.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -71,6 +72,12 @@ class DeepCacheOptions:
             raise OptionError(
                 f"A DeepCache depth of {self.depth!r} cannot be used.", "Choose 0 or more."
             )
+        for name in ("start", "end", "centre", "power"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise OptionError(
+                    f"A DeepCache {name} of {getattr(self, name)!r} cannot be used.",
+                    "Use a number.",
+                )
         if not 0 <= self.start <= self.end <= 1:
             raise OptionError(
                 f"DeepCache cannot work from {self.start} to {self.end} of the steps.",
@@ -132,7 +139,10 @@ class DeepCacheOptions:
         if isinstance(value, (int, float)):
             if value == 0:
                 return OFF
-            return cls(interval=int(value) if value == int(value) else value)  # type: ignore[arg-type]
+            if abs(value) >= 2**53:  # as a number with a point it would be another, or none
+                raise OptionError("That is too large for a DeepCache interval.", _HINT)
+            is_whole = math.isfinite(value) and value == int(value)
+            return cls(interval=int(value) if is_whole else value)  # type: ignore[arg-type]
         if isinstance(value, str):
             return _from_text(value)
         raise OptionError(f"{value!r} is no DeepCache setting.", _HINT)

@@ -5,6 +5,8 @@
     │   └── ShapeError     an image or latent size that cannot be used
     ├── PictureError       an input picture cannot be read or an output not written
     ├── CheckpointError    a checkpoint, LoRA or config cannot be loaded
+    ├── UnsafeFileError    a file is no regular file, or too large to be read
+    │   └── SlowFileError  reading a file takes too long
     ├── StoreError         the graph library on disk
     │   ├── StoreFullError       no space left
     │   ├── StoreReadOnlyError   the folder cannot be written
@@ -13,10 +15,12 @@
     └── BackendError       a backend cannot build, load or run a graph
         ├── BackendUnavailableError  the backend cannot work on this machine
         ├── MachineError   nothing can be built here now: no disk space, no compiler
+        │   └── NoMemoryError        the system has no memory for another process
         ├── WorkerLostError          a build process crashed, hung or ran out of memory
         │   └── WorkerKilledError    … because the machine or somebody ended it
         ├── ExportError    a block cannot be expressed as a graph
         │   └── BlockGoneError       the block is no longer what it was
+        ├── WeightsChangedError      weights changed while a forward was recorded
         └── CaptureError   a forward cannot be recorded as a CUDA graph
 
 Each error has a message (what happened) and a hint (what to do next).
@@ -58,6 +62,14 @@ class CheckpointError(OneDiffError):
     """A checkpoint, LoRA file or model config cannot be loaded."""
 
 
+class UnsafeFileError(OneDiffError):
+    """A file from elsewhere is no regular file, or is larger or slower than its kind may be."""
+
+
+class SlowFileError(UnsafeFileError):
+    """Reading a file takes longer than its kind may; it may be sound."""
+
+
 class StoreError(OneDiffError):
     """The graph library on disk cannot do what was asked."""
 
@@ -90,6 +102,10 @@ class MachineError(BackendError):
     """Nothing can be built on this machine now; the kind is not to blame."""
 
 
+class NoMemoryError(MachineError):
+    """The system has no memory, or no room in its tables, for another process or thread."""
+
+
 class WorkerLostError(BackendError):
     """A build process crashed, hung or ran out of memory; another attempt may succeed."""
 
@@ -104,6 +120,10 @@ class ExportError(BackendError):
 
 class BlockGoneError(ExportError):
     """The block was unloaded or changed since its kind was named."""
+
+
+class WeightsChangedError(BackendError):
+    """Weights changed while a forward was recorded; it can be recorded later."""
 
 
 class CaptureError(BackendError):

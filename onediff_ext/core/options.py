@@ -34,11 +34,13 @@ class CompileOptions:
             two cores, two at least and eight at most, and one while a picture is
             drawn on the same cores.
         build_timeout_s: Seconds after which a worker's build counts as hanging.
-        build_attempts: How often a kind is tried whose worker crashed, hung or ran out of
-            memory, before it runs eager: until the next start if its worker was killed or had
-            no memory, else for good.
+        build_attempts: How often a kind is tried whose worker failed, crashed, hung or ran out of
+            memory, before it runs eager: for good if two worker processes failed over it that
+            nobody had killed, else until the next start.
         channels_last: Keep convolution weights and activations in NHWC order.
         captures: On a GPU, replay whole forwards as CUDA graphs.
+        spot_checks: Now and then compare a graph or a capture in use with eager again, which takes
+            less than a hundredth of the time.
         capture_limit: Most sizes captured at the same time.
         capture_limit_bytes: GPU memory for captures; None is a quarter of the device's.
     """
@@ -53,6 +55,7 @@ class CompileOptions:
     build_attempts: int = 3
     channels_last: bool = True
     captures: bool = True
+    spot_checks: bool = True
     capture_limit: int = 64
     capture_limit_bytes: int | None = None
 

@@ -67,21 +67,21 @@ class GraphHeader:
         Raises:
             StoreError: A field is missing or has the wrong type.
         """
-        fields = _mapping(record, "graph header")
-        entries = _mapping(fields.get("key"), "key")
-        origin = _text(fields, "origin")
+        fields = mapping(record, "graph header")
+        entries = mapping(fields.get("key"), "key")
+        origin = text(fields, "origin")
         if origin not in (ORIGIN_BUILT, ORIGIN_IMPORTED):
             raise StoreError(f"Field 'origin' has the unknown value {origin!r}.")
         return cls(
-            key=KindKey({name: _text(entries, name) for name in entries}),
-            label=_text(fields, "label"),
-            backend=_text(fields, "backend"),
-            payload_sha256=_text(fields, "payload_sha256"),
-            payload_size_bytes=_count(fields, "payload_size_bytes"),
-            created_at=_number(fields, "created_at"),
-            build_seconds=_number(fields, "build_seconds"),
+            key=KindKey({name: text(entries, name) for name in entries}),
+            label=text(fields, "label"),
+            backend=text(fields, "backend"),
+            payload_sha256=text(fields, "payload_sha256"),
+            payload_size_bytes=count(fields, "payload_size_bytes"),
+            created_at=number(fields, "created_at"),
+            build_seconds=number(fields, "build_seconds"),
             origin=origin,
-            details=_mapping(fields.get("details"), "details"),
+            details=mapping(fields.get("details"), "details"),
         )
 
 
@@ -137,51 +137,62 @@ class CheckpointRecord:
         Raises:
             StoreError: The schema is unknown, or a field is missing or wrong.
         """
-        fields = _mapping(record, "checkpoint record")
+        fields = mapping(record, "checkpoint record")
         schema = fields.get("schema")
         if schema != CHECKPOINT_SCHEMA:
             raise StoreError(f"The record has schema {schema!r}, not {CHECKPOINT_SCHEMA}.")
         kinds = {}
-        for digest, value in _mapping(fields.get("kinds"), "kinds").items():
-            use = _mapping(value, "kind use")
-            kinds[digest] = KindUse(_count(use, "block_count"), _number(use, "last_used_at"))
+        for digest, value in mapping(fields.get("kinds"), "kinds").items():
+            use = mapping(value, "kind use")
+            kinds[digest] = KindUse(count(use, "block_count"), number(use, "last_used_at"))
         return cls(
-            content_hash=_text(fields, "content_hash"),
-            name=_text(fields, "name"),
-            path=_text(fields, "path"),
-            architecture=_text(fields, "architecture"),
+            content_hash=text(fields, "content_hash"),
+            name=text(fields, "name"),
+            path=text(fields, "path"),
+            architecture=text(fields, "architecture"),
             kinds=kinds,
         )
 
 
-def _mapping(value: object, what: str) -> dict[str, object]:
+def mapping(value: object, what: str) -> dict[str, object]:
+    """Return a JSON object, or raise StoreError for any other value."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise StoreError(f"The {what} is not a JSON object.")
     return cast("dict[str, object]", value)
 
 
-def _text(fields: Mapping[str, object], name: str) -> str:
+def items(value: object) -> list[object]:
+    """Return a JSON array, or raise StoreError for any other value."""
+    if not isinstance(value, list):
+        raise StoreError("What should be a list is none.")
+    return value
+
+
+def text(fields: Mapping[str, object], name: str) -> str:
+    """Return a field that is text, or raise StoreError."""
     value = fields.get(name)
     if not isinstance(value, str):
         raise StoreError(f"Field {name!r} is not text.")
     return value
 
 
-def _count(fields: Mapping[str, object], name: str) -> int:
+def count(fields: Mapping[str, object], name: str) -> int:
+    """Return a field that is a whole number from 0 on, or raise StoreError."""
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise StoreError(f"Field {name!r} is not a count.")
     return value
 
 
-def _number(fields: Mapping[str, object], name: str) -> float:
+def number(fields: Mapping[str, object], name: str) -> float:
+    """Return a field that is a finite number, or raise StoreError."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise StoreError(f"Field {name!r} is not a number.")
     try:
-        number = float(value)
+        finite = float(value)
     except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+        finite = math.inf
+    if not math.isfinite(finite):
         raise StoreError(f"Field {name!r} is not a finite number.")
-    return number
+    return finite

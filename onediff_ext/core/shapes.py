@@ -12,12 +12,16 @@ CELL_PX = 8
 MIN_SIDE_PX = 64
 MAX_SIDE_PX = 4096
 MAX_BATCH = 64
+MAX_SIZES = 256
+MAX_SIZES_CHARS = 8192
 
 _EXAMPLE_HINT = (
     'Write sizes as WIDTHxHEIGHT or WIDTHxHEIGHT@BATCH, for example "512x768, 1024x1024@2".'
 )
 _SIZE = re.compile(r"(\d{1,9})x(\d{1,9})(?:@(\d{1,9}))?", re.ASCII)
 _SEPARATORS = re.compile(r"[,;\s]+")
+_JOINTS = str.maketrans({"x": " x ", "×": " x ", "*": " x ", "@": " @ "})
+_SHOWN_CHARS = 40
 
 
 @dataclass(frozen=True, order=True)
@@ -72,10 +76,24 @@ def parse_sizes(text: str) -> list[BatchShape]:
         The sizes in the order given, each once; empty for an empty text.
 
     Raises:
-        ShapeError: An entry is no size, or a size that cannot be generated.
+        ShapeError: An entry is no size, or a size that cannot be generated; or the text is
+            longer than `MAX_SIZES_CHARS`, or has more than `MAX_SIZES` entries.
     """
-    closed_up = re.sub(r"\s*([x×*@])\s*", r"\1", text.strip().lower())
+    if len(text) > MAX_SIZES_CHARS:
+        raise ShapeError(
+            f"The list of sizes has {len(text):,} characters; {MAX_SIZES_CHARS:,} are allowed.",
+            _EXAMPLE_HINT,
+        )
+    # "512 x 768" becomes "512x768". Splitting and joining takes linear time; a pattern with
+    # spaces around the "x" takes quadratic time on a run of spaces.
+    spaced = f" {' '.join(text.lower().translate(_JOINTS).split())} "
+    closed_up = spaced.replace(" x ", "x").replace(" @ ", "@")
     entries = [entry for entry in _SEPARATORS.split(closed_up) if entry]
+    if len(entries) > MAX_SIZES:
+        raise ShapeError(
+            f"The list has {len(entries):,} sizes; {MAX_SIZES} are allowed.",
+            "Warm up a part of them at a time.",
+        )
     return list(dict.fromkeys(_parse_size(entry) for entry in entries))
 
 
@@ -91,8 +109,9 @@ def nearest_side_px(side_px: int) -> int:
 
 
 def _parse_size(entry: str) -> BatchShape:
-    match = _SIZE.fullmatch(entry.replace("×", "x").replace("*", "x"))
+    match = _SIZE.fullmatch(entry)
     if match is None:
+        entry = entry if len(entry) <= _SHOWN_CHARS else f"{entry[:_SHOWN_CHARS]}…"
         raise ShapeError(f'"{entry}" is not a size.', _EXAMPLE_HINT)
     width_px, height_px, batch = int(match[1]), int(match[2]), int(match[3] or 1)
     if not 1 <= batch <= MAX_BATCH:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-STATUS_SCHEMA = 1
+STATUS_SCHEMA = 2  # 2: "compiled in part", blocks, `substituted`
+
+COMPILED_IN_PART = "compiled in part"
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Status:
 
     Args:
         running: What the next picture is drawn with: ``"off"``, ``"eager"``, ``"captured"``
-            (eager, replayed as a CUDA graph) or ``"compiled"``.
+            (eager, replayed as a CUDA graph), ``"compiled"`` (every block through its graph), or
+            ``"compiled in part"``.
         kinds_ready: Kinds of the current checkpoint whose graph is in use.
         kinds_failed: Kinds that stay eager for good.
         kinds_needed: Kinds that the current checkpoint has, as far as they were met.
@@ -26,7 +29,8 @@ class Status:
         sizes_done, sizes_needed: Of a warm-up's list, in its present stage; 0 when there is none.
         building_now: Labels of the kinds in the workers' hands.
         waiting: Kinds that are missing and not being built: cancelled, or nothing may be built.
-        cancelled: Whether the user cancelled the builds; they go on when he asks for them.
+        cancelled: Whether the user cancelled builds of kinds that are missing still. A warm-up
+            builds them; kinds that are met later are built without being asked for.
         captures: CUDA graphs alive.
         speedup: Measured, eager time over compiled time of one step; None when not measured.
         pays_off_after: Pictures after which the builds of this checkpoint's kinds have saved as
@@ -35,6 +39,11 @@ class Status:
         deepcache: What DeepCache did for the last picture, or why it had nothing to do; ``""`` when
             nobody wanted it.
         reasons: Why something runs eager, in plain words, most frequent first.
+        blocks_compiled: Blocks that drew the last picture and have their graph.
+        blocks_needed: Blocks that drew the last picture; 0 before the first one.
+        eager_blocks: Why the others ran eager, as (reason, blocks), most blocks first.
+        substituted: Why another backend or precision is used than the one that was asked for,
+            or ``""``.
     """
 
     running: str = "off"
@@ -55,12 +64,17 @@ class Status:
     problem: str = ""
     deepcache: str = ""
     reasons: tuple[str, ...] = ()
+    blocks_compiled: int = 0
+    blocks_needed: int = 0
+    eager_blocks: tuple[tuple[str, int], ...] = ()
+    substituted: str = ""
 
     def line(self) -> str:
         """One line for people, such as ``"eager, building 7 of 16 (18 s left)"``."""
         if self.running == "off":
             return self._because("off")
-        more = "".join(f"; {text}" for text in (self.deepcache, self.problem) if text)
+        texts = (self.deepcache, self.substituted, self.problem)
+        more = "".join(f"; {text}" for text in texts if text)
         return f"{self._drawing()}{self._building()}{more}"
 
     def as_json(self) -> dict[str, Any]:
@@ -70,18 +84,28 @@ class Status:
             **asdict(self),
             "building_now": list(self.building_now),
             "reasons": list(self.reasons),
+            "eager_blocks": [
+                {"reason": reason, "blocks": blocks} for reason, blocks in self.eager_blocks
+            ],
             "line": self.line(),
         }
 
     def _drawing(self) -> str:
-        if self.running == "compiled":
-            part = ""
-            if self.kinds_ready < self.kinds_needed:
-                part = f" in part, {self.kinds_ready} of {self.kinds_needed} graphs"
+        if self.running in ("compiled", COMPILED_IN_PART):
             gain = "" if self.speedup is None else f" ({self.speedup:.1f}x measured)"
-            return f"compiled{part}{gain}"
+            return f"{self.running}{self._part()}{gain}"
         # While graphs are being made, that is the reason, and it is said anyway.
         return self.running if self.building else self._because(self.running)
+
+    def _part(self) -> str:
+        if self.running == "compiled":
+            return ""
+        if not self.blocks_needed:
+            return f", {self.kinds_ready} of {self.kinds_needed} graphs"
+        part = f", {self.blocks_compiled} of {self.blocks_needed} blocks"
+        # While graphs are being made, that is the reason, and it is said anyway.
+        why = self.reasons[0] if self.reasons and not self.building else ""
+        return f"{part} ({why})" if why else part
 
     def _building(self) -> str:
         if self.building:

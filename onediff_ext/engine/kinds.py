@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakSet
@@ -15,6 +16,9 @@ from onediff_ext.engine.check import Comparison
 from onediff_ext.engine.port import Graph
 from onediff_ext.engine.quantised import Quantisation
 
+# After so many pictures at the most, a kind that could not be exported is tried again.
+_LONGEST_PAUSE = 16
+
 
 class KindState(Enum):
     """Where a kind stands."""
@@ -23,6 +27,29 @@ class KindState(Enum):
     UNCHECKED = "unchecked"  # a graph, not yet compared with eager in this process
     READY = "ready"
     FAILED = "failed"  # eager for good, with a reason
+
+
+class LivingBlocks:
+    """The blocks of one kind that are alive: a host makes new ones for each checkpoint.
+
+    They are met by the thread that draws and looked through by others.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: WeakSet[nn.Module] = WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, block: nn.Module) -> None:
+        """A block of this kind was met."""
+        with self._lock:
+            self._blocks.add(block)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        with self._lock:
+            return iter(list(self._blocks))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
 
 @dataclass(eq=False)
@@ -52,8 +79,9 @@ class Kind:
     comparison: Comparison | None = None
     is_coming: bool = False  # its graph is loaded, and used from the next picture on
     calls: int = 0
-    # Those that are alive: a host makes new blocks for each checkpoint.
-    blocks: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    blocks: LivingBlocks = field(default_factory=LivingBlocks)
+    tries: int = 0  # exports that came to nothing in this process, since its last graph
+    _waits_for: int | None = None  # the epoch from which on it is built when it is met again
 
     @property
     def weight(self) -> float:
@@ -72,6 +100,7 @@ class Kind:
         """Take a graph into use; its first run will be compared with eager."""
         self.graph, self.source, self.state = graph, source, KindState.UNCHECKED
         self.reason, self.is_coming = "", False
+        self.tries, self._waits_for = 0, None
 
     def fail(self, reason: str) -> None:
         """Run eager from now on, and say why."""
@@ -82,3 +111,26 @@ class Kind:
         """Run eager until there is a graph again, and say why."""
         self.graph, self.state, self.reason, self.source = None, KindState.MISSING, reason, ""
         self.is_coming = False
+        self.tries, self._waits_for = 0, None
+
+    def put_off(self, reason: str, epoch: int) -> None:
+        """Build it when it is met again in a later picture; the more often it was put off, the
+        later.
+
+        Args:
+            reason: Why, in plain words.
+            epoch: Now, as `KindRegistry.epoch` has it.
+        """
+        tries = self.tries + 1
+        self.miss(reason)
+        self.tries, self._waits_for = tries, epoch + min(2 ** (tries - 1), _LONGEST_PAUSE)
+
+    def met(self, epoch: int) -> None:
+        """A block of this kind is called and there is no graph."""
+        if self._waits_for is not None and epoch >= self._waits_for:
+            self._waits_for = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was put off, and was not met again since."""
+        return self._waits_for is not None

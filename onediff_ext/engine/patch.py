@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 _ABSENT = object()
+_REDUCE = "__reduce_ex__"
+
+
+@dataclass(eq=False)
+class _Change:
+    """One replaced attribute: what the instance held before, and what it holds now."""
+
+    owner: Any
+    name: str
+    before: Any
+    value: Any
 
 
 class Patches:
@@ -14,11 +27,16 @@ class Patches:
 
     Only the instance's own dictionary is written, never a class, so that an
     undo leaves exactly what was there, also when nothing was. The end of a ``with`` block undoes.
+
+    Several may change the same attribute and be undone in any order. A copy of a patched object,
+    by `copy` or by `pickle`, has none of the patches.
     """
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._changes: list[_Change] = []
+        self._hooks: list[tuple[RemovableHandle, _PlainCopy | None]] = []
+        # By id of their owner. Whoever watches a model would take another one for a change.
+        self._copies: dict[int, _PlainCopy] = {}
 
     def __enter__(self) -> Patches:
         return self
@@ -29,13 +47,24 @@ class Patches:
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace `owner.name`, remembering what the instance held."""
         attributes = vars(owner)
-        self._replaced.append((owner, name, attributes.get(name, _ABSENT), value))
+        change = _Change(owner, name, attributes.get(name, _ABSENT), value)
         attributes[name] = value
+        self._changes.append(change)
+        if not isinstance(owner, ModuleType):  # of Python, which nobody copies
+            self._copy_of(owner).changes.append(change)
 
-    def hook(self, handle: RemovableHandle) -> None:
+    def hook(self, handle: RemovableHandle, owner: object | None = None) -> None:
         """Take over a forward hook of a module. Unlike a replaced forward, a hook can be
-        taken away again whoever has patched the module since."""
-        self._hooks.append(handle)
+        taken away again whoever has patched the module since.
+
+        Args:
+            handle: What the module gave for the hook.
+            owner: The module, so that its copies are without the hook.
+        """
+        plain = None if owner is None else self._copy_of(owner)
+        self._hooks.append((handle, plain))
+        if plain is not None:
+            plain.hooks.append(handle)
 
     def undo(self) -> list[str]:
         """Put everything back, last change first.
@@ -45,18 +74,102 @@ class Patches:
             are left as they are, since taking them away would break the other.
         """
         while self._hooks:
-            self._hooks.pop().remove()
+            handle, plain = self._hooks.pop()
+            handle.remove()
+            if plain is not None:
+                plain.hooks.remove(handle)
+                plain.leave_if_idle()
         left = []
-        while self._replaced:
-            owner, name, before, ours = self._replaced.pop()
-            attributes = vars(owner)
-            if attributes.get(name, _ABSENT) is not ours:
-                left.append(f"{type(owner).__name__}.{name}")
-            elif before is _ABSENT:
-                del attributes[name]
-            else:
-                attributes[name] = before
+        while self._changes:
+            change = self._changes.pop()
+            attributes, plain = vars(change.owner), vars(change.owner).get(_REDUCE)
+            passed_on = isinstance(plain, _PlainCopy) and plain.pass_on(change)
+            if not passed_on and attributes.get(change.name, _ABSENT) is not change.value:
+                left.append(f"{type(change.owner).__name__}.{change.name}")
+            elif not passed_on:
+                _put(attributes, change.name, change.before)
+            if isinstance(plain, _PlainCopy):
+                plain.leave_if_idle()
         return left
 
     def __len__(self) -> int:
-        return len(self._replaced) + len(self._hooks)
+        return len(self._changes) + len(self._hooks)
+
+    def _copy_of(self, owner: object) -> _PlainCopy:
+        plain = vars(owner).get(_REDUCE)
+        if not isinstance(plain, _PlainCopy):
+            known = self._copies.get(id(owner))
+            plain = known if known is not None and known.owner is owner else _PlainCopy(owner)
+            vars(owner)[_REDUCE] = plain
+        self._copies[id(owner)] = plain
+        return plain
+
+
+class _PlainCopy:
+    """Stands for ``__reduce_ex__`` of a patched object, which `copy` and `pickle` look up on the
+    object: its copies are as if nobody had patched it. Locks, sessions and compiled graphs can
+    be neither copied nor pickled.
+
+    Attributes:
+        owner: The object.
+        changes: All that are not undone, oldest first, whoever has made them.
+        hooks: The same.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+        self.changes: list[_Change] = []
+        self.hooks: list[RemovableHandle] = []
+
+    def __call__(self, protocol: int) -> Any:
+        reduced = type(self.owner).__reduce_ex__(self.owner, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced
+        made, arguments, state, *rest = reduced
+        if isinstance(state, dict):
+            state = self._plain(state)
+        elif isinstance(state, tuple) and state and isinstance(state[0], dict):
+            state = (self._plain(state[0]), *state[1:])  # it has slots too
+        return (made, arguments, state, *rest)
+
+    def pass_on(self, change: _Change) -> bool:
+        """Have the next change of the same attribute put back what this one would have."""
+        if change not in self.changes:
+            return False
+        later = self.changes[self.changes.index(change) + 1 :]
+        self.changes.remove(change)
+        following = next((other for other in later if other.name == change.name), None)
+        if following is None or following.before is not change.value:
+            return False
+        following.before = change.before
+        return True
+
+    def leave_if_idle(self) -> None:
+        """Take itself away, too, once nothing is patched any more."""
+        if not self.changes and not self.hooks and vars(self.owner).get(_REDUCE) is self:
+            del vars(self.owner)[_REDUCE]
+
+    def _plain(self, state: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: self._unhooked(value) for name, value in state.items() if name != _REDUCE}
+        for change in reversed(self.changes):
+            if plain.get(change.name, _ABSENT) is change.value:
+                _put(plain, change.name, change.before)
+        return plain
+
+    def _unhooked(self, value: Any) -> Any:
+        """A module's dictionary of hooks without ours."""
+        ours = {
+            handle.id
+            for handle in self.hooks
+            if any(held() is value for held in (handle.hooks_dict_ref, *handle.extra_dict_ref))
+        }
+        if not ours:
+            return value
+        return type(value)((key, hook) for key, hook in value.items() if key not in ours)
+
+
+def _put(attributes: dict[str, Any], name: str, value: object) -> None:
+    if value is _ABSENT:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from onediff_ext.engine.changes import content_of
+from onediff_ext.engine.contents import content_of
 from onediff_ext.engine.torch_versions import autocast_dtype
 
 

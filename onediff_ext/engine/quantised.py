@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onediff_ext.engine.changes import content_of
+from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.engine.contents import content_of
+from onediff_ext.engine.graph_calls import is_observed
 
 # The 8-bit type of each precision, and its largest value that is used.
 _TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
@@ -100,10 +102,13 @@ def _fits(weight: torch.Tensor) -> bool:
 
 
 class QuantisedWeights:
-    """The 8-bit copies for one block, made anew in place whenever the weights may have changed.
+    """The 8-bit copies for one block, made in place again when the weights have changed.
 
-    A CUDA graph may point to them. What writes into a weight without a trace (``.data``) is seen
-    with the next epoch, which is the next picture.
+    A CUDA graph may read them.
+
+    Attributes:
+        made_from: What tells the weights that they were made from; None before.
+        was_made: Whether the last `apply` made them.
     """
 
     def __init__(self, quantisation: Quantisation) -> None:
@@ -111,42 +116,50 @@ class QuantisedWeights:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unit: list[torch.Tensor] = []
         self._sources: list[list[torch.Tensor]] = []
-        self._made_from: Hashable = None
+        self.made_from: Hashable = None
+        self.was_made = False
 
     @property
     def size_bytes(self) -> int:
         """Memory that the copies hold."""
         return sum(t.numel() * t.element_size() for copies in self._copies for t in copies)
 
-    def apply(self, weights: Sequence[torch.Tensor], epoch: Hashable) -> list[torch.Tensor]:
+    def would_be_made_from(self, generation: int) -> Hashable:
+        """What `made_from` would be if they were made now from the same weights."""
+        return (generation, *(content_of(w) for group in self._sources for w in group))
+
+    def apply(self, weights: Sequence[torch.Tensor], generation: int) -> list[torch.Tensor]:
         """A block's weights as its quantised graph takes them: with the copies in place of the
         first of each group, the scales of all groups behind, and with fp8 a scale for inputs of
         at most 1.
 
         Args:
             weights: Of the block, in the order of the plan.
-            epoch: Differs when weights may have changed unseen.
+            generation: Of `Contents`.
         """
         self._sources = [[weights[i] for i in group] for group in self.quantisation.groups]
-        self.refresh(epoch)
+        now = self.would_be_made_from(generation)
+        self.was_made = now != self.made_from
+        if self.was_made:
+            if is_observed():
+                raise WeightsChangedError("A weight has changed since the forward before it.")
+            self.made_from = None  # nothing is known until all of it has happened
+            self._make()
+            self.made_from = now
         taken = list(weights)
         for group, (copy, _) in zip(self.quantisation.groups, self._copies, strict=True):
             taken[group[0]] = copy
         return [*taken, *(scale for _, scale in self._copies), *self._unit]
 
-    def refresh(self, epoch: Hashable) -> None:
-        """Make the copies anew if the weights may have changed since."""
-        now = (epoch, *(content_of(w) for group in self._sources for w in group))
-        if now == self._made_from:
-            return
+    def _make(self) -> None:
         precision = self.quantisation.precision
-        if not self._copies:
+        device = self._sources[0][0].device
+        if not self._copies or self._copies[0][0].device != device:
             self._copies = [_room(group, precision) for group in self._sources]
-            self._unit = _unit(precision, self._sources[0][0].device)
+            self._unit = _unit(precision, device)
         fill = _fill_fp8 if precision == "fp8" else _fill_int8
         for group, (rows, scales) in zip(self._sources, self._copies, strict=True):
             fill([weight.detach() for weight in group], rows, scales)
-        self._made_from = now
 
 
 def _room(group: Sequence[torch.Tensor], precision: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +183,7 @@ def _unit(precision: str, device: torch.device) -> list[torch.Tensor]:
         return [torch.full((1,), 1 / _TYPES[precision][1], device=device)]
 
 
-# Few operations, since this is done for each weight of a model before each picture.
+# Few operations, since this is done for each weight of a model.
 
 
 def _fill_fp8(group: Sequence[torch.Tensor], rows: torch.Tensor, scale: torch.Tensor) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -14,65 +12,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import BlockGoneError, MachineError
+from onediff_ext.core.errors import MachineError, WeightsChangedError
 from onediff_ext.core.keys import KindKey
+from onediff_ext.engine.block_calls import (
+    autocast_state,
+    boundary_problem,
+    input_text,
+    normalise,
+    signature,
+    work,
+)
+from onediff_ext.engine.block_identity import BlockIdentity, look_at, prepare_export
 from onediff_ext.engine.check import QUANTISED_TOLERANCE, as_exact_as, compare
 from onediff_ext.engine.families.base import BlockCall, BlockFamily, Refusal
-from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.graph_calls import is_observed, run_graph
+from onediff_ext.engine.kind_registry import KindRegistry
+from onediff_ext.engine.kinds import Kind, KindState, LivingBlocks
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.engine.prompt import Projections, stamp_of
 from onediff_ext.engine.quantised import (
     PRECISIONS,
     Quantisation,
     QuantisedWeights,
-    outlines,
     plan,
     unavailable_reason,
 )
-from onediff_ext.engine.structure import BlockTree, WrapperRule
-from onediff_ext.engine.torch_versions import OutOfMemoryError, autocast_dtype
+from onediff_ext.engine.structure import BlockTree
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.trace import (
     Autocast,
     BlockFunction,
-    export_block,
-    is_channels_last,
-    make_examples,
-    outline_of,
-    save_program,
 )
+from onediff_ext.engine.weights import WeightSlot
 
 logger = logging.getLogger(__name__)
+
+# Why a call ran eager although nothing is wrong with its kind.
+NO_GRAPH_YET = "there is no graph yet"
+NOT_COMPARED = "no memory yet to compare its graph with eager"
+UNDECIDED = "its graph could not be compared: eager gave NaN"
 
 _INDEX_LIMIT = 2**31 - 1
 # A relative error below this may be eager's own; above, something is plainly wrong.
 _DOUBTFUL = 1e-2
-
-
-class Kinds(ABC):
-    """Who knows the kinds of this process; the session implements it."""
-
-    rules: Sequence[WrapperRule]
-    precision = "exact"  # of the linear layers, as in `CompileOptions`
-
-    @property
-    @abstractmethod
-    def epoch(self) -> int:
-        """Differs after any moment in which weights may have changed without a trace."""
-
-    @abstractmethod
-    def key_entries(self, device: torch.device) -> dict[str, str]:
-        """The parts of a key that machine and backend give."""
-
-    @abstractmethod
-    def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
-        """The kind of this key, made (and its graph loaded, if stored) when it is new."""
-
-    def rejected(self, kind: Kind) -> None:  # noqa: B027
-        """Hear that a kind's graph was wrong in this process."""
-
-    @abstractmethod
-    def fell_back(self, what: str, reason: str) -> None:
-        """Count one call that ran eager although a graph was wanted."""
 
 
 class BlockRunner:
@@ -84,6 +66,7 @@ class BlockRunner:
     Attributes:
         active: False lets every call through.
         used: The kind of the last call, or None when it ran eager for a reason of its own.
+        eager_reason: Why the last call ran eager; None if it ran its graph, "" before the first.
         compared: Calls that gave eager's result although a graph ran, to compare the two.
         tree: What the block consisted of then.
         projections: What the last call with a graph had computed from its prompt.
@@ -92,7 +75,11 @@ class BlockRunner:
     capturable = True  # runs the same kernels at every call that looks the same
 
     def __init__(
-        self, block: nn.Module, family: BlockFamily, forward: Callable[..., Any], kinds: Kinds
+        self,
+        block: nn.Module,
+        family: BlockFamily,
+        forward: Callable[..., Any],
+        kinds: KindRegistry,
     ) -> None:
         self.block, self.family, self._kinds = block, family, kinds
         own = getattr(type(block), family.method)
@@ -100,11 +87,13 @@ class BlockRunner:
         self.active = True
         self.compared = 0
         self.used: Kind | None = None
+        self.eager_reason: str | None = ""
         self.tree: BlockTree | None = None
         self._found: dict[tuple[Any, ...], Kind] = {}
         self._missing_in: int | None = None  # the epoch in which the last call had no graph
         self._quantised: QuantisedWeights | None = None
         self._prompt_weights: tuple[int, ...] = ()  # indices of what the prompt's layers read
+        self._wrapped_slots: list[WeightSlot] = []
         self.projections: Projections | None = None
 
     @property
@@ -124,9 +113,17 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         if self._is_still_missing():
             return self.eager(*args, **kwargs)
-        prepared = self._prepare(args, kwargs)
+        try:
+            prepared = self._prepare(args, kwargs)
+        except OutOfMemoryError:
+            raise
+        except Exception as exc:  # what others have put there must not end a picture
+            if is_observed():
+                raise
+            logger.warning("%s runs eager", self.family.label, exc_info=True)
+            prepared = Refusal(f"it cannot be looked at: {type(exc).__name__}: {exc}")
         if isinstance(prepared, Refusal):
-            self.used = None
+            self.used, self.eager_reason = None, prepared.reason
             self._kinds.fell_back(self.family.label, prepared.reason)
             return self.eager(*args, **kwargs)
         kind, call, weights = prepared
@@ -136,14 +133,21 @@ class BlockRunner:
         if graph is None:
             if kind.state is KindState.FAILED:
                 self._kinds.fell_back(kind.label, kind.reason)
+                self.eager_reason = kind.reason
             else:
                 self._missing_in = self._kinds.epoch
+                self.eager_reason = NO_GRAPH_YET
+                kind.met(self._missing_in)
             return self.eager(*args, **kwargs)
         output: torch.Tensor | None = None
+        # What raises here is the host's layers', or memory: no graph is to blame.
+        call = self._ahead(call, weights)
+        arguments = [*self._taken_by(kind, weights), *call.tensors]
         try:
-            call = self._ahead(call, weights)
-            output = graph([*self._taken_by(kind, weights), *call.tensors])
+            output = run_graph(graph, arguments)
         except Exception as exc:
+            if is_observed():
+                raise  # the recording failed, which is no fault of the graph
             if is_out_of_memory(exc):
                 if kind.state is KindState.READY:
                     raise OutOfMemoryError(str(exc)) from None  # whatever class it had
@@ -154,20 +158,53 @@ class BlockRunner:
                 logger.warning("%s runs eager: %s", kind.label, kind.reason)
                 if not isinstance(exc, MachineError):
                     self._kinds.rejected(kind)
+                self.eager_reason = kind.reason
                 return self.eager(*args, **kwargs)
         if output is not None and kind.state is KindState.READY:
-            return self.family.output_of(self.block, output)
+            self.eager_reason = None
+            if self._kinds.spot_checks.chosen is not self or is_observed():
+                return self.family.output_of(self.block, output)
+            return self._checked_again(kind, output, call, weights, args, kwargs)
         if self.family.mutates_inputs:
             call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
         eager = self.eager(*args, **kwargs)
         self.compared += 1
         if not self._was_checked(kind, output, self.family.tensor_of(eager), call, weights):
-            self._kinds.fell_back(kind.label, "no memory yet to compare its graph with eager")
+            self._kinds.fell_back(kind.label, NOT_COMPARED)
+            self.eager_reason = NOT_COMPARED
+        else:
+            self.eager_reason = None if kind.state is KindState.READY else kind.reason or UNDECIDED
         return eager
+
+    def _checked_again(
+        self,
+        kind: Kind,
+        output: torch.Tensor,
+        call: BlockCall,
+        weights: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A graph's output, or eager's result where the two differ all of a sudden."""
+        with self._kinds.spot_checks.comparing():
+            if self.family.mutates_inputs:
+                call = replace(call, tensors=tuple(t.clone() for t in call.tensors))
+            try:
+                eager = self.eager(*args, **kwargs)
+                checked = self._was_checked(
+                    kind, output, self.family.tensor_of(eager), call, weights
+                )
+            except OutOfMemoryError:
+                checked = False
+        if checked and kind.state is KindState.FAILED:
+            self._kinds.found_wrong(kind.label, kind.reason, kind.key)
+            self.eager_reason = kind.reason
+            return eager
+        return self.family.output_of(self.block, output)
 
     @property
     def epoch(self) -> int:
-        """As `Kinds.epoch`."""
+        """As `KindRegistry.epoch`."""
         return self._kinds.epoch
 
     def _is_still_missing(self) -> bool:
@@ -193,23 +230,81 @@ class BlockRunner:
         stamp = stamp_of(self._kinds.epoch, prompt, read)
         known = self.projections
         if known is None or not known.serve(prompt, stamp, read):
-            made = self.family.project(self.block, prompt)
+            made = self._project(prompt, weights)
             known = self.projections = Projections(prompt, made, stamp, read)
         return self.family.projected(call, known.tensors)
 
-    def refresh(self) -> None:
-        """Make 8-bit copies anew whose weights may have changed: before a CUDA graph is replayed
-        that points to them."""
-        if self._quantised is not None:
-            self._quantised.refresh(self._kinds.epoch)
+    def project(self, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the block's graph takes in place of a prompt, with the weights as they are now."""
+        return self._project(prompt, self.weights())
+
+    def weights(self) -> list[torch.Tensor]:
+        """The weights that the last call's graph read, as they are now.
+
+        Raises:
+            WeightsChangedError: They are no longer of the form that the graph reads.
+        """
+        weights = None if self.tree is None else self.tree.weights(self._generation())
+        if weights is None:
+            raise WeightsChangedError("A block has other weights than it had a moment ago.")
+        return weights
+
+    def prompt_weights(self) -> list[torch.Tensor]:
+        """Those of `weights` that `project` reads."""
+        weights = self.weights()
+        return [weights[i] for i in self._prompt_weights]
+
+    def _project(
+        self, prompt: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        assert self.tree is not None
+        merged = {
+            self.tree.slots[i].path.removesuffix(".weight"): weights[i]
+            for i in self._prompt_weights
+            if self.tree.slots[i].is_wrapped
+        }
+        return self.family.project(self.block, prompt, merged)
+
+    @property
+    def derives(self) -> bool:
+        """Whether its graph reads weights that were made from others: by a wrapper, in 8 bits."""
+        return self._quantised is not None or bool(self._wrapped_slots)
+
+    def derived_from_now(self) -> Hashable:
+        """What those weights would be made from now."""
+        generation = self._generation()
+        return (
+            tuple(slot.would_be_made_from(generation) for slot in self._wrapped_slots),
+            None if self._quantised is None else self._quantised.would_be_made_from(generation),
+        )
+
+    def derived_from(self) -> Hashable:
+        """What those weights were made from last."""
+        return (
+            tuple(slot.made_from for slot in self._wrapped_slots),
+            None if self._quantised is None else self._quantised.made_from,
+        )
+
+    def derived_places(self) -> tuple[int, ...]:
+        """Where they lie."""
+        return tuple(slot.place() for slot in self._wrapped_slots)
+
+    def _generation(self) -> int:
+        return self._kinds.contents.look(self._kinds.epoch)
 
     def _taken_by(self, kind: Kind, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """The weights as a kind's graph takes them."""
         if kind.quantisation is None:
+            self._quantised = None
             return weights
         if self._quantised is None or self._quantised.quantisation != kind.quantisation:
             self._quantised = QuantisedWeights(kind.quantisation)
-        return self._quantised.apply(weights, self._kinds.epoch)
+        taken = self._quantised.apply(weights, self._generation())
+        if self._quantised.was_made:
+            assert self.tree is not None
+            slots = zip(self.tree.slots, weights, strict=True)
+            self._kinds.contents.watch(w for slot, w in slots if not slot.is_wrapped and w.ndim > 1)
+        return taken
 
     def _was_checked(
         self,
@@ -271,36 +366,41 @@ class BlockRunner:
         if torch.is_grad_enabled():
             return Refusal("gradients are enabled")
         tree = self.tree
-        if tree is None or not tree.holds():
+        if tree is None or not tree.holds(self._kinds.moment):
             tree = self._look()
         if tree.drops and self.block.training:
             return Refusal("the model is in training mode")
         if tree.refusal is not None:
             return Refusal(tree.refusal)
-        weights = tree.weights()
+        generation = self._generation()
+        weights = tree.weights(generation)
         if weights is None:
             tree = self._look()
-            weights = None if tree.refusal else tree.weights()
+            weights = None if tree.refusal else tree.weights(generation)
             if weights is None:
                 return Refusal(tree.refusal or "weights change while they are read")
-        inputs = [_normalise(t) for t in call.tensors]
-        problem = _boundary_problem(inputs, call, weights)
+        inputs = [normalise(t) for t in call.tensors]
+        problem = boundary_problem(inputs, call, weights)
         if problem is not None:
             return Refusal(problem)
         if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
             return Refusal("more elements than a 32-bit index reaches")
         call = replace(call, tensors=tuple(inputs))
-        autocast = _autocast_state(inputs[0].device.type)
-        signature = (_signature(call), autocast)
-        kind = self._found.get(signature)
+        autocast = autocast_state(inputs[0].device.type)
+        # With the tree: another thread may have met other modules since.
+        known_as = (tree, signature(call), autocast)
+        kind = self._found.get(known_as)
         if kind is None:
             kind = self._identify(tree, call, weights, autocast)
-            self._found[signature] = kind
+            self._found[known_as] = kind
         return kind, call, weights
 
     def _look(self) -> BlockTree:
-        self.tree = look_at(self.block, self.family, self._kinds.rules)
+        self.tree = look_at(self.block, self.family, self._kinds.rules, self._kinds.code)
         self._found.clear()
+        self._wrapped_slots = [slot for slot in self.tree.slots if slot.is_wrapped]
+        for slot in self._wrapped_slots:
+            slot.changed = self._kinds.contents.watch
         layers = tuple(f"{name}." for name in self.family.prompt_layers)
         self._prompt_weights = tuple(
             i for i, name in enumerate(self.tree.names) if layers and name.startswith(layers)
@@ -322,7 +422,7 @@ class BlockRunner:
             **self.family.packages(),
             **self._kinds.key_entries(device),
             "inputs": "; ".join(
-                _input_text(t, dims) for t, dims in zip(call.tensors, call.dims, strict=True)
+                input_text(t, dims) for t, dims in zip(call.tensors, call.dims, strict=True)
             ),
             "call": repr(call.statics),
             "autocast": "off" if autocast is None else str(autocast[1]),
@@ -332,8 +432,10 @@ class BlockRunner:
             quantisation = self._quantise(tree, weights, device, without)
         if quantisation is not None:
             entries["precision"] = repr(quantisation)
-        key, block, family = KindKey(entries), weakref.ref(self.block), self.family
-        rules = self._kinds.rules
+        key, family = KindKey(entries), self.family
+        rules, code = self._kinds.rules, self._kinds.code
+        # What is kept of the block: no weight, since the kind outlives it.
+        identity, blocks = BlockIdentity.of(tree), LivingBlocks()
         # Only shapes, dtypes and layouts of the example matter: keep none of its memory.
         outline = BlockCall(
             tuple(torch.empty_like(t, device="meta") for t in call.tensors),
@@ -341,16 +443,18 @@ class BlockRunner:
             call.statics,
         )
 
-        def prepare_export(on: torch.device) -> Callable[[], bytes]:
-            return _prepare_export(
-                block(), tree, family, rules, outline, autocast, quantisation, on
+        def prepare(on: torch.device) -> Callable[[], bytes]:
+            return prepare_export(
+                blocks, identity, family, rules, code, outline, autocast, quantisation, on
             )
 
-        label, work = family.describe(self.block), _work(call, weights)
+        label, cost = family.describe(self.block), work(call, weights)
         if quantisation is not None:
             label = f"{label} {quantisation.precision}"
         kind = self._kinds.find(
-            key, lambda: Kind(key, label, device, prepare_export, quantisation, work)
+            key,
+            device,
+            lambda: Kind(key, label, device, prepare, quantisation, cost, blocks=blocks),
         )
         kind.blocks.add(self.block)
         return kind
@@ -368,106 +472,3 @@ class BlockRunner:
             self._kinds.fell_back(f"the {precision} precision", reason)
             return None
         return plan(tree.names, weights, precision, without)
-
-
-def look_at(block: nn.Module, family: BlockFamily, rules: Sequence[WrapperRule]) -> BlockTree:
-    """What a block consists of now, as its family sees it."""
-    return BlockTree(
-        block,
-        family.sources,
-        rules,
-        family.parts,
-        family.transient,
-        family.interfering,
-        family.patchers,
-    )
-
-
-def _prepare_export(
-    block: nn.Module | None,
-    identified: BlockTree,
-    family: BlockFamily,
-    rules: Sequence[WrapperRule],
-    outline: BlockCall,
-    autocast: Autocast,
-    quantisation: Quantisation | None,
-    device: torch.device,
-) -> Callable[[], bytes]:
-    if block is None:
-        raise BlockGoneError("The model is gone.")
-    tree = look_at(block, family, rules)
-    if tree.refusal is not None or not tree.is_built_as(identified):
-        raise BlockGoneError("The block has changed since its kind was named.")
-    traced = tree.copy()
-    family.prepare(traced)
-    examples = make_examples(outline, device)
-    # Those that the kind was named with: SDXL's VAE is float32 for its calls only.
-    weights = [outline_of(layout, device) for layout in identified.layouts()]
-    if quantisation is not None:
-        weights = outlines(weights, quantisation)
-
-    def export() -> bytes:
-        program = export_block(
-            traced, family, tree.names, weights, outline, device, autocast, examples, quantisation
-        )
-        return save_program(program)
-
-    return export
-
-
-def _work(call: BlockCall, weights: Sequence[torch.Tensor]) -> float:
-    """About how many multiplications a call costs: each weight at each place of the image."""
-    image = call.tensors[0]
-    places = image.numel() / (image.shape[1] if image.ndim == 4 else image.shape[-1])
-    return places * sum(weight.numel() for weight in weights)
-
-
-def _normalise(tensor: torch.Tensor) -> torch.Tensor:
-    """The one layout that graphs are built for: NHWC images, everything else contiguous."""
-    if tensor.ndim == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor.contiguous()
-
-
-def _boundary_problem(
-    inputs: Sequence[torch.Tensor], call: BlockCall, weights: Sequence[torch.Tensor]
-) -> str | None:
-    """What a stored graph would not notice by itself, since it checks none of its inputs."""
-    device = inputs[0].device
-    sizes: dict[str, int] = {}
-    for tensor, dims in zip(inputs, call.dims, strict=True):
-        if tensor.ndim != len(dims):
-            return f"an input has {tensor.ndim} dims where {len(dims)} are expected"
-        if tensor.device != device:
-            return "inputs on different devices"
-        for size, name in zip(tensor.shape, dims, strict=True):
-            if name is None:
-                continue
-            if size == 0:
-                return f"an empty {name}"
-            if sizes.setdefault(name, size) != size:
-                return f"{name} differs between inputs"
-    if any(weight.device != device for weight in weights):
-        return "weights are on another device (offloading)"
-    if sizes["batch"] > 63:
-        return "more than 63 images at once"
-    return None
-
-
-def _signature(call: BlockCall) -> tuple[Any, ...]:
-    fixed = tuple(
-        (t.dtype, t.device, *(n for n, name in zip(t.shape, dims, strict=True) if name is None))
-        for t, dims in zip(call.tensors, call.dims, strict=True)
-    )
-    return (fixed, call.statics, call.prompt is None)
-
-
-def _autocast_state(device_type: str) -> Autocast:
-    dtype = autocast_dtype(device_type)
-    return None if dtype is None else (device_type, dtype)
-
-
-def _input_text(tensor: torch.Tensor, dims: Sequence[str | None]) -> str:
-    shape = ",".join(name or str(n) for n, name in zip(tensor.shape, dims, strict=True))
-    layout = " nhwc" if is_channels_last(tensor) else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]{layout}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
-from abc import ABC, abstractmethod
+import types
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,68 +14,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.code import (
+    Code,
+    foreign_class,
+    foreign_methods,
+    home_of,
+    is_ours,
+    is_put_back,
+    reads_attribute,
+    surroundings_reason,
+)
+from onediff_ext.engine.module_state import INTERNAL, ModuleState, interfering_in
+from onediff_ext.engine.weights import Layout, WeightSlot, WrapperRule, layout_of
+
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
-
-
-Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-
-
-def layout_of(weight: torch.Tensor) -> Layout:
-    """What a graph takes for granted of a weight: dtype, shape and strides."""
-    return weight.dtype, weight.shape, weight.stride()
-
-
-class WrapperRule(ABC):
-    """A module that stands around another one and changes its weight, as LoRA layers do."""
-
-    @abstractmethod
-    def matches(self, module: nn.Module) -> bool:
-        """Whether `module` is such a wrapper."""
-
-    @abstractmethod
-    def base(self, module: nn.Module) -> nn.Module:
-        """The wrapped module, whose graph serves."""
-
-    @abstractmethod
-    def refusal(self, module: nn.Module) -> str | None:
-        """Why this wrapper cannot be expressed as another weight, or None."""
-
-    @abstractmethod
-    def state(self, module: nn.Module) -> Hashable:
-        """A value that differs whenever `effective` would return something else."""
-
-    @abstractmethod
-    def effective(self, module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-        """The weight with which the bare base computes what the wrapper computes."""
-
-
-class _Slot:
-    """One weight of a block, read anew at every call since hosts replace Parameters."""
-
-    __slots__ = ("holder", "layout", "name", "path", "rule", "state", "value", "wrapper")
-
-    def __init__(
-        self, path: str, holder: dict[str, Any], name: str, rule: WrapperRule | None, wrapper: Any
-    ) -> None:
-        self.path, self.holder, self.name = path, holder, name
-        self.rule, self.wrapper = rule, wrapper
-        self.state: Hashable = None
-        self.value: torch.Tensor | None = None
-        self.layout: Layout | None = None  # None until it was described
-
-    def read(self) -> torch.Tensor | None:
-        weight = self.holder.get(self.name)
-        if weight is None or self.rule is None:
-            return weight
-        state = self.rule.state(self.wrapper)
-        if state != self.state or self.value is None:
-            self.value = self.rule.effective(self.wrapper, weight)
-            self.state = state
-        return self.value
+# What else decides nothing: a model's own record of how it was made, and what a layer has made of
+# attributes that count by themselves.
+_DERIVED = INTERNAL | {
+    "forward",
+    "_chunk_dim",
+    "_from_deprecated_attn_block",
+    "_gradient_checkpointing_func",
+    "_internal_dict",
+    "_reversed_padding_repeated_twice",
+}
 
 
 class BlockTree:
     """What a block consists of at one moment.
+
+    Args:
+        block: To look at.
+        packages: Beginnings of the full names of classes that it may consist of, besides torch's.
+        rules: Wrappers around its layers.
+        parts: The children that count; None for all.
+        transient: As `BlockFamily.transient`.
+        interfering: As `BlockFamily.interfering`.
+        patchers: As `BlockFamily.patchers`.
+        code: Of this process.
 
     Attributes:
         refusal: Why no graph may stand for this block, or None.
@@ -94,6 +70,7 @@ class BlockTree:
         transient: frozenset[str] = frozenset(),
         interfering: tuple[str, ...] = (),
         patchers: tuple[str, ...] = (),
+        code: Code | None = None,
     ) -> None:
         self.refusal: str | None = None
         self._parts, self._transient, self._interfering = parts, transient, interfering
@@ -102,15 +79,17 @@ class BlockTree:
         self._block = block
         self.drops = any(_drops(module) for module in block.modules())
         self._rules = tuple(rules)
-        self._children: list[tuple[dict[str, Any], str, Any]] = []
-        self._modules: list[tuple[nn.Module, type, int, str | None]] = []
-        self._processors: list[tuple[dict[str, Any], Any]] = []
-        self._slots: list[_Slot] = []
-        self._methods: dict[type, tuple[Any, ...]] = {}
+        self._modules: list[nn.Module] = []
+        self._wrappers: list[nn.Module] = []
+        self.slots: list[WeightSlot] = []
+        self._code = Code() if code is None else code
         lines: list[str] = []
         self._sources: set[str] = set()
         self._visit("", block, lines, inner=False)
-        self.names = tuple(slot.path for slot in self._slots)
+        self.names = tuple(slot.path for slot in self.slots)
+        self._look_at_code()
+        self._state = ModuleState(self._modules, block, ignored=transient, bare=self._wrappers)
+        self._interferes = self._read_interfering()
         self._describe_weights(lines)
 
     def _visit(
@@ -120,34 +99,21 @@ class BlockTree:
         lines: list[str],
         *,
         inner: bool,
-        wrapped: tuple[WrapperRule | None, Any] = (None, None),
+        wrapped: tuple[WrapperRule, nn.Module] | None = None,
     ) -> None:
-        foreign = self._foreign(module, inner)
-        self._modules.append((module, type(module), len(module._modules), foreign))
-        if foreign:
-            self._refuse(f"{path or 'the block'} {foreign}")
-        if type(module) not in self._methods:
-            self._methods[type(module)] = methods_of(type(module))
-            patched = patched_class(type(module), self._patchers)
-            if patched:
-                self._refuse(patched)
+        self._modules.append(module)
+        self._judge(path or "the block", module, inner)
         if not _qualname(type(module)).startswith(self._packages):
             self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
         self._sources.add(type(module).__module__)
         lines.append(f"{path}: {_qualname(type(module))} {self._describe_attributes(module)}")
-        processor = vars(module).get("processor")
-        if processor is not None:
-            self._processors.append((vars(module), processor))
         prefix = f"{path}." if path else ""
-        rule, wrapper = wrapped
-        for kind, holder in (("p", module._parameters), ("b", module._buffers)):
+        for holder, merges in ((module._parameters, True), (module._buffers, False)):
             for name, weight in holder.items():
-                if weight is None:
-                    continue
-                merges = rule if kind == "p" and name == "weight" else None
-                self._slots.append(_Slot(prefix + name, holder, name, merges, wrapper))
+                if weight is not None:
+                    by = wrapped if merges and name == "weight" else None
+                    self.slots.append(WeightSlot(prefix + name, holder, name, by))
         for name, child in module._modules.items():
-            self._children.append((module._modules, name, child))
             if child is None or not (inner or self._parts is None or name in self._parts):
                 continue
             found = next((r for r in self._rules if r.matches(child)), None)
@@ -158,16 +124,33 @@ class BlockTree:
             if reason is not None:
                 self._refuse(f"{prefix}{name}: {reason}")
             base = found.base(child)
-            foreign = self._foreign(child, True)
-            self._modules.append((child, type(child), len(child._modules), foreign))
-            if foreign:
-                self._refuse(f"{prefix}{name} {foreign}")
+            around = [m for m in child.modules() if m is not base]
+            self._modules += around
+            self._wrappers += around
+            for module_around in around:
+                self._judge(f"{prefix}{name}", module_around, True)
             self._visit(prefix + name, base, lines, inner=True, wrapped=(found, child))
+
+    def _look_at_code(self) -> None:
+        """Note the code that runs in this block, and refuse what others have replaced of it."""
+        processors = [vars(module).get("processor") for module in self._modules]
+        classes = {type(module) for module in self._modules}
+        classes |= {type(processor) for processor in processors if processor is not None}
+        self._code.watch(classes)
+        self._generation = self._code.look()
+        self._hook_reason = surroundings_reason()
+        for cls in sorted(classes, key=_qualname):
+            patched = foreign_class(cls, self._patchers)
+            if patched:
+                self._refuse(patched)
+        reason = self._code.torch_reason(self._patchers) or self._hook_reason
+        if reason is not None:
+            self._refuse(reason)
 
     def _describe_weights(self, lines: list[str]) -> None:
         weights, dtypes = [], set()
-        for slot in self._slots:
-            weight = None if self.refusal else slot.read()
+        for slot in self.slots:
+            weight = None if self.refusal else slot.outline()
             if weight is None:
                 continue
             if type(weight) not in (torch.Tensor, nn.Parameter):
@@ -188,56 +171,69 @@ class BlockTree:
         kept = {
             name: value
             for name, value in vars(module).items()
-            if name == "_chunk_size"
-            or not (name.startswith("_") or name == "forward" or name in self._transient)
+            if name not in _DERIVED
+            and name not in self._transient
+            and not is_ours(value)
+            and not is_put_back(module, name)
+            and (not name.startswith("_") or reads_attribute(type(module), name))
         }
         return _describe(kept, depth=0)
 
-    def _foreign(self, module: nn.Module, inner: bool) -> str | None:
-        """What makes a module compute something else than its class says, or None."""
-        if _is_hooked(module) if inner else replaces(module, "_forward"):
-            return "has a hook or a replaced forward of another extension"
-        attributes = module.__dict__
-        for name in self._interfering:
-            if attributes.get(name):
-                return f"has weights that change at each call ({name})"
-        return None
+    def _judge(self, what: str, module: nn.Module, inner: bool) -> None:
+        """Refuse a module that computes something else than its class says."""
+        if inner and (module._forward_hooks or module._forward_pre_hooks):
+            self._refuse(f"{what} has a hook or a replaced forward of another extension")
+        for name in foreign_methods(module):
+            if inner or name != "forward":
+                self._refuse(
+                    f"{what} has a hook or a replaced forward of another extension"
+                    if name in ("forward", "_forward")
+                    else f"{what} has a replaced {name} of another extension"
+                )
+        own = f"{type(module).__module__.partition('.')[0]}."
+        for name, value in vars(module).items():
+            if name in self._interfering and value:
+                self._refuse(f"{what} has weights that change at each call ({name})")
+            if name in _DERIVED or name in self._transient:
+                continue
+            if not reads_attribute(type(module), name):
+                continue
+            if isinstance(value, torch.Tensor):
+                self._refuse(f"{what} holds a tensor that is no parameter ({name})")
+            elif isinstance(value, types.FunctionType) and not _is_known_function(
+                value, (own, *self._packages, *self._patchers)
+            ):
+                self._refuse(f"{what} holds a function of {home_of(value)} ({name})")
 
     def _refuse(self, reason: str) -> None:
         if self.refusal is None:
             self.refusal = reason
 
-    def holds(self) -> bool:
-        """Whether the block still consists of the same modules, without hooks or wrappers added."""
-        for holder, name, child in self._children:
-            if holder.get(name) is not child:
-                return False
-        for module, cls, count, foreign in self._modules:
-            if module.__class__ is not cls:
-                return False
-            attributes = module.__dict__
-            if len(attributes["_modules"]) != count:
-                return False
-            if foreign is None and not (
-                "forward" in attributes
-                or "_forward" in attributes
-                or attributes["_forward_hooks"]
-                or attributes["_forward_pre_hooks"]
-                or self._interfering
-            ):
-                continue  # by far most of them, at each call of each block
-            if self._foreign(module, module is not self._block) != foreign:
-                return False
-        for cls, methods in self._methods.items():
-            if methods_of(cls) != methods:
-                return False
-        return all(holder.get("processor") is processor for holder, processor in self._processors)
+    def holds(self, moment: Hashable = None) -> bool:
+        """Whether the block still is what it was: modules, hooks, attributes, code.
 
-    def weights(self) -> list[torch.Tensor] | None:
-        """The weights as they are now, or None when their shape, dtype or layout changed."""
+        Args:
+            moment: As `Code.look` takes it.
+        """
+        return (
+            self._code.look(moment) == self._generation
+            and surroundings_reason() == self._hook_reason
+            and (not self._interfering or self._read_interfering() == self._interferes)
+            and self._state.holds()
+        )
+
+    def _read_interfering(self) -> list[bool]:
+        return interfering_in(self._modules, self._interfering)
+
+    def weights(self, generation: int = 0) -> list[torch.Tensor] | None:
+        """The weights as they are now, or None when their shape, dtype or layout changed.
+
+        Args:
+            generation: Of `Contents`.
+        """
         found = []
-        for slot in self._slots:
-            weight = slot.read()
+        for slot in self.slots:
+            weight = slot.read(generation)
             if weight is None or slot.layout != layout_of(weight):
                 return None
             found.append(weight)
@@ -245,7 +241,7 @@ class BlockTree:
 
     def layouts(self) -> list[Layout]:
         """Of the weights as they were."""
-        return [slot.layout for slot in self._slots if slot.layout is not None]
+        return [slot.layout for slot in self.slots if slot.layout is not None]
 
     def is_built_as(self, other: BlockTree) -> bool:
         """Whether the modules are the same ones, whatever their weights are stored as."""
@@ -283,51 +279,16 @@ class BlockTree:
             self._unwrap(child)
 
 
-def methods_of(cls: type) -> tuple[Any, ...]:
-    """What runs when a module of this class is called."""
-    return getattr(cls, "forward", None), getattr(cls, "_forward", None)
-
-
-def patched_class(cls: type, patchers: Sequence[str]) -> str | None:
-    """Who has put another method into a class of modules, in plain words, or None.
-
-    A graph knows nothing of a patch made after it was traced, and would hand a patch that was there
-    then on to the next process.
-
-    Args:
-        cls: Of a block or a layer.
-        patchers: Prefixes of the modules whose patches are known.
-    """
-    own = {base.__module__ for base in cls.__mro__}
-    for method in methods_of(cls):
-        source = getattr(method, "__module__", None)
-        if source is not None and source not in own and not source.startswith(tuple(patchers)):
-            return f"{cls.__qualname__} is patched by {source}"
-    return None
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or replaces(module, "forward")
-        or replaces(module, "_forward")
-    )
-
-
 def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def replaces(module: nn.Module, name: str) -> bool:
-    """Whether the instance has a method of its own, and not its class's put back by hand, as
-    ControlNet for A1111 does when it is done."""
-    method = module.__dict__.get(name)
-    if method is None:
-        return False
-    return getattr(method, "__func__", None) is not getattr(type(module), name, None)
+def _is_known_function(function: types.FunctionType, packages: Sequence[str]) -> bool:
+    """Whether a function's name says what it computes: none that closes over something."""
+    home = f"{home_of(function)}."
+    return function.__closure__ is None and home.startswith(("torch.", *packages))
 
 
 def _qualname(cls: type) -> str:

@@ -15,8 +15,8 @@ from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.autocast import CudaAutocast
 from onediff_ext.engine.families.base import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.quantised import Quantisation, QuantisedLinears
-from onediff_ext.engine.structure import Layout, layout_of
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
+from onediff_ext.engine.weights import Layout, layout_of
 
 Autocast = tuple[str, torch.dtype] | None
 

@@ -14,7 +14,7 @@ from torch import nn
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.patch import Patches
-from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.weights import WrapperRule
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from onediff_ext.core.errors import PictureError
+from onediff_ext.core.errors import PictureError, UnsafeFileError
+from onediff_ext.core.untrusted_files import read_regular
 
 SUFFIX = ".txt"
+MAX_BYTES = 256 * 1024
+READ_LIMIT_S = 30.0
+_HINT = "Save it as UTF-8 text, or leave --captions out."
 
 
 def read_caption(picture: Path) -> str | None:
@@ -17,18 +22,21 @@ def read_caption(picture: Path) -> str | None:
     """
     path = picture.with_suffix(SUFFIX)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path, limit_bytes=MAX_BYTES, limit_s=READ_LIMIT_S).decode("utf-8-sig")
     except FileNotFoundError:
         return None
+    except UnsafeFileError as exc:
+        raise PictureError(f"The caption cannot be read: {exc.message}", _HINT) from exc
     except (OSError, UnicodeDecodeError) as exc:
-        raise PictureError(
-            f"The caption {path} cannot be read.", "Save it as UTF-8 text, or leave --captions out."
-        ) from exc
+        raise PictureError(f"The caption {path} cannot be read.", _HINT) from exc
     return " ".join(text.split()) or None
 
 
-def is_caption(path: Path, names: set[str]) -> bool:
-    """Whether a file of a folder is the caption of another one of its `names`."""
-    if path.suffix.lower() != SUFFIX:
-        return False
-    return any(name != path.name and Path(name).stem == path.stem for name in names)
+def is_caption(path: Path, stems: Mapping[str, int]) -> bool:
+    """Whether a file of a folder is the caption of another one.
+
+    Args:
+        path: The file.
+        stems: How many names of the folder have each stem, this file's own included.
+    """
+    return path.suffix.lower() == SUFFIX and stems[path.stem] > 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from onediff_ext.pictures.formats import BROKEN, open_picture
+from onediff_ext.pictures.formats import open_picture
 from onediff_ext.pictures.png_chunks import read_png
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def orientation_of(path: Path, image: Image.Image) -> int:
     """
     try:
         orientation = _exif(path, image).get(_ORIENTATION_TAG)
-    except BROKEN as exc:
+    except Exception as exc:  # Pillow's readers of EXIF raise whatever they meet
         _LOG.debug("%s: the EXIF block is ignored: %s", path, exc)
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onediff_ext.core.errors import PictureError
+from onediff_ext.core.errors import PictureError, UnsafeFileError
 from onediff_ext.pictures.captions import is_caption
 from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
@@ -67,9 +68,10 @@ def find_pictures(
     search = _Search(report, recursive, _real(output_dir) if output_dir is not None else None)
     found: list[FoundPicture] = []
     for given in inputs:
-        if given.is_dir():
+        # Not Path's own tests, which raise for a name that is too long.
+        if os.path.isdir(given):
             found.extend(search.in_folder(given, given))
-        elif given.exists():
+        elif os.path.exists(given):
             found.extend(search.once(FoundPicture(given, given.parent)))
         else:
             raise PictureError(f"There is no {given}.", "Check the name of the file or folder.")
@@ -97,11 +99,11 @@ class _Search:
         self.seen.add(real + os.sep)
         subfolders = []
         listed = self._listed(folder, root)
-        names = {path.name for path in listed}
+        stems = Counter(path.stem for path in listed)
         for path in listed:
-            if is_caption(path, names):
+            if is_caption(path, stems):
                 continue
-            if path.is_dir():
+            if os.path.isdir(path):
                 subfolders.append(path)
                 if path.suffix.lower() in FORMAT_OF_SUFFIX:
                     self.report.skip(path, "It is a folder, not a picture.")
@@ -133,7 +135,7 @@ class _Search:
 
     def _why_not(self, path: Path, in_output_dir: bool) -> str:
         """Say why a file in a folder is not taken; empty when it is."""
-        if not path.exists():
+        if not os.path.exists(path):
             return "It is a link to a file that is not there."
         suffix = path.suffix.lower()
         if suffix not in FORMAT_OF_SUFFIX:
@@ -148,7 +150,7 @@ class _Search:
 def _made_by_us(path: Path) -> bool:
     try:
         return JOB_KEYWORD in read_png(path).texts
-    except OSError:
+    except (OSError, UnsafeFileError):
         return False  # Reading it will say why.
 
 

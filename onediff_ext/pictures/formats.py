@@ -7,19 +7,25 @@ a folder of photographs has no use for the rest.
 from __future__ import annotations
 
 import stat
-import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from onediff_ext.core.errors import PictureError
+from onediff_ext.core.errors import OneDiffError, PictureError, UnsafeFileError
+from onediff_ext.core.untrusted_files import open_regular
 
 # Twice Pillow's own limit for a warning, where Pillow itself refuses; checked here as
 # well because a host may have switched Pillow's limit off.
 MAX_PICTURE_PIXELS = 178_956_970
+
+
+# Pixels of that many with four channels of 16 bits, stored as they are, and some more.
+MAX_FILE_BYTES = 2 * 2**30
+READ_LIMIT_S = 300.0
+
+_SHOWN_CHARS = 200
 
 FORMAT_OF_SUFFIX = {
     ".png": "PNG",
@@ -42,20 +48,6 @@ FORMAT_OF_SUFFIX = {
     ".pbm": "PPM",
 }
 
-# What the decoders raise at damaged bytes.
-BROKEN = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    EOFError,
-    ArithmeticError,
-    struct.error,
-    zlib.error,
-)
-
 
 def readable_formats() -> list[str]:
     """Return those of the formats above that the installed Pillow can decode."""
@@ -74,13 +66,29 @@ def open_picture(path: Path) -> Iterator[Image.Image]:
         PictureError: The file cannot be opened, is no picture, is broken, or has more
             than `MAX_PICTURE_PIXELS` pixels.
     """
-    try:
+    with picture_errors():
         _refuse_no_file(path)
-        with path.open("rb") as stream, Image.open(stream, formats=readable_formats()) as image:
+        with (
+            open_regular(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream,
+            Image.open(stream, formats=readable_formats()) as image,
+        ):
             if image.width * image.height > MAX_PICTURE_PIXELS:
                 raise _too_large(f"{image.width}x{image.height} pixels")
             yield image
-    except PictureError:
+
+
+@contextmanager
+def picture_errors() -> Iterator[None]:
+    """What Pillow raises in the block leaves as a PictureError, whatever it is.
+
+    Its decoders are many, and some are other projects' libraries: no list of their exceptions is
+    complete, and one broken picture must never end a run.
+    """
+    try:
+        yield
+    except UnsafeFileError as exc:
+        raise PictureError(exc.message, "Copy the picture into a file of its own.") from exc
+    except OneDiffError:
         raise
     except FileNotFoundError as exc:
         raise PictureError("There is no such file.", "Check the name.") from exc
@@ -100,9 +108,10 @@ def open_picture(path: Path) -> Iterator[Image.Image]:
             "There is not enough memory to read the picture.",
             "Save a smaller copy, or close other programs.",
         ) from exc
-    except BROKEN as exc:
+    except Exception as exc:
+        reason = " ".join(str(exc).split())[:_SHOWN_CHARS] or type(exc).__name__
         raise PictureError(
-            f"The picture is broken or cut off ({exc}).",
+            f"The picture is broken or cut off ({reason}).",
             "Copy it again from where it came, or save it again in an image editor.",
         ) from exc
 

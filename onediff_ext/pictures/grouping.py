@@ -11,6 +11,7 @@ from PIL import Image
 from onediff_ext.core.errors import OptionError, PictureError, ShapeError
 from onediff_ext.pictures.facts import PictureFacts, read_facts
 from onediff_ext.pictures.fitting import to_canvas
+from onediff_ext.pictures.formats import picture_errors
 from onediff_ext.pictures.reading import Picture, read_picture
 from onediff_ext.pictures.report import Report
 from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, Fit, SizeRule, fit_size
@@ -121,7 +122,8 @@ def _batches(group: Group, batch_size: int, report: Report) -> Iterator[tuple[Lo
     for planned in group.pictures:
         try:
             picture = read_picture(planned.facts.path)
-            canvas = to_canvas(picture.image, planned.fit)
+            with picture_errors():
+                canvas = to_canvas(picture.image, planned.fit)
         except (PictureError, ShapeError) as exc:
             report.skip(planned.facts.path, exc)
             continue

@@ -21,9 +21,11 @@ from onediff_ext.core.errors import OptionError
 _NEGATIVE = "Negative prompt:"
 _FIRST_FIELD = "Steps:"
 _NAME = re.compile(r"\w[\w /-]{1,100}")
-_ENTRY = re.compile(rf'\s*({_NAME.pattern}):\s*("(?:\\.|[^\\"])*"(?=\s*(?:,|$))|[^,]*)(?:,|$)')
+_ENTRY = re.compile(rf'({_NAME.pattern}):\s*("(?:\\.|[^\\"])*"(?=\s*(?:,|$))|[^,]*)(?:,|$)')
 _NEEDS_QUOTES = re.compile(r'[,:\x00-\x1f\x85\u2028\u2029]|^\s|\s$|^"|^$')
 _MIN_FIELDS = 3
+_MAX_FIELDS_CHARS = 65_536
+"""A last line longer than this is no list of fields."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def build_infotext(
 def parse_infotext(text: str) -> Infotext:
     """Read an infotext, ours or the WebUI's. Any text is one: at worst all prompt."""
     *lines, last = _trimmed(text).split("\n")
-    entries = _ENTRY.findall(last)
+    entries = _ENTRY.findall(last) if len(last) <= _MAX_FIELDS_CHARS else []
     if len(entries) < _MIN_FIELDS and not last.startswith(_FIRST_FIELD):
         lines, entries = [*lines, last], []
     prompts: tuple[list[str], list[str]] = ([], [])

@@ -17,6 +17,7 @@ FIELDS = ("stem", "name", "index", "seed", "width", "height", "date")
 
 _KNOWN_FIELDS_HINT = "Known fields: " + ", ".join(f"{{{name}}}" for name in FIELDS) + "."
 _UNSAFE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f\ud800-\udfff]')
+_WIDE = re.compile(r"\d{3}")
 _WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])", re.IGNORECASE)
 # File systems allow 255 bytes; what is left over is for "-2" and for the unfinished file.
 _MAX_NAME_BYTES = 200
@@ -135,13 +136,20 @@ def _safe(text: str) -> str:
 
 def _check_fields(text: str) -> None:
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        parts = list(string.Formatter().parse(text))
     except ValueError as exc:
         raise OptionError(
             f'The name template "{text}" has a brace too many or too few ({exc}).',
             _KNOWN_FIELDS_HINT,
         ) from exc
-    for field in fields:
+    for _, field, spec, _ in parts:
+        if field is None:
+            continue
+        if "{" in (spec or "") or _WIDE.search(spec or ""):
+            # "{index:999999999}" would take a gigabyte.
+            raise OptionError(
+                f'The name template "{text[:80]}" asks for too wide a field.', _KNOWN_FIELDS_HINT
+            )
         if field not in FIELDS:
             raise OptionError(
                 f'The name template "{text}" has an unknown field "{{{field}}}".',

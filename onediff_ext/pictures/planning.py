@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onediff_ext.core.errors import OptionError
+from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.grouping import PlannedPicture, plan_pictures
 from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
@@ -97,6 +97,7 @@ def plan_results(
     found = find_pictures(inputs, report=report, recursive=recursive, output_dir=output_dir)
     paths = [picture.path for picture in found]
     planned = plan_pictures(paths, size_rule, report=report, max_megapixels=max_megapixels)
+    planned, settings = _with_settings(planned, settings_of, report)
     today = datetime.date.today()
     names = distinct_names(
         [
@@ -113,7 +114,7 @@ def plan_results(
             for one in planned
         ]
     )
-    digests = [job_digest(settings_of(one), one.facts) for one in planned]
+    digests = [job_digest(one, p.facts) for one, p in zip(settings, planned, strict=True)]
     outputs = plan_outputs(output_dir, names, digests, inputs=paths)
     return Plan(
         todo=[
@@ -123,3 +124,21 @@ def plan_results(
         ],
         already_done=[output.path for output in outputs if output.is_done],
     )
+
+
+def _with_settings(
+    planned: Sequence[PlannedPicture],
+    settings_of: Callable[[PlannedPicture], Mapping[str, object]],
+    report: Report,
+) -> tuple[list[PlannedPicture], list[Mapping[str, object]]]:
+    """Each picture with its settings; those whose own ones cannot be read go to the report."""
+    kept, settings = [], []
+    for one in planned:
+        try:
+            found = settings_of(one)
+        except PictureError as exc:
+            report.skip(one.facts.path, exc)
+        else:
+            kept.append(one)
+            settings.append(found)
+    return kept, settings

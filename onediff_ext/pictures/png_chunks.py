@@ -11,12 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from onediff_ext.core.untrusted_files import open_regular
+
 JOB_KEYWORD = "onediff_job"
 INFOTEXT_KEYWORD = "parameters"
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXT_KINDS = (b"tEXt", b"zTXt", b"iTXt")
-_MAX_TEXT_BYTES = 16 * 1024 * 1024
+MAX_TEXT_BYTES = 4 * 2**20
+MAX_ALL_TEXTS_BYTES = 16 * 2**20
+"""After this much text, unpacked, the further ones of a file are passed over."""
+MAX_CHUNKS = 500_000
+"""A picture of the largest size that is read has 175,000 in libpng's pieces of 8 KiB."""
+MAX_FILE_BYTES = 8 * 2**30
+READ_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,14 @@ def read_png(path: Path) -> PngChunks:
     """Walk through a file's chunks; pixel data is skipped, not read.
 
     Returns:
-        What was found; for a file that is no PNG, or cut off, what there is of it.
+        What was found; for a file that is no PNG, or cut off, what there is of it. A text of more
+        than `MAX_TEXT_BYTES` is passed over.
 
     Raises:
         OSError: The file cannot be read.
+        UnsafeFileError: It is no regular file.
     """
-    with path.open("rb") as stream:
+    with open_regular(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream:
         size_bytes = stream.seek(0, 2)
         stream.seek(0)
         if stream.read(len(_SIGNATURE)) != _SIGNATURE:
@@ -57,7 +67,8 @@ def _walk(stream: BinaryIO, size_bytes: int) -> PngChunks:
     texts: dict[str, str] = {}
     exif = b""
     pixels_seen = False
-    while True:
+    room_bytes = MAX_ALL_TEXTS_BYTES
+    for _ in range(MAX_CHUNKS):
         head = stream.read(8)
         if len(head) < 8:
             break
@@ -68,12 +79,15 @@ def _walk(stream: BinaryIO, size_bytes: int) -> PngChunks:
         if kind == b"IEND":
             return PngChunks(True, pixels_seen and _body(stream, kind, 0) is not None, texts, exif)
         pixels_seen = pixels_seen or kind == b"IDAT"
-        if kind in _TEXT_KINDS and length <= _MAX_TEXT_BYTES:
+        limit = min(MAX_TEXT_BYTES, room_bytes)
+        if kind in _TEXT_KINDS and length <= limit:
             body = _body(stream, kind, length)
-            entry = _text(kind, body) if body is not None else None
-            if entry is not None:
-                texts.setdefault(*entry)
-        elif kind == b"eXIf" and length <= _MAX_TEXT_BYTES:
+            keyword, text = (_text(kind, body, limit) if body is not None else None) or ("", None)
+            # What is unpacked in vain costs time, so it counts as well.
+            room_bytes -= limit if text is None else max(length, len(text))
+            if text is not None:
+                texts.setdefault(keyword, text)
+        elif kind == b"eXIf" and length <= MAX_TEXT_BYTES:
             exif = _body(stream, kind, length) or b""
         stream.seek(end)
     return PngChunks(True, False, texts, exif)
@@ -85,22 +99,25 @@ def _body(stream: BinaryIO, kind: bytes, length: int) -> bytes | None:
     return body if stream.read(4) == struct.pack(">I", zlib.crc32(kind + body)) else None
 
 
-def _text(kind: bytes, body: bytes) -> tuple[str, str] | None:
+def _text(kind: bytes, body: bytes, limit_bytes: int) -> tuple[str, str] | None:
     keyword, _, rest = body.partition(b"\0")
     try:
         if kind == b"tEXt":
             text = rest.decode("latin-1")
         elif kind == b"zTXt":
-            text = _inflate(rest[1:]).decode("latin-1")
+            text = _inflate(rest[1:], limit_bytes).decode("latin-1")
         else:
             is_compressed, rest = rest[:1] == b"\1", rest[2:]
             _language, _, rest = rest.partition(b"\0")
             _translated, _, rest = rest.partition(b"\0")
-            text = (_inflate(rest) if is_compressed else rest).decode("utf-8")
+            text = (_inflate(rest, limit_bytes) if is_compressed else rest).decode("utf-8")
     except (zlib.error, UnicodeDecodeError):
         return None
     return keyword.decode("latin-1"), text
 
 
-def _inflate(packed: bytes) -> bytes:
-    return zlib.decompressobj().decompress(packed, _MAX_TEXT_BYTES)
+def _inflate(packed: bytes, limit_bytes: int) -> bytes:
+    unpacked = zlib.decompressobj().decompress(packed, limit_bytes + 1)
+    if len(unpacked) > limit_bytes:
+        raise zlib.error("the text is too long")
+    return unpacked

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
 from onediff_ext.pictures.facts import PictureFacts
 from onediff_ext.pictures.naming import numbered
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, PngChunks, read_png
@@ -135,6 +135,8 @@ def _read(path: Path) -> PngChunks | None:
     """Read what stands at a path: None when nothing does, empty chunks for a folder."""
     try:
         return PngChunks() if path.is_dir() else read_png(path)
+    except UnsafeFileError:
+        return PngChunks()  # a device or a pipe: no result of ours
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:

@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from onediff_ext.core.errors import PictureError
+from onediff_ext.core.fault_points import reached
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, JOB_KEYWORD
 
 _HINTS = {
@@ -72,11 +73,13 @@ def write_png(
         try:
             _write_through(unfinished, image, chunks, compress_level)
             os.replace(unfinished, path)
+            reached("replaced")
         except BaseException:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
         _sync_folder(path.parent)
+        reached("folder synced")
     except OSError as exc:
         raise _not_written(path, exc) from exc
 
@@ -120,9 +123,12 @@ def _write_through(path: Path, image: Image.Image, chunks: PngInfo, compress_lev
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     # Not tempfile: its files are readable by their owner only, and would stay so.
     with os.fdopen(os.open(path, flags, 0o666), "wb") as stream:
+        reached("opened")
         image.save(stream, "PNG", pnginfo=chunks, compress_level=compress_level)
         stream.flush()
+        reached("wrote")
         os.fsync(stream.fileno())
+        reached("synced")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from onediff_ext.core.errors import BackendError, NoMemoryError
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.service.builder import Builder, ProgressListener
 
 logger = logging.getLogger(__name__)
 
-# After a full disk or a missing compiler: how long until builds are tried again.
-RETRY_AFTER_S = 60.0
 # The picture that met the first missing kinds has enough to do, unless it takes long.
 _FIRST_PICTURE_S = 3.0
 
@@ -31,8 +30,8 @@ class BackgroundBuilds:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._not_before = 0.0
-        self.cancelled = False
+        self._cancelled: set[Kind] = set()
+        self._closed = False
         self.listener: ProgressListener | None = None
 
     @property
@@ -44,37 +43,59 @@ class BackgroundBuilds:
     def start(self) -> None:
         """Build what is missing, unless that goes on already, was cancelled or cannot work now."""
         with self._changed:
-            if self._thread is not None or self.cancelled or time.monotonic() < self._not_before:
+            if self._thread is not None or self._closed:
                 return
-            if not self._missing():
+            if time.monotonic() < self._builder.retry_at or not self._wanted():
                 return
             self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._work, name="onediff-builds", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="onediff-builds", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:  # no room for a thread must not cost the picture
+                self._builder.hold(NoMemoryError(f"Builds cannot begin ({exc})."))
+                return
+            self._thread = thread
 
     def resume(self) -> None:
         """Build although it was cancelled, or could not work a moment ago."""
         with self._changed:
-            self.cancelled, self._not_before = False, 0.0
+            self._cancelled.clear()
+            self._closed, self._builder.retry_at = False, 0.0
         self.start()
 
     def cancel(self, timeout_s: float = 5.0) -> None:
-        """End all builds at once, and start none until `resume`. What was built stays."""
+        """End all builds at once. What was built stays; what is missing now is not built until
+        `resume`, while kinds that are met later are."""
         with self._changed:
-            self.cancelled = True
+            self._cancelled.update(self._missing())
             self._stop.set()
         self.wait(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End all builds at once, and start none until `resume`."""
+        with self._changed:
+            self._closed = True
+            self._stop.set()
+        self.wait(timeout_s)
+
+    def is_cancelled(self, kind: Kind) -> bool:
+        """Whether a kind was missing at a `cancel`, and nobody has asked for it since."""
+        return kind in self._cancelled
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being built; returns whether that came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
+    def _wanted(self) -> list[Kind]:
+        with self._changed:
+            return [kind for kind in self._missing() if kind not in self._cancelled]
+
     def _work(self) -> None:
         try:
             self._builder.gate.let_picture_end(_FIRST_PICTURE_S, self._stop)
             while not self._stop.is_set():
-                kinds = self._missing()
+                kinds = self._wanted()
                 if not kinds:
                     break
                 self._builder.build(
@@ -82,15 +103,13 @@ class BackgroundBuilds:
                     self.listener,
                     stop=self._stop,
                     in_background=True,
-                    more=self._missing,
+                    more=self._wanted,
                 )
                 if self._builder.problem:
-                    self._not_before = time.monotonic() + RETRY_AFTER_S
                     break
         except Exception as exc:  # a thread's errors would be lost; pictures go on eager
             logger.exception("Builds ended")
-            self._builder.problem = f"builds ended: {exc}"
-            self._not_before = time.monotonic() + RETRY_AFTER_S
+            self._builder.hold(BackendError(f"Builds ended: {exc}"))
         finally:
             with self._changed:
                 self._thread = None

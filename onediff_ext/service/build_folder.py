@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import stat
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from onediff_ext.core.errors import BackendError
+from onediff_ext.core.errors import BackendError, StoreError
+from onediff_ext.core.ownership import may_be_swapped
+from onediff_ext.store.folder import StoreFolder
 
 _PREFIX = "onediff-build-"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
@@ -27,12 +32,36 @@ def remove_stale(parent: Path | None = None) -> None:
     """
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         with contextlib.suppress(Timeout, OSError):
+            # Anybody may make a folder of this name, with a lock that is a link to a file of ours.
+            if not _is_ours_alone(folder):
+                continue
             lock = _lock_of(folder)
             if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
                 continue  # just being made, or not ours
             lock.acquire(timeout=0)
             lock.release()
             _remove(folder)
+
+
+def safe_parent(store: StoreFolder) -> Path:
+    """Where build folders are made: the system's temporary folder, or else in the store.
+
+    A folder that all may write, without the sticky bit, lets others swap what a worker compiles.
+
+    Raises:
+        BackendError: Neither is safe.
+    """
+    parent = Path(tempfile.gettempdir())
+    try:
+        if not may_be_swapped(parent):
+            return parent
+        store.prepare()
+        return store.tmp
+    except (OSError, StoreError) as exc:
+        raise BackendError(
+            f"Others may change what is built in {parent}.",
+            f"Run `chmod +t {parent}` as its owner, or set TMPDIR to a folder of your own.",
+        ) from exc
 
 
 class BuildFolder:
@@ -63,6 +92,15 @@ class BuildFolder:
         """Delete the folder; what is still being written there is waited for, a little."""
         self._lock.release()
         _remove(self.path)
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return False
+    return sys.platform == "win32" or (
+        status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 def _is_forsaken(folder: Path) -> bool:

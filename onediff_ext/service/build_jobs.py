@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from onediff_ext.core.errors import BackendError, OneDiffError
+from onediff_ext.core.errors import BackendError, NoMemoryError, OneDiffError
 from onediff_ext.core.priority import GivingWay
 from onediff_ext.engine.kinds import Kind
-from onediff_ext.service.build_folder import BuildFolder
+from onediff_ext.service.build_folder import BuildFolder, safe_parent
 from onediff_ext.service.builder import Builder
 from onediff_ext.service.workers import WorkerProcess
 from onediff_ext.store import StoredGraph
@@ -25,7 +26,8 @@ class Job:
         locks: Its build lock.
         program: Once it is exported.
         unproved: A stored graph that was never loaded on this machine.
-        attempts: Workers that were lost over it.
+        attempts: Worker processes that failed over it.
+        faults: Those of them that nobody had killed.
         started_at: When its worker took it; monotonic.
         reason: Why it is built.
         news: What to note once its graph is loaded, as (event, reason).
@@ -36,6 +38,7 @@ class Job:
     program: bytes = b""
     unproved: StoredGraph | None = None
     attempts: int = 0
+    faults: int = 0
     started_at: float = 0.0
     reason: str = ""
     news: tuple[str, str] = ("", "")
@@ -60,6 +63,32 @@ class Loaded:
     error: BackendError | None
 
 
+def seconds_of(
+    jobs: Sequence[Job],
+    running: Sequence[Job],
+    expected: Sequence[float | None],
+    spent: Sequence[float],
+) -> float | None:
+    """Seconds of work that are left, one job after the other; None when nothing is known.
+
+    Args:
+        jobs: All that is left.
+        running: Those of them that a worker has begun.
+        expected: Seconds of each job, from this machine's history.
+        spent: Seconds of the builds so far, which stand for what is not expected.
+    """
+    usual = sum(spent) / len(spent) if spent else None
+    now, total = time.monotonic(), 0.0
+    for job, seconds in zip(jobs, expected, strict=True):
+        seconds = usual if seconds is None else seconds
+        if seconds is None:
+            return None
+        if job in running:
+            seconds = max(seconds - (now - job.started_at), 0.1 * seconds)
+        total += seconds
+    return total
+
+
 class WorkerPool:
     """The workers of one run, started when they are needed.
 
@@ -79,7 +108,7 @@ class WorkerPool:
         self, builder: Builder, in_background: bool, answer: Callable[[Answer], None]
     ) -> None:
         self._builder, self._in_background, self._answer = builder, in_background, answer
-        self.folder = BuildFolder()
+        self.folder = BuildFolder(safe_parent(builder.library.folder))
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
         self._giving_way = GivingWay()
@@ -97,7 +126,13 @@ class WorkerPool:
 
     def submit(self, job: Job) -> None:
         """Have a job's graph built, or the stored one proved."""
-        self._threads.submit(self._work, job)
+        ticket = [job]
+        try:
+            self._threads.submit(self._work, ticket)
+        except RuntimeError as exc:  # no room for another thread; an older one may have taken it
+            if ticket:
+                error = NoMemoryError(f"A build cannot begin ({exc}).")
+                self._answer(Answer(ticket.pop(), None, 0.0, error))
 
     def stop(self) -> None:
         """End all workers at once."""
@@ -109,14 +144,27 @@ class WorkerPool:
         """Delete what the workers have left."""
         self.folder.remove()
 
-    def _work(self, job: Job) -> None:
-        builder = self._builder
-        if not self._idle:
-            self._workers.append(builder.new_worker(self.folder.path, self._in_background))
-            self._idle.append(self._workers[-1])
-        worker, payload, seconds = self._idle.pop(), None, 0.0
-        error: OneDiffError | None = None
+    def _take(self) -> WorkerProcess:
         try:
+            return self._idle.pop()
+        except IndexError:
+            worker = self._builder.new_worker(self.folder.path, self._in_background)
+            self._workers.append(worker)
+            return worker
+
+    def _work(self, ticket: list[Job]) -> None:
+        try:
+            job = ticket.pop()
+        except IndexError:
+            return
+        builder = self._builder
+        payload, seconds = None, 0.0
+        error: OneDiffError | None = None
+        worker: WorkerProcess | None = None
+        try:
+            worker = self._take()
+            if job.attempts:
+                worker.renew()
             if job.unproved is not None and job.unproved.payload is not None:
                 timeout_s = builder.options.build_timeout_s
                 device = str(job.kind.device)
@@ -129,5 +177,6 @@ class WorkerPool:
         except Exception as exc:  # would be lost in the pool, and the run would wait for ever
             error = BackendError(f"{type(exc).__name__}: {exc}")
         finally:
-            self._idle.append(worker)
+            if worker is not None:
+                self._idle.append(worker)
         self._answer(Answer(job, payload, seconds, error))

@@ -12,15 +12,15 @@ from contextlib import ExitStack
 
 from onediff_ext.core.errors import (
     BackendError,
-    BlockGoneError,
     MachineError,
+    NoMemoryError,
     OneDiffError,
     WorkerKilledError,
     WorkerLostError,
 )
-from onediff_ext.engine.kinds import Kind, KindState
+from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.machine import machine_digest
-from onediff_ext.service.build_jobs import Answer, Job, Loaded, WorkerPool
+from onediff_ext.service.build_jobs import Answer, Job, Loaded, WorkerPool, seconds_of
 from onediff_ext.service.builder import Builder, BuildProgress, ProgressListener
 from onediff_ext.service.exporting import Exported, export_all
 from onediff_ext.service.gate import DrawingGate
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _LOOK_AGAIN_S = 1.0  # at the kinds that another process builds
+_PROOF = 2  # worker processes that fail over a program before it is to blame
 
 
 class BuildRun:
@@ -59,6 +60,7 @@ class BuildRun:
         self._done = 0
         self._spent: list[float] = []
         self._one_at_a_time = False
+        self._most_workers = builder.worker_count
         self._events: queue.SimpleQueue[Exported | Answer | Loaded] = queue.SimpleQueue()
         self._exporter: threading.Thread | None = None
         self._halt = threading.Event()  # for the exporter: stop, or leaving by an error
@@ -100,16 +102,8 @@ class BuildRun:
             return 0.0
         machine = machine_digest(jobs[0].kind.device)
         expected = self._builder.history.build_seconds(machine, [job.kind.label for job in jobs])
-        usual = sum(self._spent) / len(self._spent) if self._spent else None
-        now, total = time.monotonic(), 0.0
-        for job, seconds in zip(jobs, expected, strict=True):
-            seconds = usual if seconds is None else seconds
-            if seconds is None:
-                return None
-            if job in running:
-                seconds = max(seconds - (now - job.started_at), 0.1 * seconds)
-            total += seconds
-        return total / max(1, min(len(jobs), self._limit()))
+        total = seconds_of(jobs, running, expected, self._spent)
+        return None if total is None else total / max(1, min(len(jobs), self._limit()))
 
     def work(self, more: Callable[[], Sequence[Kind]]) -> None:
         """Build everything; returns early when stopped or when nothing can be built here."""
@@ -138,7 +132,7 @@ class BuildRun:
             if self._elsewhere and late:
                 for kind in self._elsewhere:
                     busy = BackendError("Another process has been building it for too long.")
-                    self._fail(kind, busy, attempts=0, lasting=False)
+                    self._put_off(kind, busy)
                 self._elsewhere = []
             if self._elsewhere:
                 self._stop.wait(_LOOK_AGAIN_S)
@@ -159,7 +153,7 @@ class BuildRun:
             except StoreBusyError:
                 self._elsewhere.append(kind)
             except OneDiffError as exc:
-                self._fail(kind, exc, attempts=0, lasting=False)
+                self._put_off(kind, exc)
 
     def _claim(self, kind: Kind, lock_timeout_s: float) -> None:
         builder = self._builder
@@ -174,7 +168,7 @@ class BuildRun:
             reason = builder.why_missing(kind)
             stored = builder.stored(kind)
             if stored is not None and stored.payload is not None:
-                if builder.is_harmless(stored, kind):
+                if builder.is_harmless(stored, kind) and not builder.is_doubted(stored):
                     job = Job(kind, locks.pop_all(), reason=reason)
                     self._start_load(job, stored, "loaded", "another process built it")
                     return
@@ -193,10 +187,15 @@ class BuildRun:
         if not kinds:
             return
         kinds.sort(key=lambda kind: -kind.weight)
-        self._exporter = threading.Thread(
+        exporter = threading.Thread(
             target=self._export, args=(kinds,), name="onediff-export", daemon=True
         )
-        self._exporter.start()
+        try:
+            exporter.start()
+        except RuntimeError as exc:
+            self._machine_at_fault = NoMemoryError(f"Blocks cannot be exported ({exc}).")
+            return
+        self._exporter = exporter
 
     def _export(self, kinds: list[Kind]) -> None:
         builder = self._builder
@@ -217,6 +216,9 @@ class BuildRun:
                 self._events.put(Exported(kind, None, lost))
 
     def _limit(self) -> int:
+        return max(1, min(self._most_workers, self._allowed()))
+
+    def _allowed(self) -> int:
         if self._one_at_a_time:
             return 1
         jobs = self._working or self._waiting or list(self._exporting.values())
@@ -254,7 +256,13 @@ class BuildRun:
             job.locks.close()
         elif isinstance(event.error, MachineError):
             self._waiting.append(job)
-            self._machine_at_fault = event.error
+            if isinstance(event.error, NoMemoryError) and self._working:
+                # With those that it has room for: what they build is done the sooner.
+                self._most_workers = len(self._working)
+                builder = self._builder
+                builder.journal.note("retried", job.kind.label, event.error.message)
+            else:
+                self._machine_at_fault = event.error
         elif job.unproved is not None:
             self._proved(job, job.unproved, event.error)
         else:
@@ -269,19 +277,21 @@ class BuildRun:
             self._waiting.append(job)
             return
         error = exported.error or BackendError("It was not exported.")
+        if isinstance(error, MachineError):
+            self._exporting[id(job.kind)] = job
+            self._machine_at_fault = error
+            return
         with job.locks:
-            lost = isinstance(error, (BlockGoneError, WorkerLostError))
-            self._fail(job.kind, error, attempts=1, lasting=not lost)
+            self._put_off(job.kind, error)
 
     def _built(self, job: Job, answer: Answer) -> None:
-        builder, error = self._builder, answer.error
-        if isinstance(error, WorkerLostError):
-            self._try_again(job, error)
-            return
-        if error is not None or answer.payload is None:
-            with job.locks:
-                error = error or BackendError("The worker gave no graph.")
-                self._fail(job.kind, error, attempts=job.attempts + 1, lasting=True)
+        builder = self._builder
+        if answer.error is not None or answer.payload is None:
+            error = answer.error or BackendError("The worker gave no graph.")
+            if not self._tries_again(job, error):
+                with job.locks:
+                    lasting = job.faults >= _PROOF
+                    self._fail(job.kind, error, attempts=job.attempts, lasting=lasting)
             return
         builder.keep(job.kind, answer.payload, answer.seconds)
         self._spent.append(answer.seconds)
@@ -312,33 +322,48 @@ class BuildRun:
         job, error = event.job, event.error
         self._loading.remove(job)
         if error is not None and job.unproved is not None:
-            self._is_bad(job, job.unproved, f"cannot be loaded: {error.message}")
+            # In this process, which says nothing about another one.
+            problem, digest = f"cannot be loaded: {error.message}", job.unproved.header
+            self._builder.refuse(job.kind, digest.payload_sha256, problem)
+            self._build_another(job, problem)
             return
         with job.locks:
             if error is not None:
-                self._fail(job.kind, error, attempts=job.attempts + 1, lasting=True)
+                self._fail(job.kind, error, attempts=job.attempts + 1, lasting=False)
             elif event.done:
                 what, reason = job.news
                 self._builder.journal.note(what, job.kind.label, reason)
                 self._finished(job.kind)
 
-    def _try_again(self, job: Job, error: WorkerLostError) -> None:
-        """A worker was lost: once more, alone, since memory may have been short."""
+    def _tries_again(self, job: Job, error: OneDiffError) -> bool:
+        """Whether a job goes to another worker process: what failed once may be the machine's
+        doing. A lost worker's runs alone, since memory may have been short."""
         builder = self._builder
         job.attempts += 1
-        if job.attempts < builder.options.build_attempts:
-            self._one_at_a_time = True
-            builder.journal.note("retried", job.kind.label, error.message, level=logging.WARNING)
-            self._waiting.append(job)
-            return
-        with job.locks:
-            killed = isinstance(error, WorkerKilledError)
-            self._fail(job.kind, error, attempts=job.attempts, lasting=not killed)
+        job.faults += not isinstance(error, WorkerKilledError)
+        lost = isinstance(error, WorkerLostError)
+        if job.attempts >= builder.options.build_attempts or not (lost or job.faults < _PROOF):
+            return False
+        self._one_at_a_time = self._one_at_a_time or lost
+        builder.journal.note("retried", job.kind.label, error.message, level=logging.WARNING)
+        self._waiting.append(job)
+        return True
 
     def _proved(self, job: Job, stored: StoredGraph, error: OneDiffError | None) -> None:
         builder = self._builder
         if error is not None:
-            self._is_bad(job, stored, error.message)
+            if self._tries_again(job, error):
+                return
+            if job.faults >= _PROOF:
+                builder.mark_bad(job.kind, stored.header.payload_sha256, error.message)
+            else:
+                builder.refuse(job.kind, stored.header.payload_sha256, error.message)
+            self._build_another(job, error.message)
+            return
+        if builder.is_doubted(stored):
+            with job.locks:
+                builder.leave_eager(job.kind)
+                self._finished(job.kind)
             return
         builder.verdicts.record_proof(
             stored.digest,
@@ -348,17 +373,16 @@ class BuildRun:
         )
         self._start_load(job, stored, "proved", "loads and gives eager's results here")
 
-    def _is_bad(self, job: Job, stored: StoredGraph, problem: str) -> None:
-        """Never use a stored graph here again; build another one."""
+    def _build_another(self, job: Job, problem: str) -> None:
+        """The stored graph cannot be used; build one in its place."""
         builder = self._builder
-        builder.mark_bad(job.kind, stored.header.payload_sha256, problem)
         reason = f"the stored one is bad here: {problem}"
         if not builder.may_build:
             job.locks.close()
             job.kind.fail(reason)
             self._finished(job.kind)
             return
-        job.unproved, job.reason = None, reason
+        job.unproved, job.reason, job.attempts, job.faults = None, reason, 0, 0
         if job.program:
             self._waiting.append(job)
         else:
@@ -369,14 +393,12 @@ class BuildRun:
         builder = self._builder
         if self._stop.is_set():
             return
-        builder.problem = str(error)
-        builder.journal.note("failed", "all builds", str(error), level=logging.WARNING)
         left = [*self._waiting, *self._working, *self._loading, *self._exporting.values()]
-        for kind in [*(job.kind for job in left), *self._elsewhere, *self._new]:
-            if self._in_background:
-                kind.reason = error.message
-            elif kind.state is KindState.MISSING:
-                kind.fail(f"could not be built: {error.message}")
+        builder.hold(error, [*(job.kind for job in left), *self._elsewhere, *self._new])
+
+    def _put_off(self, kind: Kind, exc: OneDiffError) -> None:
+        self._builder.put_off(kind, exc)
+        self._finished(kind)
 
     def _fail(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
         self._builder.give_up(kind, exc, attempts=attempts, lasting=lasting)

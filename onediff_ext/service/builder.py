@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from onediff_ext import __version__
-from onediff_ext.core.errors import BackendError, OneDiffError, StoreError
+from onediff_ext.core.errors import (
+    BackendError,
+    BlockGoneError,
+    ExportError,
+    MachineError,
+    OneDiffError,
+    StoreError,
+)
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.priority import usable_cores
-from onediff_ext.engine.kinds import Kind
+from onediff_ext.core.words import day_of
+from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.engine.port import Backend, Graph
 from onediff_ext.service.exporting import TORCH_LOCK
@@ -32,9 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROVED_ON = "proved on"  # in a graph's details: the machine whose worker built and tried it
 # A worker's CUDA context, its kernels and its trial; small GPUs would have no room for many.
 _WORKER_GPU_BYTES = 2**30
+# After a full disk or a missing compiler: how long until builds are tried again.
+RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class Builder:
     Attributes:
         warnings: Why graphs are not kept, each reason once.
         problem: Why nothing can be built now (full disk, no compiler), or ``""``.
+        retry_at: When that may be over; monotonic.
         run: What is being built now, or None.
         export_children: See `export_all`; None is what suits the system.
     """
@@ -91,7 +101,9 @@ class Builder:
         self.journal, self.gate = journal or Journal(), gate or DrawingGate()
         self.verdicts, self.history = Verdicts(library.folder), History(library.folder)
         self.warnings: list[str] = []
-        self.problem = ""
+        self.problem, self.retry_at = "", 0.0
+        self._refused: dict[str, str] = {}
+        self._doubted: dict[str, str] = {}
         self.export_children: int | None = None
         self.run: BuildRun | None = None
         self._running = threading.Lock()
@@ -131,8 +143,8 @@ class Builder:
     ) -> None:
         """Build each kind, or load it if another process was faster; raises for none of them.
 
-        A kind that cannot be built is marked as failed, with the reason; `problem` says
-        so when the machine is at fault and the kinds are not.
+        A kind that cannot be built is marked as failed, with the reason. When the machine is at
+        fault and the kinds are not, they stay missing, and `problem` says why.
 
         Args:
             kinds: The most useful first.
@@ -150,19 +162,26 @@ class Builder:
             try:
                 run = BuildRun(self, kinds, listen, stop or threading.Event(), in_background)
             except BackendError as exc:
-                self.problem = str(exc)
-                self.journal.note("failed", "all builds", str(exc), level=logging.WARNING)
-                if not in_background:
-                    for kind in kinds:
-                        kind.fail(f"could not be built: {exc.message}")
+                self.hold(exc, kinds)
                 return
             with run:
                 self.run = run
                 try:
                     run.work(more or (lambda: ()))
+                except (OSError, MemoryError, RuntimeError) as exc:  # no room for a thread, say
+                    logger.exception("Builds ended")
+                    self.hold(MachineError(f"Builds ended: {exc}"))
                 finally:
                     self.run = None
                     self.intake.use_ready()
+
+    def hold(self, exc: BackendError, kinds: Sequence[Kind] = ()) -> None:
+        """Nothing can be built here now: kinds stay missing, and are tried later."""
+        self.problem, self.retry_at = str(exc), time.monotonic() + RETRY_AFTER_S
+        self.journal.note("failed", "all builds", str(exc), level=logging.WARNING)
+        for kind in kinds:
+            if kind.state is KindState.MISSING:
+                kind.reason = f"could not be built: {exc.message}"
 
     def sweep(self) -> None:
         """Delete what killed processes have left in the store."""
@@ -185,8 +204,7 @@ class Builder:
         failure = self.verdicts.failure(kind.key.digest, __version__)
         if failure is None:
             return None
-        day = time.strftime("%Y-%m-%d", time.localtime(failure.at))
-        return f"given up on {day}: {failure.reason}"
+        return f"given up on {day_of(failure.at)}: {failure.reason}"
 
     def is_harmless(self, stored: StoredGraph, kind: Kind) -> bool | None:
         """Whether a stored graph may be loaded here; None when that is not known yet."""
@@ -195,16 +213,49 @@ class Builder:
     def is_harmless_on(self, stored: StoredGraph, machine: str) -> bool | None:
         """The same for a machine of which `machine_digest` is known."""
         proof = self.verdicts.proof(stored.digest, machine, stored.header.payload_sha256)
-        if proof is not None:
-            return not proof.problem
-        return True if stored.header.details.get(PROVED_ON) == machine else None
+        return None if proof is None else not proof.problem
 
     def stored(self, kind: Kind) -> StoredGraph | None:
         """The stored graph of a kind, unless it is known to be bad on this machine."""
         stored = self.library.get(kind.key)
         if stored is None or stored.payload is None or self.is_harmless(stored, kind) is False:
             return None
+        if self._refused.get(kind.key.digest) == stored.header.payload_sha256:
+            return None
         return stored
+
+    def refuse(self, kind: Kind, payload_sha256: str, problem: str) -> None:
+        """Do not load these bytes in this process again. It may be to blame: nothing is kept."""
+        self.journal.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
+        self._refused[kind.key.digest] = payload_sha256
+
+    def doubt(self, kind: Kind, reason: str) -> bool:
+        """Have a stored graph tried in a process of its own before it is used again: it was wrong
+        beside eager in this process, where somebody may have patched what eager runs.
+
+        Returns:
+            Whether there is one, and it was not doubted before.
+        """
+        stored = self.stored(kind)
+        if stored is None or self._doubted.get(kind.key.digest) == stored.header.payload_sha256:
+            return False
+        self._doubted[kind.key.digest] = stored.header.payload_sha256
+        kind.miss(f"its stored graph {reason}")
+        return True
+
+    def leave_eager(self, kind: Kind) -> None:
+        """A graph that was doubted turned out right in a process of its own."""
+        kind.fail(f"{kind.reason}, but is right in a process of its own: something changes it here")
+        self.journal.note("failed", kind.label, kind.reason, level=logging.WARNING)
+
+    def trust_again(self) -> None:
+        """Forget what was refused or doubted in this process."""
+        self._refused.clear()
+        self._doubted.clear()
+
+    def is_doubted(self, stored: StoredGraph) -> bool:
+        """Whether these bytes were wrong in this process."""
+        return self._doubted.get(stored.digest) == stored.header.payload_sha256
 
     def why_missing(self, kind: Kind) -> str:
         """Why a kind has no graph that may be used here, in plain words."""
@@ -243,25 +294,46 @@ class Builder:
                 label=kind.label,
                 backend=self.backend.name,
                 build_seconds=seconds,
-                details={PROVED_ON: machine},
+                details={},
             )
         except StoreError as exc:
             self.warn(exc)  # the graph serves this process all the same
         else:
-            sha256 = stored.header.payload_sha256
-            if self.is_harmless(stored, kind) is False:  # the same bytes, and they worked now
-                self.verdicts.record_proof(
-                    stored.digest, kind.label, machine=machine, payload_sha256=sha256
-                )
+            for known in (self._refused, self._doubted):  # made again, and tried
+                known.pop(kind.key.digest, None)
+            # Its worker has tried it. A graph file may claim that of itself, and is not believed.
+            self.verdicts.record_proof(
+                stored.digest,
+                kind.label,
+                machine=machine,
+                payload_sha256=stored.header.payload_sha256,
+            )
         if seconds:
             self.history.record_build(machine, kind.label, seconds)
 
     def give_up(self, kind: Kind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
-        """Run a kind eager from now on; with `lasting`, in later processes too."""
+        """Run a kind eager from now on; with `lasting`, in later processes too.
+
+        Only what a worker process has found twice may last: it knows the program and nothing of
+        what was patched, or went wrong, in this process.
+        """
         kind.fail(f"could not be built: {exc.message}")
         self.journal.note("failed", kind.label, kind.reason, level=logging.WARNING)
         if lasting:
             self.remember_failure(kind, exc.message, attempts)
+
+    def put_off(self, kind: Kind, exc: OneDiffError) -> None:
+        """Try a kind again when it is met again: what failed may be somebody else's doing.
+
+        One that itself cannot be exported is given up, for this process, after some tries.
+        """
+        reason = f"could not be built: {exc.message}"
+        is_its_own = isinstance(exc, ExportError) and not isinstance(exc, BlockGoneError)
+        if is_its_own and kind.tries + 1 >= self.options.build_attempts:
+            self.give_up(kind, exc, attempts=kind.tries + 1, lasting=False)
+            return
+        kind.put_off(reason, self.gate.epoch)
+        self.journal.note("put off", kind.label, exc.message)
 
     def remember_failure(self, kind: Kind, reason: str, attempts: int = 1) -> None:
         """Let no later process try a kind again, until somebody asks or the version changes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,18 +12,20 @@ from typing import Any
 from torch import nn
 
 from onediff_ext.engine.accumulation import accumulation
-from onediff_ext.engine.attributes import Attributes
-from onediff_ext.engine.capture.forward import CapturedForward
-from onediff_ext.engine.capture.ladder import MemoryLadder
+from onediff_ext.engine.capture.forward import CapturedForward, retry_of
+from onediff_ext.engine.capture.ladder import MemoryLadder, Retry
 from onediff_ext.engine.capture.parts import CapturedParts, parts_of
-from onediff_ext.engine.capture.watch import Known, foreign_forward
+from onediff_ext.engine.capture.watch import Known, Snapshot, foreign_forward
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.engine.patch import Patches
 from onediff_ext.engine.runner import BlockRunner
 from onediff_ext.service.session import Session
+from onediff_ext.service.weight_layouts import WeightLayouts
 
 logger = logging.getLogger(__name__)
+
+MEMORY_IS_SHORT = "memory is short"
 
 
 class Component:
@@ -32,55 +35,75 @@ class Component:
         name: One of `onediff_ext.core.options.COMPONENTS`, with a number when there are several.
         model: The host's module; its own forward keeps running in Python.
         session: Who owns the kinds.
+        channels_last: Bring convolution weights into that order, if the session's options say so.
 
     Attributes:
+        session: As given.
         runners: One for each block.
         captured: The model's forward as a CUDA graph, or its parts as several, while installed.
             None for a VAE, which runs once for a picture, and at large sizes needs all the
             memory there is.
+        layouts: What was changed about the weights' order in memory.
         foreign: Why the model's forward is not its own: another extension's, which calls the
             blocks from there. None if it is, or nothing is installed.
     """
 
-    def __init__(self, name: str, model: nn.Module, session: Session) -> None:
-        self.name, self.model, self._session = name, model, session
+    def __init__(
+        self, name: str, model: nn.Module, session: Session, channels_last: bool = False
+    ) -> None:
+        self.name, self.model, self.session = name, model, session
         families = session.families
         self._known = Known(
             sorted({source for family in families for source in family.sources}),
             session.rules,
             sorted({patcher for family in families for patcher in family.patchers}),
             frozenset().union(*(family.transient for family in families)),
+            sorted({name for family in families for name in family.interfering}),
+            frozenset(name for family in families for name in family.per_image),
+            session.code,
         )
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
         self.captured: CapturedForward | CapturedParts | None = None
         self.foreign: str | None = None
+        self._channels_last, self.layouts = channels_last, WeightLayouts()
+        # Others that serve the same model: who came after this one, and who made way for it.
+        self._above: Callable[[], Component | None] = _nobody
+        self._below: Callable[[], Component | None] = _nobody
         self._whole: _ModelForward | None = None
         self._parts: list[CapturedForward] = []
-        self._attributes: Attributes | None = None
 
     def install(self) -> None:
         """Replace the forwards of the model's known blocks and of the model itself.
 
         After `suspend`, the same runners and captures go on, if the model still is the same.
+        Another component that serves the model makes way until this one is removed: a graph has
+        to be compared with the model's own forward, not with another graph.
         """
+        other = _serving(self.model)
+        if other is not None and other is not self:
+            self._leave_stack()
+            other.suspend()
+            self._below, other._above = weakref.ref(other), weakref.ref(self)
+        if self.session.options.channels_last and self._channels_last:
+            self.layouts.use_channels_last(self.model)
         if not (self.runners and self._put_back()):
-            for block, family in _known_blocks(self.model, self._session.families):
-                runner = BlockRunner(block, family, getattr(block, family.method), self._session)
+            for block, family in _known_blocks(self.model, self.session.families):
+                runner = BlockRunner(block, family, getattr(block, family.method), self.session)
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
-        eager, captures = self.model.forward, self._session.captures
+        eager, captures = self.model.forward, self.session.captures
         reason = foreign_forward(self.model, eager, self._known)
         if self.name.startswith("vae"):
-            ladder = MemoryLadder(eager, captures, self._without_graphs)
-            forward = _ModelForward(eager, ladder, self._session)
+            ladder = MemoryLadder(eager, captures, self._retry, self._without_graphs)
+            forward = _ModelForward(eager, ladder, self)
         elif reason is None:
             forward = self._whole_forward(eager)
             self.captured = forward.captured
         else:
             self.foreign = reason
-            self.captured = CapturedParts(eager, self._part_forwards(), captures, reason)
-            forward = _ModelForward(eager, self.captured, self._session)
+            self.captured = CapturedParts(eager, self._part_forwards(), reason)
+            forward = _ModelForward(eager, self.captured, self)
         self._patches.set(self.model, "forward", forward)
         self._set_active(True)
 
@@ -90,9 +113,9 @@ class Component:
             self._forget_whole()
         if self._whole is None:
             captured = CapturedForward(
-                self.model, eager, self.runners, self._session.captures, self._known
+                self.model, eager, self.runners, self.session.captures, self._known
             )
-            self._whole = _ModelForward(eager, captured, self._session)
+            self._whole = _ModelForward(eager, captured, self)
         return self._whole
 
     def _forget_whole(self) -> None:
@@ -113,7 +136,7 @@ class Component:
             for part in parts:
                 inside = set(part.modules())
                 runners = [runner for runner in self.runners if runner.block in inside]
-                captures, share = self._session.captures, 1 / len(parts)
+                captures, share = self.session.captures, 1 / len(parts)
                 self._parts.append(
                     CapturedForward(part, part.forward, runners, captures, self._known, share)
                 )
@@ -122,12 +145,33 @@ class Component:
         return self._parts
 
     def remove(self) -> None:
-        """Leave every attribute as it was before `install`, and drop the captures."""
+        """Leave every attribute as it was before `install`, and drop the captures.
+
+        The component that made way for this one serves the model again.
+        """
+        was_serving = _serving(self.model) is self
         self.suspend()
-        self._attributes = None
+        above, below = self._leave_stack()
+        heir = above or below
+        if heir is None:
+            self.layouts.restore()
+        else:
+            heir.layouts.take_over(self.layouts)
+        if below is not None and was_serving:
+            below.install()
         self._forget_parts()
         self._forget_whole()
         self.runners = []
+
+    def _leave_stack(self) -> tuple[Component | None, Component | None]:
+        """Returns who was above and below, now next to each other."""
+        above, below = self._above(), self._below()
+        if above is not None:
+            above._below = self._below
+        if below is not None:
+            below._above = self._above
+        self._above = self._below = _nobody
+        return above, below
 
     def _forget_parts(self) -> None:
         for part in self._parts:
@@ -138,7 +182,6 @@ class Component:
         """Leave every attribute as it was before `install`, and be ready to install again."""
         self._set_active(False)  # somebody may still hold a runner
         left = self._patches.undo()
-        self._attributes = self._look()
         # A foreign forward may hold models that are nobody else's any more.
         self.captured = self.foreign = None
         if left:
@@ -160,9 +203,11 @@ class Component:
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
         """`paused`, told."""
-        self._session.fell_back(self.name.replace("vae_", "VAE "), "memory is short")
+        self.session.fell_back(self.name.replace("vae_", "VAE "), MEMORY_IS_SHORT)
         with self.paused():
             yield
+        for runner in self.runners:
+            runner.used, runner.eager_reason = None, MEMORY_IS_SHORT
 
     def _set_active(self, active: bool) -> None:
         ours: list[BlockRunner | CapturedForward | CapturedParts] = [*self.runners, *self._parts]
@@ -174,26 +219,22 @@ class Component:
     def _put_back(self) -> bool:
         """Install the runners that were suspended; nothing is left of them when blocks or their
         forwards are others now."""
-        blocks = _known_blocks(self.model, self._session.families)
+        blocks = _known_blocks(self.model, self.session.families)
         parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
         if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
             return False
-        if self._attributes is None or not self._attributes.same(self._look()):
-            for runner in self.runners:
-                runner.tree = None  # looked at anew
         for runner in self.runners:
             self._patches.set(runner.block, runner.family.method, runner)
         return True
 
-    def _look(self) -> Attributes:
-        transient = {name for family in self._session.families for name in family.transient}
-        return Attributes(self.model, transient)
+    def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
+        return retry_of(Snapshot(self.model, self._known), args, kwargs)
 
     def kinds(self) -> list[Kind]:
         """The kinds that this component's blocks have used, each once."""
         blocks = {runner.block for runner in self.runners}
-        return [kind for kind in self._session.kinds if not blocks.isdisjoint(kind.blocks)]
+        return [kind for kind in self.session.kinds if not blocks.isdisjoint(kind.blocks)]
 
 
 class _ModelForward:
@@ -203,9 +244,11 @@ class _ModelForward:
     """
 
     def __init__(
-        self, eager: Callable[..., Any], forward: Callable[..., Any], session: Session
+        self, eager: Callable[..., Any], forward: Callable[..., Any], component: Component
     ) -> None:
-        self.eager, self._forward, self._session = eager, forward, session
+        self.eager, self._forward, self._session = eager, forward, component.session
+        # Others may hold this long after the component is removed, and call it.
+        self._component = weakref.ref(component)
         self.captured = forward if isinstance(forward, CapturedForward) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -231,11 +274,35 @@ class _ModelForward:
         if self.captured is not None:
             self.captured.keeps = value
 
+    @property
+    def component(self) -> Component | None:
+        """Whose it is, while that exists."""
+        return self._component()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._session.forward(), accumulation(self._session.precision):
+        session, component = self._session, self._component()
+        runners = [] if component is None else component.runners
+        with (
+            session.forward(),
+            session.spot_checks.forward(runners),
+            accumulation(session.precision),
+        ):
+            if component is not None:
+                session.drew(component)
             output = self._forward(*args, **kwargs)
+            session.contents.settle()
         self._session.after_forward()
         return output
+
+
+def _nobody() -> None:
+    return None
+
+
+def _serving(model: nn.Module) -> Component | None:
+    """The component whose forward the model has now."""
+    forward = vars(model).get("forward")
+    return forward.component if isinstance(forward, _ModelForward) else None
 
 
 def _known_blocks(

@@ -30,7 +30,13 @@ from typing import NoReturn
 
 import torch
 
-from onediff_ext.core.errors import ExportError, OneDiffError, WorkerLostError
+from onediff_ext.core.errors import (
+    BlockGoneError,
+    ExportError,
+    NoMemoryError,
+    OneDiffError,
+    WorkerLostError,
+)
 from onediff_ext.core.priority import GivingWay, step_back, usable_cores
 from onediff_ext.engine.kinds import Kind
 from onediff_ext.service.gate import DrawingGate
@@ -87,6 +93,10 @@ def export_all(
     if children:
         done: set[int] = set()
         for exported in _export_in_children(left, gate, stop, children, in_background):
+            if isinstance(exported.error, BlockGoneError):  # here as well
+                done.add(id(exported.kind))
+                yield exported
+                continue
             if exported.program is None:
                 logger.debug("%s: %s; tried again here", exported.kind.label, exported.error)
                 continue
@@ -107,6 +117,14 @@ def _export_here(kind: Kind) -> Exported:
             return Exported(kind, kind.export())
     except OneDiffError as exc:
         return Exported(kind, None, exc)
+    except MemoryError:
+        return Exported(kind, None, NoMemoryError("There is no memory to export a block."))
+    except Exception as exc:  # of this kind alone: the others go on
+        return Exported(kind, None, _failed(exc))
+
+
+def _failed(exc: Exception) -> ExportError:
+    return ExportError(f"The block cannot be exported: {type(exc).__name__}: {exc}")
 
 
 def _export_in_children(
@@ -125,16 +143,26 @@ def _export_in_children(
                 ready.append((kind, kind.prepare_export(torch.device("cpu"))))
         except OneDiffError as exc:
             yield Exported(kind, None, exc)
+        except Exception as exc:
+            yield Exported(kind, None, _failed(exc))
     shares = [ready[i::count] for i in range(count) if ready[i::count]]
     children: list[_Child] = []
+    giving_way = GivingWay()
     try:
-        for share in shares:
-            with gate.turn(_FORK_PAUSE_S, stop=stop) as granted:
-                if stop.is_set() or not granted:
-                    return
-                children.append(_Child(share, in_background))
-        giving_way = GivingWay()
-        while children and not stop.is_set():
+        while (shares or children) and not stop.is_set():
+            while shares:
+                with gate.turn(_FORK_PAUSE_S, stop=stop) as granted:
+                    if stop.is_set() or not granted:
+                        return
+                    try:
+                        children.append(_Child(shares[0], in_background))
+                    except OSError as exc:  # no memory for a copy of this process
+                        if children:
+                            break  # when one of them has ended, there may be
+                        reason = NoMemoryError(f"This process cannot be forked ({exc.strerror}).")
+                        for kind, _ in shares[0]:
+                            yield Exported(kind, None, reason)
+                del shares[0]
             for child in children:
                 giving_way.tell(child.pid, in_background and gate.is_drawing)
             readable, _, _ = select.select([c.pipe for c in children], [], [], _POLL_S)
@@ -154,20 +182,33 @@ class _Child:
 
     def __init__(self, share: list[tuple[Kind, Callable[[], bytes]]], in_background: bool) -> None:
         self._left = dict(enumerate(kind for kind, _ in share))
+        self.pid = self._fork(share, in_background)
+
+    def _fork(self, share: list[tuple[Kind, Callable[[], bytes]]], in_background: bool) -> int:
+        """Returns the child's process id.
+
+        Raises:
+            OSError: There is no room for it.
+        """
         self.pipe, theirs = os.pipe()
         self.finished = False
         self._unread = b""
         self._heard_at = time.monotonic()
         start = time.monotonic()
-        with TORCH_LOCK, warnings.catch_warnings():
-            # Python 3.12 warns of a fork beside threads: see the module's docstring.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        try:
+            with TORCH_LOCK, warnings.catch_warnings():
+                # Python 3.12 warns of a fork beside threads: see the module's docstring.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError:
+            os.close(self.pipe)
+            os.close(theirs)
+            raise
         if pid == 0:
             _serve([export for _, export in share], theirs, in_background)
-        self.pid = pid
         logger.debug("Forked in %.3f s", time.monotonic() - start)
         os.close(theirs)
+        return pid
 
     def read(self) -> Iterator[Exported]:
         """Take what the child has written; may block until a message is whole."""

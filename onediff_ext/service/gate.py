@@ -40,9 +40,10 @@ class DrawingGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pictures = 0
-        self._forwards = 0
+        self._forwards = self._moment = 0
         self._exclusive = False
         self.epoch = 0  # counts pictures, or forwards where nobody tells of pictures
+        self.pictures_begun = 0
         self._drawing_since: float | None = None
         self._drawn_s = 0.0
         self._spent_s = 0.0
@@ -69,12 +70,18 @@ class DrawingGate:
         finally:
             self.end_picture()
 
+    @property
+    def moment(self) -> int | None:
+        """Equal for calls within one forward; None outside of one."""
+        return self._moment if self._forwards else None
+
     def begin_picture(self) -> None:
         """A picture begins; what waited for this moment happens first. May be nested."""
         with self._changed:
             self._wait_for_exclusive()
             self._told_pictures = True
             if not self._pictures and not self._forwards:
+                self.pictures_begun += 1
                 self._let_others_go_first()
                 self._catch_up()
                 self._start_clock()
@@ -100,6 +107,7 @@ class DrawingGate:
                 self._catch_up()
                 self._start_clock()
             self._forwards += 1
+            self._moment += 1
         try:
             yield
         finally:

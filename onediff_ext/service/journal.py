@@ -19,8 +19,8 @@ class Event:
 
     Args:
         at: Seconds since the epoch.
-        what: ``"build"``, ``"built"``, ``"loaded"``, ``"proved"``, ``"retried"``, ``"failed"``,
-            ``"bad"``, ``"cancelled"``, ``"evicted"`` or ``"captured"``.
+        what: ``"build"``, ``"built"``, ``"loaded"``, ``"proved"``, ``"retried"``, ``"put off"``,
+            ``"failed"``, ``"bad"``, ``"cancelled"``, ``"evicted"`` or ``"captured"``.
         label: Of the kind, or of what it happened to.
         reason: Why.
     """

@@ -39,6 +39,7 @@ class ReadAhead:
         self._coming: set[str] = set()
         self._graphs: dict[str, Graph] = {}
         self._thread: threading.Thread | None = None
+        self._device: torch.device | None = None
 
     @property
     def is_reading(self) -> bool:
@@ -52,14 +53,18 @@ class ReadAhead:
             if self.is_reading:
                 return
             self._graphs.clear()  # of a checkpoint that was never drawn with
+            self._device = device
             self._thread = threading.Thread(
                 target=self._read, args=(content_hash, device), name="onediff-read", daemon=True
             )
             self._thread.start()
 
-    def take(self, digest: str) -> Graph | None:
-        """Hand over a kind's graph, waiting for it if it is about to be there; else None."""
+    def take(self, digest: str, device: torch.device) -> Graph | None:
+        """Hand over a kind's graph for a device, waiting for it if it is about to be there; else
+        None."""
         with self._changed:
+            if not _is_same(device, self._device):
+                return None
             self._changed.wait_for(lambda: digest not in self._coming, _WAIT_S)
             return self._graphs.pop(digest, None)
 
@@ -114,3 +119,12 @@ class ReadAhead:
         entries = stored.key.entries
         fits = all(entries.get(name) == value for name, value in self._key_entries(device).items())
         return fits and bool(self._builder.is_harmless_on(stored, machine_digest(device)))
+
+
+def _is_same(device: torch.device, other: torch.device | None) -> bool:
+    """Whether both name one device; a GPU without a number is the first one."""
+    return (
+        other is not None
+        and device.type == other.type
+        and (device.index or 0) == (other.index or 0)
+    )

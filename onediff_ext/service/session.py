@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -20,17 +21,19 @@ from onediff_ext.core.status import Status
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import CudaRecorder
 from onediff_ext.engine.families.base import BlockFamily
+from onediff_ext.engine.kind_registry import KindRegistry
 from onediff_ext.engine.kinds import Kind, KindState
 from onediff_ext.engine.machine import machine_entries
-from onediff_ext.engine.runner import Kinds
-from onediff_ext.engine.structure import WrapperRule
 from onediff_ext.engine.torch_versions import keep_device_guard
+from onediff_ext.engine.weights import WrapperRule
 from onediff_ext.service.background import BackgroundBuilds
 from onediff_ext.service.build_folder import remove_stale
 from onediff_ext.service.builder import Builder, ProgressListener
 from onediff_ext.service.checkpoint_use import CheckpointUse
 from onediff_ext.service.gate import DrawingGate
+from onediff_ext.service.incidents import write_incident
 from onediff_ext.service.journal import Journal
+from onediff_ext.service.last_picture import Drawn, Fallback, Fallbacks, LastPicture
 from onediff_ext.service.read_ahead import ReadAhead
 from onediff_ext.service.status import session_status
 from onediff_ext.store import GraphLibrary, default_root
@@ -40,24 +43,10 @@ logger = logging.getLogger(__name__)
 # Raised whenever the way from a block to its program changes, since old graphs are then
 # those of another function.
 ENGINE_SCHEMA = "1"
+_ANY_EPOCH = sys.maxsize
 
 
-@dataclass(frozen=True)
-class Fallback:
-    """Calls that ran eager although a graph was wanted.
-
-    Args:
-        what: The kind or class of block.
-        reason: Why, in plain words.
-        count: How many calls.
-    """
-
-    what: str
-    reason: str
-    count: int
-
-
-class Session(Kinds):
+class Session(KindRegistry):
     """Kinds and graphs of one process, shared by all the pipes that it compiles.
 
     Args:
@@ -69,6 +58,8 @@ class Session(Kinds):
         gate: Hosts tell it when a picture begins and ends (`picture`).
         journal: What happened to the kinds and why.
         checkpoint: What is drawn with now (`use_checkpoint`), or None.
+        last_picture: The components that drew it.
+        substituted: Why another backend builds than the one that was asked for, or "".
         stage, sizes_done: What a warm-up does now, and with how many of its sizes it has, for
             `status`; set by `WarmUp`.
     """
@@ -79,7 +70,9 @@ class Session(Kinds):
         families: Sequence[BlockFamily],
         rules: Sequence[WrapperRule] = (),
     ) -> None:
+        super().__init__()
         keep_device_guard()
+        self.spot_checks.enabled = options.spot_checks
         self.options, self.families, self.rules = options, families, tuple(rules)
         self.backend, substituted = choose_backend(options.backend)
         root = options.store if options.store is not None else default_root()
@@ -101,19 +94,22 @@ class Session(Kinds):
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
             options.capture_limit_bytes,
+            self.spot_checks,
+            self.found_wrong,
         )
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[tuple[str, torch.device], Kind] = {}
         self._current: set[str] = set()
-        self._rebuilt: set[str] = set()
         self._unproved: set[str] = set()
-        self._fallbacks: Counter[tuple[str, str]] = Counter()
+        self._fallbacks = Fallbacks()
         self._lock = threading.RLock()
         self._holding = 0
         self._entries: dict[torch.device, dict[str, str]] = {}
+        self.substituted = substituted or ""
+        self.last_picture = LastPicture()
         if substituted is not None:
             self.fell_back(f"the {options.backend} backend", substituted)
             logger.warning("%s", substituted)
-        weakref.finalize(self, BackgroundBuilds.cancel, self.background)  # also when Python ends
+        weakref.finalize(self, BackgroundBuilds.close, self.background)  # also when Python ends
 
     @property
     def listener(self) -> ProgressListener | None:
@@ -132,6 +128,10 @@ class Session(Kinds):
     def epoch(self) -> int:
         return self.gate.epoch
 
+    @property
+    def moment(self) -> Hashable:
+        return self.gate.moment
+
     def key_entries(self, device: torch.device) -> dict[str, str]:
         if device not in self._entries:
             self._entries[device] = {
@@ -141,34 +141,37 @@ class Session(Kinds):
             }
         return self._entries[device]
 
-    def find(self, key: KindKey, make: Callable[[], Kind]) -> Kind:
+    def find(self, key: KindKey, device: torch.device, make: Callable[[], Kind]) -> Kind:
         with self._lock:
             self._current.add(key.digest)
-            kind = self._kinds.get(key.digest)
+            kind = self._kinds.get((key.digest, device))
             if kind is None:
                 kind = make()
-                self._kinds[key.digest] = kind
+                self._kinds[key.digest, device] = kind
                 self._load(kind)
             return kind
 
     def fell_back(self, what: str, reason: str) -> None:
-        self._fallbacks[what, reason] += 1
+        self._fallbacks.add(what, reason)
 
     def rejected(self, kind: Kind) -> None:
-        """A graph was wrong here: it is not used on this machine again, but built anew once.
+        """A graph was wrong here: this process runs the block eager.
 
-        What was built on this machine and is wrong all the same stays eager, in later processes
-        too.
+        What is wrong may be the graph, or what eager runs: somebody may have patched that. A
+        stored graph is tried once more by a worker process, which nobody has patched. If it is
+        wrong there, another one is built.
         """
-        stored, reason = self.library.get(kind.key), kind.reason
-        if stored is not None:
-            self.builder.mark_bad(kind, stored.header.payload_sha256, reason)
-        if kind.source == "loaded" and kind.key.digest not in self._rebuilt:
-            self._rebuilt.add(kind.key.digest)
-            if self.options.build != "never":
-                kind.miss(f"its stored graph {reason}")
-        elif kind.source == "built":
-            self.builder.remember_failure(kind, f"its graph {reason}")
+        may_try = kind.source == "loaded" and self.options.build != "never"
+        if not (may_try and self.builder.doubt(kind, kind.reason)):
+            self.journal.note("bad", kind.label, f"its graph {kind.reason}", level=logging.WARNING)
+
+    def found_wrong(self, what: str, problem: str, key: KindKey | None = None) -> None:
+        """What had passed its comparison differed from eager in use: it is dropped by then, and
+        reported in the status with the file to send to us."""
+        report = write_incident(self.library.folder, what, problem, key)
+        hint = f"; please attach {report} to an issue" if report is not None else ""
+        self.fell_back(what, f"{problem}, in use{hint}")
+        self.journal.note("wrong", what, f"{problem}{hint}", level=logging.ERROR)
 
     @property
     def kinds(self) -> list[Kind]:
@@ -179,12 +182,17 @@ class Session(Kinds):
     def current_kinds(self) -> list[Kind]:
         """The kinds that were met since the checkpoint was last changed (`use_checkpoint`)."""
         with self._lock:
-            return [kind for digest, kind in self._kinds.items() if digest in self._current]
+            return [kind for (digest, _), kind in self._kinds.items() if digest in self._current]
 
     def missing(self) -> list[Kind]:
-        """Kinds without a graph that could have one, those that cost most first."""
-        missing = [k for k in self.kinds if k.state is KindState.MISSING and not k.is_coming]
-        return sorted(missing, key=lambda kind: -kind.weight)
+        """Kinds without a graph that could have one, those that cost most first; of those that
+        lie on several devices, one at a time."""
+        missing = {
+            kind.key.digest: kind
+            for kind in reversed(self.kinds)
+            if kind.state is KindState.MISSING and not kind.is_coming and not kind.waits
+        }
+        return sorted(missing.values(), key=lambda kind: -kind.weight)
 
     # What a host calls around its pictures.
 
@@ -197,12 +205,17 @@ class Session(Kinds):
         """One forward of one model, for the models that `Component` wraps."""
         return self.gate.forward()
 
+    def drew(self, component: Drawn) -> None:
+        """A component takes part in the picture that is being drawn."""
+        self.last_picture.add(component, self.gate.pictures_begun)
+
     def after_forward(self) -> None:
         """Build what a forward found missing, unless the user or a holder does not want it now."""
         if self._holding:
             return
         if self.options.build == "wait":
-            self.build_missing()
+            if time.monotonic() >= self.builder.retry_at:
+                self._build_and_wait()
         else:
             self.background.start()
 
@@ -239,6 +252,7 @@ class Session(Kinds):
             same = self.checkpoint is not None and self.checkpoint.content_hash == content_hash
             if not same:
                 self._current.clear()
+                self.last_picture.forget()
             self.checkpoint = CheckpointUse(
                 self.library.folder, content_hash, name=name, path=path, architecture=architecture
             )
@@ -265,6 +279,16 @@ class Session(Kinds):
 
     def build_missing(self) -> None:
         """Build what is missing and wait for it; what fails runs eager, with its reason."""
+        self._ask_for_all()
+        self._build_and_wait()
+
+    def _ask_for_all(self) -> None:
+        """What was put off is not waited for any longer."""
+        self.builder.retry_at = 0.0
+        for kind in self.kinds:
+            kind.met(_ANY_EPOCH)
+
+    def _build_and_wait(self) -> None:
         self.background.wait()
         missing = self._to_build()
         if missing:
@@ -272,11 +296,12 @@ class Session(Kinds):
 
     def build_in_background(self) -> None:
         """Build what is missing beside the pictures, also after `cancel_builds`."""
+        self._ask_for_all()
         self.background.resume()
 
     def cancel_builds(self) -> None:
-        """End all builds within a moment and start none until asked; only what was being built is
-        lost."""
+        """End all builds within a moment; only what was being built is lost. What is missing now is
+        not built until asked for (`build_in_background`); kinds that are met later are."""
         was_building = self.background.is_building
         self.background.cancel()
         if was_building:
@@ -290,7 +315,8 @@ class Session(Kinds):
         """Try again what could not be built, here and in earlier processes; returns how many."""
         self.builder.verdicts.retry()
         failed = [kind for kind in self.kinds if kind.state is KindState.FAILED]
-        self._rebuilt.clear()
+        self.builder.trust_again()
+        self._ask_for_all()
         for kind in failed:
             kind.miss("tried again")
         if failed and self.options.build == "background":
@@ -299,17 +325,17 @@ class Session(Kinds):
 
     def load_missing(self) -> None:
         """Look again for graphs that have come into the store since, by an import for instance."""
-        for kind in self.missing():
-            self._load(kind)
+        missing = self.missing()
+        # Between two pictures, since graphs change there only.
+        self.gate.between_pictures(lambda: self._load_all(missing))
 
     def fallbacks(self, since: Counter[tuple[str, str]] | None = None) -> list[Fallback]:
         """Calls that ran eager and why, most frequent first; all, or those after a moment."""
-        counts = self._fallbacks - (since or Counter())
-        return [Fallback(*key, count) for key, count in counts.most_common()]
+        return self._fallbacks.since(since)
 
     def fell_back_so_far(self) -> Counter[tuple[str, str]]:
         """This moment, for `fallbacks` and `status`."""
-        return self._fallbacks.copy()
+        return self._fallbacks.so_far()
 
     def count(self, source: str) -> int:
         """How many kinds got their graph in this process by being ``"built"`` or ``"loaded"``."""
@@ -317,7 +343,11 @@ class Session(Kinds):
 
     def close(self) -> None:
         """End builds, worker processes and threads; graphs in use go on working."""
-        self.background.cancel()
+        self.background.close()
+
+    def is_being_proved(self, kind: Kind) -> bool:
+        """Whether a kind without a graph has a stored one that is tried first."""
+        return kind.key.digest in self._unproved
 
     def _to_build(self) -> list[Kind]:
         missing = self.missing()
@@ -325,13 +355,18 @@ class Session(Kinds):
             return [kind for kind in missing if kind.key.digest in self._unproved]
         return missing
 
+    def _load_all(self, kinds: Sequence[Kind]) -> None:
+        for kind in kinds:
+            if kind.state is KindState.MISSING:  # nobody was faster
+                self._load(kind)
+
     def _load(self, kind: Kind) -> None:
         """Take a kind's stored graph, if it is known to be harmless; else leave it missing."""
         reason = self.backend.unavailable_reason(kind.device)
         if reason is not None:
             kind.fail(reason)
             return
-        graph = self.read_ahead.take(kind.key.digest)
+        graph = self.read_ahead.take(kind.key.digest, kind.device)
         if graph is not None:
             kind.accept(graph, "loaded")
             self.journal.note("loaded", kind.label, "read ahead")
@@ -349,7 +384,8 @@ class Session(Kinds):
             kind.accept(self.builder.load(stored.payload, kind), "loaded")
             self.journal.note("loaded", kind.label, "stored")
         except BackendError as exc:
-            self.builder.mark_bad(kind, stored.header.payload_sha256, exc.message)
+            problem = f"cannot be loaded: {exc.message}"
+            self.builder.refuse(kind, stored.header.payload_sha256, problem)
             kind.miss(f"its stored graph cannot be loaded: {exc.message}")
 
     def _note_miss(self, kind: Kind) -> None:

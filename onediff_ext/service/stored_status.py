@@ -7,7 +7,7 @@ import torch
 from onediff_ext import __version__
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.records import CheckpointRecord
-from onediff_ext.core.status import Status
+from onediff_ext.core.status import COMPILED_IN_PART, Status
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.service.break_even import pictures_until_it_pays, speedup_of
 from onediff_ext.service.builder import worker_count
@@ -48,8 +48,11 @@ def stored_status(
     known = [seconds for seconds in expected if seconds is not None]
     steps = history.steps(machine, record.content_hash)
     workers = worker_count(options)
+    running = "eager"
+    if ready:
+        running = "compiled" if len(ready) == len(digests) else COMPILED_IN_PART
     return Status(
-        running="compiled" if ready else "eager",
+        running=running,
         kinds_ready=len(ready),
         kinds_failed=len(failures),
         kinds_needed=len(digests),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -17,13 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onediff_ext
-from onediff_ext.core.errors import BackendError, MachineError, WorkerKilledError, WorkerLostError
+from onediff_ext.core.errors import (
+    BackendError,
+    MachineError,
+    NoMemoryError,
+    WorkerKilledError,
+    WorkerLostError,
+)
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
+_INSTALLED = ("site-packages", "dist-packages")
 # Signals that come from outside: a user, a supervisor, or the kernel when memory is short.
+_NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
 _KILLERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
@@ -49,10 +58,11 @@ class WorkerProcess:
         in_background: At a low priority, since somebody draws beside it.
     """
 
-    module = "onediff_ext.backends.worker"
+    script = Path(onediff_ext.__file__).parent / "backends" / "start_worker.py"
 
     def __init__(self, backend: str, cache: Path, in_background: bool = False) -> None:
-        self._backend, self._cache, self._in_background = backend, cache, in_background
+        self._backend, self._in_background = backend, in_background
+        self._cache = cache.absolute()  # workers have a current folder of their own
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._scratch: Path | None = None
@@ -87,6 +97,11 @@ class WorkerProcess:
         """
         self._work(program, payload, device, timeout_s)
 
+    def renew(self) -> None:
+        """Have the next build begin in another process: this one's failure may be its own."""
+        with self._lock:
+            self._end()
+
     def close(self) -> None:
         """End the worker and its compilers, at once, and remove what they left. It stays closed."""
         with self._lock:
@@ -119,6 +134,8 @@ class WorkerProcess:
             target.unlink()
         except OSError as exc:
             self._end()
+            if exc.errno in _NO_ROOM_FOR_A_PROCESS:
+                raise NoMemoryError(f"No build process can be started ({exc.strerror}).") from exc
             raise MachineError(
                 f"A build cannot work in {self._cache} ({exc.strerror or exc}).",
                 "Free some space there, or set TMPDIR to another folder.",
@@ -143,7 +160,7 @@ class WorkerProcess:
             self._end()
             self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
             self._answers = queue.SimpleQueue()
-            command = [sys.executable, "-m", self.module]
+            command = _command(self.script)
             with (self._scratch / "log").open("w") as log:
                 self._process = subprocess.Popen(
                     [*command, "background"] if self._in_background else command,
@@ -151,6 +168,8 @@ class WorkerProcess:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
+                    # Not the user's current folder: it may hold modules and programs of any kind.
+                    cwd=self._scratch,
                     env=_environment(self._cache),
                     start_new_session=True,  # a group of its own: its compilers end with it
                 )
@@ -177,7 +196,8 @@ class WorkerProcess:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             self._end()
-            raise WorkerLostError(f"The build took longer than {timeout_s:.0f} s.") from None
+            # A machine that is busy or asleep: not the program's fault, as far as one can tell.
+            raise WorkerKilledError(f"The build took longer than {timeout_s:.0f} s.") from None
         if line is None:
             words = self._last_words()
             self._end()
@@ -219,12 +239,30 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
             process.kill()
 
 
+def _command(script: Path) -> list[str]:
+    """How a worker is started, with the package and the libraries that this process runs."""
+    flags = sys.flags
+    options = ["-I"] if flags.isolated else []
+    options += ["-E"] if flags.ignore_environment else []
+    options += ["-s"] if flags.no_user_site else []
+    package = Path(onediff_ext.__file__).resolve().parent
+    # Where packages are installed, and never a script's folder or the current one.
+    folders = {Path(entry) for entry in sys.path if entry.endswith(_INSTALLED)}
+    folders |= {
+        Path(found).resolve().parent.parent
+        for name in ("torch", "filelock")
+        if (found := getattr(sys.modules.get(name), "__file__", None))
+    }
+    where = os.pathsep.join(sorted(str(f) for f in folders if f.is_absolute()))
+    return [sys.executable, *options, str(script), str(package), where]
+
+
 def _environment(cache: Path) -> dict[str, str]:
-    package_root = str(Path(onediff_ext.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([package_root, *([inherited] if inherited else [])]),
+        # An empty or relative entry means the current folder, which is another one there.
+        "PYTHONPATH": os.pathsep.join(entry for entry in inherited if os.path.isabs(entry)),
         # Not the user's cache: nothing is left behind, and nothing old is found.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from ..core.fault_points import reached
 from .durable import sync_folder, write_and_sync
 from .folder import StoreFolder
 from .write_errors import mapped_write_errors
@@ -32,16 +33,19 @@ def publish(folder: StoreFolder, target: Path, chunks: Iterable[bytes]) -> None:
         StoreFullError, StoreReadOnlyError, StoreError: Nothing has changed.
     """
     folder.prepare()
+    reached("prepared")
     token = f"{os.getpid()}-{secrets.token_hex(8)}"
     part = folder.tmp / f"{token}.part"
     with folder.locks.hold(_lock_name(part), _PART_LOCK_TIMEOUT_S), mapped_write_errors(target):
         try:
             write_and_sync(part, chunks)
             _replace(folder, part, target)
+            reached("replaced")
         except BaseException:
             part.unlink(missing_ok=True)
             raise
         sync_folder(target.parent)
+        reached("folder synced")
 
 
 def collect_stale_parts(folder: StoreFolder, age_s: float = STALE_PART_AGE_S) -> int:
@@ -49,7 +53,7 @@ def collect_stale_parts(folder: StoreFolder, age_s: float = STALE_PART_AGE_S) ->
     removed = 0
     for part in folder.tmp.glob("*.part"):
         try:
-            old = time.time() - part.stat().st_mtime >= age_s
+            old = time.time() - part.lstat().st_mtime >= age_s
         except FileNotFoundError:
             continue
         if old:

@@ -13,6 +13,7 @@ from ..core.errors import OptionError, StoreError
 from ..core.records import CheckpointRecord, KindUse
 from .atomic import publish
 from .folder import StoreFolder
+from .record_file import read_record, record_paths
 from .stored_graph import graph_path, is_digest
 from .write_errors import mapped_write_errors
 
@@ -101,7 +102,7 @@ class CheckpointRecords:
     def list(self) -> list[CheckpointListing]:
         """List the checkpoints by name; a record that cannot be read is left out."""
         found = []
-        for path in self.folder.checkpoints.glob("*.json"):
+        for path in record_paths(self.folder.checkpoints):
             try:
                 record = self._read(path)
             except StoreError as exc:
@@ -137,13 +138,13 @@ class CheckpointRecords:
     def _read(self, path: Path) -> CheckpointRecord | None:
         hint = "Delete the record; it is written again when the checkpoint is used."
         try:
-            record = CheckpointRecord.from_json(json.loads(path.read_bytes()))
+            record = CheckpointRecord.from_json(read_record(path))
         except FileNotFoundError:
             return None
         except StoreError as exc:
             raise StoreError(f"{path.name}: {exc.message}", hint) from exc
-        except (OSError, ValueError, RecursionError) as exc:
-            raise StoreError(f"{path.name} cannot be read: {exc}.", hint) from exc
+        except OSError as exc:
+            raise StoreError(f"{path.name} cannot be read ({exc.strerror or exc}).", hint) from exc
         if record.content_hash != path.stem:
             raise StoreError(f"{path.name} is the record of another checkpoint.", hint)
         return record

@@ -81,6 +81,8 @@ def read_head(file: BinaryIO, size_bytes: int) -> GraphHeader:
     if schema is None:
         raise GraphCorruptError("the file does not start like a graph", _HINT)
     if schema != GRAPH_SCHEMA:
+        if _is_ours(file, prefix):
+            raise GraphCorruptError("the schema number is damaged", _HINT)
         raise UnknownSchemaError(
             f"written by another version (schema {schema}; this one reads {GRAPH_SCHEMA})",
             "Use the version that wrote it; this one builds its own.",
@@ -118,6 +120,23 @@ def peek_schema(prefix: bytes) -> int | None:
         return None
     magic, schema = _SCHEMA.unpack_from(prefix)
     return int(schema) if magic == MAGIC else None
+
+
+def _is_ours(file: BinaryIO, prefix: bytes) -> bool:
+    """Whether a header of our own schema follows, so that only the prefix's number is wrong."""
+    if len(prefix) < _PREFIX.size:
+        return False
+    _, _, length, checksum = _PREFIX.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        return False
+    encoded = file.read(length)
+    if hashlib.sha256(encoded).digest() != checksum:
+        return False
+    try:
+        _parse(encoded)
+    except GraphCorruptError:
+        return False
+    return True
 
 
 def _parse(encoded: bytes) -> GraphHeader:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..core.errors import CheckpointError, StoreError
+from ..core.errors import CheckpointError, StoreError, UnsafeFileError
+from ..core.untrusted_files import open_regular
 from .atomic import publish
 from .folder import StoreFolder
+from .record_file import RecordError, read_record
 from .stored_graph import is_digest
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ MAX_CACHED = 1024
 _CACHE_FILE = "content-hashes.json"
 _LOCK_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 20
+_CHECKPOINT_BYTES = 1 << 40
+_CHECKPOINT_S = 3600.0  # 7 GB from a slow network disk take minutes
 _FOLDER_SUFFIXES = {".safetensors", ".json"}
 # A file changed this recently may change again within its time stamp's resolution
 # (2 s on FAT), unseen; git calls it "racily clean". It is hashed again next time.
@@ -60,9 +64,19 @@ class ContentHashes:
                 content_hash = self._folder_hash(path, cached, fresh)
             else:
                 content_hash = self._file_hash(path, cached, fresh)
+        except UnsafeFileError as exc:
+            raise CheckpointError(exc.message, exc.hint) from exc
+        except ValueError as exc:  # a NUL, which no file's name has
+            raise CheckpointError(
+                f"{str(path)!r} is no name of a file.", "Check the path; nothing is downloaded."
+            ) from exc
         except FileNotFoundError as exc:
             raise CheckpointError(
                 f"There is no file {path}.", "Check the path; nothing is downloaded."
+            ) from exc
+        except RuntimeError as exc:  # of Path.resolve up to Python 3.12
+            raise CheckpointError(
+                f"{path} is a link that leads to no file.", "Name the file itself."
             ) from exc
         except OSError as exc:
             raise CheckpointError(
@@ -102,7 +116,7 @@ class ContentHashes:
         fresh: dict[str, dict[str, object]],
     ) -> str:
         # Resolved, so that the links of a Hugging Face snapshot share their blob's entry.
-        name = str(path.resolve())
+        name = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop of links
         fingerprint = _fingerprint(os.stat(name))
         entry = cached.get(name, {})
         known = entry.get("sha256")
@@ -123,8 +137,8 @@ class ContentHashes:
 
     def _load(self) -> dict[str, dict[str, object]]:
         try:
-            record = json.loads((self.folder.home / _CACHE_FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            record = read_record(self.folder.home / _CACHE_FILE)
+        except (OSError, RecordError):
             return {}  # none yet, or damaged: files are hashed anew
         if not isinstance(record, dict) or record.get("schema") != CACHE_SCHEMA:
             return {}
@@ -148,7 +162,7 @@ class ContentHashes:
 
 def _sha256(path: Path) -> str:
     total = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, limit_bytes=_CHECKPOINT_BYTES, limit_s=_CHECKPOINT_S) as file:
         while chunk := file.read(_READ_BYTES):
             total.update(chunk)
     return total.hexdigest()
@@ -160,4 +174,7 @@ def _fingerprint(status: os.stat_result) -> _Fingerprint:
 
 def _hashed_at(entry: Mapping[str, object]) -> float:
     value = entry.get("hashed_at")
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    try:
+        return float(value) if isinstance(value, (int, float)) else 0.0
+    except OverflowError:
+        return 0.0

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..core.fault_points import reached
+
 # One os.write takes at most 2 GiB on Linux and macOS.
 _WRITE_BYTES = 8 << 20
 
@@ -21,11 +23,14 @@ def write_and_sync(path: Path, chunks: Iterable[bytes]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags, 0o600)
     try:
+        reached("opened")
         for chunk in chunks:
             left = memoryview(chunk)
             while left:
                 left = left[os.write(descriptor, left[:_WRITE_BYTES]) :]
+            reached("wrote")
         os.fsync(descriptor)
+        reached("synced")
     finally:
         os.close(descriptor)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.errors import UnsafeFileError
+from ..core.untrusted_files import open_regular
 from .atomic import collect_stale_parts
 from .container import GRAPH_SCHEMA, peek_schema
 from .folder import StoreFolder
@@ -16,6 +19,7 @@ from .write_errors import mapped_write_errors
 
 _LOCK_TIMEOUT_S = 60.0
 _PEEK_BYTES = 12
+_ANY_SIZE = 1 << 62  # what is too large for a graph takes room all the same
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def prune(
         StoreBusyError: Another process kept pruning for too long.
         StoreReadOnlyError: The folder cannot be written.
     """
-    if not (folder.exists() or (other_versions and folder.root.is_dir())):
+    if not (folder.exists() or (other_versions and os.path.isdir(folder.root))):
         return PruneReport()
     folder.prepare()
     with folder.locks.hold("prune", _LOCK_TIMEOUT_S):
@@ -123,11 +127,11 @@ def scan(graphs: Path) -> list[Candidate]:
     found = []
     for path in graph_paths(graphs):
         try:
-            with path.open("rb") as file:
+            with open_regular(path, limit_bytes=_ANY_SIZE) as file:
                 status = os.fstat(file.fileno())
                 schema = peek_schema(file.read(_PEEK_BYTES))
-        except OSError:
-            continue  # just removed, or not ours to read
+        except (OSError, UnsafeFileError):
+            continue  # just removed, or not ours to read; `verify` tells of what is no file
         if schema in (None, GRAPH_SCHEMA):
             found.append(Candidate(path, status.st_size, status.st_mtime_ns))
     return found
@@ -156,14 +160,23 @@ def remove_unless_used(folder: StoreFolder, candidate: Candidate) -> bool:
 def other_versions_files(folder: StoreFolder) -> list[Path]:
     """List the graph files that another version of this product wrote."""
     ours = {candidate.path for candidate in scan(folder.graphs)}
-    here = [path for path in graph_paths(folder.graphs) if path not in ours]
+    here = [path for path in graph_paths(folder.graphs) if path not in ours and _is_file(path)]
     return here + [p for graphs in folder.other_versions_graphs() for p in graph_paths(graphs)]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def _remove_other_versions(folder: StoreFolder) -> list[Candidate]:
     gone = []
     for path in other_versions_files(folder):
-        status = path.stat()
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            continue
         path.unlink()
         gone.append(Candidate(path, status.st_size, status.st_mtime_ns))
     return gone

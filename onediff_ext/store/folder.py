@@ -1,6 +1,6 @@
 """The store's layout on disk, and which part of it is ours.
 
-    <root>/schema.json          {"schema": 1}, written with the first graph
+    <root>/schema.json          {"schema": 1, "check": …}, written with the first graph
     <root>/graphs/              <digest of the kind's key>.graph
     <root>/checkpoints/         <content hash>.json
     <root>/verdicts/            <digest of the kind's key>.json
@@ -11,22 +11,33 @@
 A store whose `schema.json` names another schema belongs to another version of this
 product. Nothing in it is read or changed; ours then lies in `<root>/schema-1/`, with
 the same layout, so both versions work side by side.
+
+The check tells another schema from a damaged file. When the file is damaged, the graphs
+say whose store it is: each names its schema too. Ours is then written again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 from pathlib import Path
 
-from .durable import write_and_sync
+from ..core.errors import UnsafeFileError
+from ..core.untrusted_files import open_regular
+from .container import GRAPH_SCHEMA, peek_schema
+from .durable import sync_folder, write_and_sync
 from .locks import StoreLocks
+from .private import secure_folder
+from .record_file import RecordError, read_record
+from .stored_graph import graph_paths
 from .write_errors import mapped_write_errors
 
 STORE_SCHEMA = 1
 _SCHEMA_FILE = "schema.json"
 _FOLDERS = ("graphs", "checkpoints", "verdicts", "tmp", "locks")
+_PEEK_BYTES = 12
 _PRIVATE = 0o700  # graphs are native code: nobody else may put one there
 
 
@@ -35,10 +46,14 @@ class StoreFolder:
 
     Args:
         root: The store's folder; need not exist.
+
+    Attributes:
+        is_schema_damaged: `schema.json` was found damaged, and not written again yet.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.is_schema_damaged = False  # known once `home` was asked for
         self._home: Path | None = None
 
     @property
@@ -47,11 +62,14 @@ class StoreFolder:
         if self._home is not None:
             return self._home
         try:
-            encoded = (self.root / _SCHEMA_FILE).read_bytes()
+            schema = _read_schema(self.root)
         except OSError:
             return self.root  # no store yet: not decided
+        if schema is None:
+            self.is_schema_damaged = True
+            schema = _schema_of_graphs(self.root)
         own = self.root / f"schema-{STORE_SCHEMA}"
-        self._home = self.root if _schema_of(encoded) == STORE_SCHEMA else own
+        self._home = self.root if schema == STORE_SCHEMA else own
         return self._home
 
     @property
@@ -81,28 +99,42 @@ class StoreFolder:
 
     def exists(self) -> bool:
         """Whether this version has stored anything."""
-        return self.graphs.is_dir()
+        return os.path.isdir(self.graphs)
 
     def other_versions_graphs(self) -> list[Path]:
         """Return the graph folders that belong to other versions."""
-        homes = [self.root, *self.root.glob("schema-*")]
-        return [home / "graphs" for home in homes if home != self.home]
+        ours = {self.home, self.root / f"schema-{STORE_SCHEMA}"}
+        homes = [self.root, *self.root.glob("schema-*")] if os.path.isdir(self.root) else []
+        return [home / "graphs" for home in homes if home not in ours]
+
+    def secure(self) -> None:
+        """Close the store's folders to other writers.
+
+        Raises:
+            UntrustedGraphError: One belongs to somebody else, or cannot be closed.
+        """
+        home = self.home
+        for folder in {self.root, home}:
+            secure_folder(folder, holds_code=False)
+        for name in _FOLDERS:
+            secure_folder(home / name, holds_code=True)
 
     def prepare(self) -> None:
         """Create what is missing, readable by this user only.
 
         Raises:
             StoreFullError, StoreReadOnlyError: The folder cannot be created.
+            UntrustedGraphError: It belongs to somebody else, or others may write it.
         """
         home = self.home
         with mapped_write_errors(self.root):
             self.root.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self.root, home):
-                folder.mkdir(mode=_PRIVATE, exist_ok=True)
-            for name in _FOLDERS:
-                folder = home / name
-                folder.mkdir(mode=_PRIVATE, exist_ok=True)
-        if self._home is None:
+            wanted = [self.root, home, *(home / name for name in _FOLDERS)]
+            made = [folder for folder in wanted if _make_private(folder)]
+            for parent in dict.fromkeys(folder.parent for folder in made):
+                sync_folder(parent)  # or a graph that is synced would have no folder
+        self.secure()
+        if self._home is None or (self.is_schema_damaged and home == self.root):
             self._write_schema()
             if self.home != home:  # another version was first
                 self.prepare()
@@ -110,18 +142,64 @@ class StoreFolder:
     def _write_schema(self) -> None:
         target = self.root / _SCHEMA_FILE
         with self.locks.guard(), mapped_write_errors(target):
-            if not target.exists():
+            if not os.path.lexists(target) or _read_schema(self.root) is None:
                 part = self.tmp / f"schema-{secrets.token_hex(8)}.part"
                 try:
-                    write_and_sync(part, [json.dumps({"schema": STORE_SCHEMA}).encode("ascii")])
+                    write_and_sync(part, [encode_schema(STORE_SCHEMA)])
                     os.replace(part, target)
                 finally:
                     part.unlink(missing_ok=True)
+                sync_folder(self.root)
+        self.is_schema_damaged = False
 
 
-def _schema_of(encoded: bytes) -> object:
+def encode_schema(schema: int) -> bytes:
+    """The content of `schema.json`; a bit that flips anywhere in it shows."""
+    return json.dumps({"schema": schema, "check": _check(schema)}).encode("ascii")
+
+
+def _check(schema: int) -> str:
+    return hashlib.sha256(b"onediff-ext store, schema %d" % schema).hexdigest()[:16]
+
+
+def _read_schema(root: Path) -> int | None:
+    """The schema that `schema.json` names; None when it is damaged.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
     try:
-        record = json.loads(encoded)
-    except (ValueError, RecursionError):
+        record = read_record(root / _SCHEMA_FILE)
+    except RecordError:
         return None
-    return record.get("schema") if isinstance(record, dict) else None
+    if record == {"schema": STORE_SCHEMA}:
+        return STORE_SCHEMA  # as it was written before it had a check
+    if not isinstance(record, dict) or not isinstance(schema := record.get("schema"), int):
+        return None
+    is_sound = schema >= 0 and record == {"schema": schema, "check": _check(schema)}
+    return schema if is_sound else None
+
+
+def _schema_of_graphs(root: Path) -> int:
+    """The schema that the graphs name; ours when there is none, or one is of ours."""
+    found: set[int] = set()
+    for path in graph_paths(root / "graphs"):
+        try:
+            with open_regular(path, limit_bytes=1 << 62) as file:
+                schema = peek_schema(file.read(_PEEK_BYTES))
+        except (OSError, UnsafeFileError):
+            continue
+        if schema is not None:
+            found.add(schema)
+    return min(found) if found and GRAPH_SCHEMA not in found else STORE_SCHEMA
+
+
+def _make_private(folder: Path) -> bool:
+    """Make a folder for this user only; return whether it was missing."""
+    try:
+        folder.mkdir(mode=_PRIVATE)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True

@@ -6,13 +6,15 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypedDict
 
 from ..core.errors import StoreError
+from ..core.records import items, mapping, number, text
 from .atomic import publish
 from .folder import StoreFolder
+from .record_file import RecordError, read_record
 
 _LOG = logging.getLogger(__name__)
 _SCHEMA = 1
@@ -42,6 +44,11 @@ class StepRecord:
     at: float
 
 
+class _Record(TypedDict):
+    builds: dict[str, dict[str, list[float]]]  # machine → label → seconds
+    steps: list[StepRecord]
+
+
 class History:
     """The history of one store. Losing it costs an estimate, so writes that fail are only logged.
 
@@ -55,7 +62,7 @@ class History:
     def record_build(self, machine: str, label: str, seconds: float) -> None:
         """Note how long the build of a kind with this label took in its worker."""
 
-        def add(record: dict[str, Any]) -> None:
+        def add(record: _Record) -> None:
             times = record["builds"].setdefault(machine, {}).setdefault(label, [])
             times.append(round(seconds, 3))
             del times[:-_KEPT_BUILDS]
@@ -68,12 +75,10 @@ class History:
         """Note a measured step; an earlier one of the same size is replaced."""
         step = StepRecord(checkpoint, machine, size, eager_ms, compiled_ms, time.time())
 
-        def add(record: dict[str, Any]) -> None:
+        def add(record: _Record) -> None:
             same = (checkpoint, machine, size)
-            others = [
-                s for s in record["steps"] if (s["checkpoint"], s["machine"], s["size"]) != same
-            ]
-            record["steps"] = [*others, asdict(step)][-_KEPT_STEPS:]
+            others = [s for s in record["steps"] if (s.checkpoint, s.machine, s.size) != same]
+            record["steps"] = [*others, step][-_KEPT_STEPS:]
 
         self._change(add)
 
@@ -83,44 +88,71 @@ class History:
         From builds with the same label; else of the same class of block; else of any;
         None when nothing was built on this machine yet.
         """
-        times: dict[str, list[float]] = self._read()["builds"].get(machine, {})
+        times = self._read()["builds"].get(machine, {})
         return [_expected(times, label) for label in labels]
 
     def steps(self, machine: str, checkpoint: str | None = None) -> list[StepRecord]:
         """Return the steps measured on a machine, of one checkpoint or of all, oldest first."""
-        found = [StepRecord(**step) for step in self._read()["steps"]]
         return [
             step
-            for step in found
+            for step in self._read()["steps"]
             if step.machine == machine and checkpoint in (None, step.checkpoint)
         ]
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> _Record:
         try:
-            record = json.loads((self.folder.home / _FILE).read_bytes())
-            if record["schema"] == _SCHEMA:
-                for step in record["steps"]:
-                    StepRecord(**step)
-                for times in record["builds"].values():
-                    for seconds in times.values():
-                        statistics.fmean(seconds)
-                return dict(record)
+            return _parse(read_record(self.folder.home / _FILE))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-            _LOG.debug("The history of builds starts anew: %s", exc)
-        return {"schema": _SCHEMA, "builds": {}, "steps": []}
+        except (StoreError, OSError) as exc:
+            _LOG.debug("The history of builds starts again: %s", exc)
+        return {"builds": {}, "steps": []}
 
-    def _change(self, change: Any) -> None:
+    def _change(self, change: Callable[[_Record], None]) -> None:
         try:
             self.folder.prepare()
             with self.folder.locks.hold("history", _LOCK_TIMEOUT_S):
                 record = self._read()
                 change(record)
-                text = json.dumps(record, indent=1, sort_keys=True)
-                publish(self.folder, self.folder.home / _FILE, [text.encode("ascii")])
+                steps = [asdict(step) for step in record["steps"]]
+                whole = {"schema": _SCHEMA, "builds": record["builds"], "steps": steps}
+                encoded = json.dumps(whole, indent=1, sort_keys=True).encode("ascii")
+                publish(self.folder, self.folder.home / _FILE, [encoded])
         except StoreError as exc:
             _LOG.debug("The history of builds is not kept: %s", exc)
+
+
+def _parse(record: object) -> _Record:
+    fields = mapping(record, "history")
+    if fields.get("schema") != _SCHEMA:
+        raise RecordError("It is of another version.")
+    builds = {
+        machine: {
+            label: [number({"seconds": value}, "seconds") for value in items(times)]
+            for label, times in mapping(by_label, "build times of a machine").items()
+        }
+        for machine, by_label in mapping(fields.get("builds"), "build times").items()
+    }
+    return {"builds": builds, "steps": [_step(step) for step in items(fields.get("steps"))]}
+
+
+def _step(value: object) -> StepRecord:
+    fields = mapping(value, "measured step")
+    return StepRecord(
+        checkpoint=text(fields, "checkpoint"),
+        machine=text(fields, "machine"),
+        size=text(fields, "size"),
+        eager_ms=_positive(fields, "eager_ms"),
+        compiled_ms=_positive(fields, "compiled_ms"),
+        at=number(fields, "at"),
+    )
+
+
+def _positive(fields: Mapping[str, object], name: str) -> float:
+    value = number(fields, name)
+    if value <= 0:
+        raise RecordError(f"Field {name!r} is not positive.")
+    return value
 
 
 def _expected(times: dict[str, list[float]], label: str) -> float | None:

@@ -10,9 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..core.errors import GraphCorruptError, OptionError, StoreError, StoreFullError
+from ..core.errors import (
+    GraphCorruptError,
+    OptionError,
+    StoreError,
+    StoreFullError,
+    UntrustedGraphError,
+)
 from ..core.keys import KindKey
 from ..core.records import ORIGIN_BUILT, GraphHeader
+from ..core.words import day_of
 from . import eviction
 from .atomic import STALE_PART_AGE_S, collect_stale_parts, publish
 from .container import UnknownSchemaError, encode_head
@@ -22,7 +29,7 @@ from .folder import StoreFolder
 from .stored_graph import StoredGraph, graph_path, graph_paths, open_graph
 from .transfer import ImportReport, read_archive, write_archive
 from .verdicts import Verdicts
-from .verification import StoreProblem, find_problems, is_sound, remove_if_corrupt
+from .verification import StoreProblem, find_problems, is_sound, remove_if_unusable
 from .write_errors import mapped_write_errors
 
 _LOG = logging.getLogger(__name__)
@@ -55,8 +62,8 @@ class GraphLibrary:
     def get(self, key: KindKey) -> StoredGraph | None:
         """Return the graph of a kind with its checked payload; None when there is none.
 
-        A damaged file is removed if that is possible, and is a miss; so is a file
-        of another version, which stays. `explain` tells the reason.
+        A damaged file is removed if that is possible, and is a miss; so is a file of another
+        version, or one that others may have written; these stay. `explain` tells the reason.
         """
         return self.find(key.digest)
 
@@ -68,9 +75,13 @@ class GraphLibrary:
         """
         path = graph_path(self.folder.graphs, digest)
         try:
+            self.folder.secure()
             graph = open_graph(path, with_payload=True)
         except FileNotFoundError:
             return None  # an earlier reason still explains why
+        except UntrustedGraphError as exc:
+            self._note_miss(digest, f"not trusted ({exc.message.rstrip('.')}). {exc.hint}")
+            return None
         except UnknownSchemaError as exc:
             self._note_miss(digest, exc.message)
             return None
@@ -91,9 +102,11 @@ class GraphLibrary:
         Raises:
             StoreError: It is gone since it was listed, or cannot be read.
             GraphCorruptError: It is damaged.
+            UntrustedGraphError: Others own the file or the store, or may write there.
         """
         if graph.payload is not None:
             return graph.payload
+        self.folder.secure()
         try:
             loaded = open_graph(graph.path, with_payload=True)
         except OSError as exc:
@@ -148,12 +161,11 @@ class GraphLibrary:
         path = graph_path(self.folder.graphs, key.digest)
         if reason := self._miss_reasons.get(key.digest):
             return f"the stored graph was {reason}"
-        if path.exists():
+        if os.path.exists(path):
             return "stored"
         evicted = Verdicts(self.folder).read(key.digest).eviction
         if evicted is not None:
-            day = time.strftime("%Y-%m-%d", time.localtime(evicted.at))
-            return f"deleted on {day}: {evicted.reason}"
+            return f"deleted on {day_of(evicted.at)}: {evicted.reason}"
         if stored := self.entries():
             return explain_miss(key, label, stored)
         others = len(eviction.other_versions_files(self.folder))
@@ -169,15 +181,16 @@ class GraphLibrary:
         for path in graph_paths(self.folder.graphs):
             try:
                 found.append(open_graph(path, with_payload=False))
-            except (OSError, GraphCorruptError, UnknownSchemaError) as exc:
+            except (OSError, StoreError) as exc:
                 _LOG.debug("Not listed: %s: %s", path.name, exc)
         return sorted(found, key=lambda graph: (-graph.last_used_at, graph.digest))
 
     def verify(self, repair: bool = False) -> list[StoreProblem]:
-        """Check every byte of every graph.
+        """Check every byte of every graph, and whether each record can be read.
 
         Args:
-            repair: Delete the damaged ones. Files of another version stay.
+            repair: Delete the damaged ones and what others may have written; write a damaged
+                `schema.json` again. Files of another version stay.
 
         Raises:
             StoreReadOnlyError: `repair` cannot delete.
@@ -192,7 +205,7 @@ class GraphLibrary:
             StoreReadOnlyError: The folder cannot be written.
         """
         path = graph_path(self.folder.graphs, digest)
-        if not path.exists():
+        if not os.path.lexists(path):
             return False
         self.folder.prepare()
         with self.folder.locks.guard(), mapped_write_errors(path):
@@ -357,7 +370,7 @@ class GraphLibrary:
 
     def _discard_if_corrupt(self, path: Path) -> bool:
         try:
-            return remove_if_corrupt(self.folder, path)
+            return remove_if_unusable(self.folder, path)
         except StoreError as exc:
             _LOG.debug("%s stays: %s", path.name, exc)
             return False

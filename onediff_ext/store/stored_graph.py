@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.errors import GraphCorruptError, OptionError
+from ..core.errors import (
+    GraphCorruptError,
+    OptionError,
+    SlowFileError,
+    UnsafeFileError,
+    UntrustedGraphError,
+)
 from ..core.keys import KindKey
 from ..core.records import GraphHeader
+from ..core.untrusted_files import open_regular
 from .container import read_head, read_payload
+from .private import why_not_ours
 
 SUFFIX = ".graph"
+# Graphs have some 10 MB; what is larger or slower than this is none.
+MAX_GRAPH_BYTES = 4 << 30
+_LIMIT_S = 300.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -76,9 +88,13 @@ def is_digest(text: str) -> bool:
 
 def graph_paths(graphs: Path) -> Iterator[Path]:
     """Yield the graph files of a folder, sorted; none when there is no folder."""
-    for path in sorted(graphs.glob(f"*{SUFFIX}")):
-        if is_digest(path.stem):
-            yield path
+    try:
+        names = os.listdir(graphs)
+    except OSError:
+        return
+    for name in sorted(names):
+        if name.endswith(SUFFIX) and is_digest(name.removesuffix(SUFFIX)):
+            yield graphs / name
 
 
 def open_graph(path: Path, with_payload: bool) -> StoredGraph:
@@ -90,12 +106,22 @@ def open_graph(path: Path, with_payload: bool) -> StoredGraph:
     Raises:
         GraphCorruptError: Its bytes are not what was saved.
         UnknownSchemaError: Another version wrote it.
+        UntrustedGraphError: Others own it or may write it.
         OSError: The file is missing or cannot be read.
     """
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        header = read_head(file, status.st_size)
-        payload = read_payload(file, header) if with_payload else None
+    try:
+        with open_regular(path, limit_bytes=MAX_GRAPH_BYTES, limit_s=_LIMIT_S) as file:
+            status = os.fstat(file.fileno())
+            if reason := why_not_ours(path, status):
+                raise UntrustedGraphError(
+                    reason, f"If you trust it, own it alone: `chmod go-w '{path}'`; else delete it."
+                )
+            header = read_head(file, status.st_size)
+            payload = read_payload(file, header) if with_payload else None
+    except SlowFileError as exc:
+        raise TimeoutError(errno.ETIMEDOUT, "it takes too long to read") from exc
+    except UnsafeFileError as exc:
+        raise GraphCorruptError("it is no regular file of a graph's size", exc.hint) from exc
     if header.key.digest != path.stem:
         raise GraphCorruptError(
             "the file holds the graph of another kind", "It is built again by itself."

@@ -16,15 +16,25 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-from ..core.errors import GraphCorruptError, StoreError, StoreFullError, UntrustedGraphError
+from ..core.errors import (
+    GraphCorruptError,
+    StoreError,
+    StoreFullError,
+    UnsafeFileError,
+    UntrustedGraphError,
+)
 from ..core.records import ORIGIN_IMPORTED, GraphHeader
+from ..core.untrusted_files import open_regular, read_regular
 from .container import UnknownSchemaError, read_head, read_payload
-from .stored_graph import SUFFIX
+from .stored_graph import MAX_GRAPH_BYTES, SUFFIX
 from .write_errors import mapped_write_errors
 
 _NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
 _FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal graphs give equal archives
 _ENCRYPTED = 0x1
+_ARCHIVE_BYTES = 1 << 40  # the sum of its graphs has a limit of its own: the store's
+_ARCHIVE_S = 3600.0
+_GRAPH_S = 300.0
 _HINT = "Export it again on the machine that it comes from."
 
 
@@ -80,7 +90,9 @@ def read_archive(
         StoreError: There is no such archive.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path, limit_bytes=_ARCHIVE_BYTES, limit_s=_ARCHIVE_S)
+    except UnsafeFileError as exc:
+        raise StoreError(exc.message, exc.hint) from exc
     except OSError as exc:
         raise StoreError(
             f"{path} cannot be read ({exc.strerror or exc}).", "Check the file's name."
@@ -100,6 +112,8 @@ def read_archive(
                 for member in members:
                     header, payload = _read_member(archive, member)
                     yield replace(header, origin=ORIGIN_IMPORTED), payload
+        except UnsafeFileError as exc:
+            raise StoreError(exc.message, exc.hint) from exc
         except _ZIP_ERRORS as exc:
             raise GraphCorruptError(f"{path.name} is no sound archive: {exc}.", _HINT) from exc
 
@@ -132,6 +146,8 @@ def _checked_members(
             raise GraphCorruptError(f"{path.name} is packed in a way we do not use.", _HINT)
     if len({member.filename for member in members}) < len(members):
         raise GraphCorruptError(f"{path.name} holds a graph twice.", _HINT)
+    if any(member.file_size > MAX_GRAPH_BYTES for member in members):
+        raise GraphCorruptError(f"{path.name} holds a graph of a size that none has.", _HINT)
     size_bytes = sum(member.file_size for member in members)
     if size_bytes > limit_bytes:
         raise StoreFullError(
@@ -150,7 +166,9 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[Gra
 
 def _checked_bytes(path: Path) -> bytes:
     try:
-        graph_file = path.read_bytes()
+        graph_file = read_regular(path, limit_bytes=MAX_GRAPH_BYTES, limit_s=_GRAPH_S)
+    except UnsafeFileError as exc:
+        raise StoreError(exc.message, "Run `onediff-ext graphs verify`.") from exc
     except OSError as exc:
         raise StoreError(
             f"Graph {path.stem} cannot be read ({exc.strerror or exc}).",

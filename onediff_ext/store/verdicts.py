@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import StoreError
+from ..core.records import count, mapping, number, text
 from .atomic import publish
 from .folder import StoreFolder
+from .record_file import RecordError, read_record, record_paths
 from .stored_graph import graph_path, is_digest
 
 _LOG = logging.getLogger(__name__)
-_SCHEMA = 1
+# Up to 1, what failed in a process was held against the kind, whoever was to blame: another
+# extension's patch, a race with the host, the machine. What was found good then still is.
+_SCHEMA = 2
 _LOCK_TIMEOUT_S = 10.0
 # A store that several machines share; more than these are forgotten, oldest first.
 _MAX_PROOFS = 16
@@ -103,11 +106,10 @@ class Verdicts:
     def read(self, digest: str) -> Verdict:
         """Return what is remembered about a kind; an empty verdict when nothing is."""
         try:
-            record = json.loads(self._path(digest).read_bytes())
-            return _parse(digest, record)
+            return _parse(digest, read_record(self._path(digest)))
         except FileNotFoundError:
             return Verdict(digest)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as exc:
+        except (StoreError, OSError) as exc:
             _LOG.debug("Verdict %s is left out: %s", digest[:12], exc)
             return Verdict(digest)
 
@@ -126,25 +128,30 @@ class Verdicts:
     ) -> None:
         """Remember that a kind cannot be built."""
         failure = Failure(reason, attempts, time.time(), version)
-        self._change(digest, label, failure=failure)
+        self._change(digest, label, lambda v: replace(v, label=label, failure=failure))
 
     def record_proof(
         self, digest: str, label: str, *, machine: str, payload_sha256: str, problem: str = ""
     ) -> None:
         """Remember what the first load of some bytes on a machine showed; clears a failure."""
         proof = Proof(payload_sha256, problem, time.time())
-        proofs = {**self.read(digest).proofs, machine: proof}
-        latest = sorted(proofs, key=lambda name: -proofs[name].at)[:_MAX_PROOFS]
-        self._change(digest, label, failure=None, proofs={name: proofs[name] for name in latest})
+
+        def add(verdict: Verdict) -> Verdict:
+            proofs = {**verdict.proofs, machine: proof}
+            latest = sorted(proofs, key=lambda name: -proofs[name].at)[:_MAX_PROOFS]
+            kept = {name: proofs[name] for name in latest}
+            return replace(verdict, label=label, failure=None, proofs=kept)
+
+        self._change(digest, label, add)
 
     def record_eviction(self, digest: str, reason: str) -> None:
         """Remember why a kind's graph was deleted."""
-        label = self.read(digest).label
-        self._change(digest, label, eviction=Eviction(reason, time.time()))
+        eviction = Eviction(reason, time.time())
+        self._change(digest, digest[:12], lambda v: replace(v, eviction=eviction))
 
     def failures(self) -> Iterator[Verdict]:
         """Yield the kinds that cannot be built, by digest."""
-        for path in sorted(self.folder.verdicts.glob("*.json")):
+        for path in record_paths(self.folder.verdicts):
             if is_digest(path.stem):
                 verdict = self.read(path.stem)
                 if verdict.failure is not None:
@@ -163,32 +170,60 @@ class Verdicts:
                 forgotten.append(verdict.label or verdict.digest)
         return forgotten
 
-    def _change(self, digest: str, label: str, **changes: Any) -> None:
+    def _change(self, digest: str, label: str, change: Callable[[Verdict], Verdict]) -> None:
         try:
             self.folder.prepare()
             with self.folder.locks.hold(f"verdict-{digest}", _LOCK_TIMEOUT_S):
-                self._write(replace(self.read(digest), label=label, **changes))
+                self._write(change(self.read(digest)))
         except StoreError as exc:
             _LOG.info("What was learnt about %s is not kept: %s", label, exc)
 
     def _write(self, verdict: Verdict) -> None:
         record = {"schema": _SCHEMA, **asdict(verdict)}
-        text = json.dumps(record, indent=1, sort_keys=True)
-        publish(self.folder, self._path(verdict.digest), [text.encode("ascii")])
+        encoded = json.dumps(record, indent=1, sort_keys=True).encode("ascii")
+        publish(self.folder, self._path(verdict.digest), [encoded])
 
     def _path(self, digest: str) -> Path:
         graph_path(self.folder.graphs, digest)  # refuses what is no digest
         return self.folder.verdicts / f"{digest}.json"
 
 
-def _parse(digest: str, record: Any) -> Verdict:
-    if record["schema"] != _SCHEMA or record["digest"] != digest:
-        raise ValueError("of another version, or of another kind")
-    failure = record["failure"]
+def _parse(digest: str, record: object) -> Verdict:
+    fields = mapping(record, "verdict")
+    schema = fields.get("schema")
+    if schema not in (1, _SCHEMA) or fields.get("digest") != digest:
+        raise RecordError("It is of another version, or of another kind.")
+    failure = fields.get("failure") if schema == _SCHEMA else None
+    eviction = fields.get("eviction")
+    listed = mapping(fields.get("proofs"), "list of proofs")
+    proofs = {name: _proof(mapping(proof, "proof")) for name, proof in listed.items()}
+    if schema != _SCHEMA:
+        proofs = {name: proof for name, proof in proofs.items() if not proof.problem}
     return Verdict(
         digest=digest,
-        label=str(record["label"]),
-        failure=None if failure is None else Failure(**failure),
-        proofs={str(name): Proof(**proof) for name, proof in record["proofs"].items()},
-        eviction=None if (gone := record.get("eviction")) is None else Eviction(**gone),
+        label=text(fields, "label"),
+        failure=None if failure is None else _failure(mapping(failure, "failure")),
+        proofs=proofs,
+        eviction=None if eviction is None else _eviction(mapping(eviction, "eviction")),
     )
+
+
+def _failure(fields: Mapping[str, object]) -> Failure:
+    return Failure(
+        reason=text(fields, "reason"),
+        attempts=count(fields, "attempts"),
+        at=number(fields, "at"),
+        version=text(fields, "version"),
+    )
+
+
+def _proof(fields: Mapping[str, object]) -> Proof:
+    return Proof(
+        payload_sha256=text(fields, "payload_sha256"),
+        problem=text(fields, "problem"),
+        at=number(fields, "at"),
+    )
+
+
+def _eviction(fields: Mapping[str, object]) -> Eviction:
+    return Eviction(reason=text(fields, "reason"), at=number(fields, "at"))

@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import GraphCorruptError
+from ..core.errors import GraphCorruptError, StoreError, UntrustedGraphError
 from .container import UnknownSchemaError
 from .folder import StoreFolder
+from .record_file import RecordError, read_record, record_paths
 from .stored_graph import graph_paths, open_graph
 from .write_errors import mapped_write_errors
 
 
 @dataclass(frozen=True)
 class StoreProblem:
-    """A file among the graphs that is not a sound graph of this version.
+    """A file of the store that this version cannot use.
 
     Args:
         path: The file.
         reason: What is wrong with it.
         removed: Whether it was deleted.
+        is_damage: Whether it is of no use to anybody; files of other versions are sound.
     """
 
     path: Path
     reason: str
     removed: bool
+    is_damage: bool = True
 
 
 def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
-    """Check every graph; with `repair`, delete the damaged ones.
+    """Check every graph and record; with `repair`, delete the damaged ones.
 
     Raises:
         StoreReadOnlyError: `repair` cannot delete.
+        UntrustedGraphError: The store's folders are not ours alone.
     """
+    if not folder.exists():
+        return
+    yield from _schema_problem(folder, repair)
+    folder.secure()
     for path in graph_paths(folder.graphs):
         try:
             open_graph(path, with_payload=True)
         except FileNotFoundError:
             continue  # just removed by somebody else
-        except GraphCorruptError as exc:
-            yield StoreProblem(path, exc.message, repair and remove_if_corrupt(folder, path))
+        except (GraphCorruptError, UntrustedGraphError) as exc:
+            yield StoreProblem(path, exc.message, repair and remove_if_unusable(folder, path, True))
         except UnknownSchemaError as exc:
-            yield StoreProblem(path, exc.message, False)
+            yield StoreProblem(path, exc.message, False, is_damage=False)
+        except OSError as exc:
+            yield StoreProblem(path, f"unreadable ({exc.strerror or exc})", False)
+    for path in _record_paths(folder):
+        try:
+            read_record(path)
+        except FileNotFoundError:
+            continue
+        except RecordError as exc:
+            yield StoreProblem(path, exc.message.rstrip("."), repair and _delete(path))
         except OSError as exc:
             yield StoreProblem(path, f"unreadable ({exc.strerror or exc})", False)
 
 
-def remove_if_corrupt(folder: StoreFolder, path: Path) -> bool:
+def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = False) -> bool:
     """Delete a graph file that is damaged; return whether it is gone.
 
     It is looked at again under the guard, since another process may just have
     replaced it by a sound one.
+
+    Args:
+        with_untrusted: Delete one that others may have written, too.
 
     Raises:
         StoreReadOnlyError: It cannot be deleted.
@@ -62,18 +83,45 @@ def remove_if_corrupt(folder: StoreFolder, path: Path) -> bool:
             open_graph(path, with_payload=True)
         except FileNotFoundError:
             return True
-        except UnknownSchemaError:
-            return False
         except GraphCorruptError:
-            path.unlink(missing_ok=True)
-            return True
+            return _delete(path)
+        except UntrustedGraphError:
+            return with_untrusted and _delete(path)
+        except (UnknownSchemaError, TimeoutError):
+            return False
     return False
 
 
 def is_sound(path: Path) -> bool:
-    """Whether `path` is a sound graph of this version."""
+    """Whether `path` is a sound graph of this version, and ours alone."""
     try:
         open_graph(path, with_payload=True)
-    except (OSError, GraphCorruptError, UnknownSchemaError):
+    except (OSError, StoreError):
         return False
     return True
+
+
+def _schema_problem(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
+    path = folder.root / "schema.json"
+    if folder.is_schema_damaged:
+        if repair and folder.home == folder.root:
+            folder.prepare()
+            yield StoreProblem(path, "damaged; it was written again", True)
+        else:
+            yield StoreProblem(path, "damaged; it is written again with the next graph", False)
+
+
+def _record_paths(folder: StoreFolder) -> Iterator[Path]:
+    for name in ("history.json", "content-hashes.json"):
+        yield folder.home / name
+    for records in (folder.checkpoints, folder.verdicts):
+        yield from record_paths(records)
+
+
+def _delete(path: Path) -> bool:
+    """Delete a file, pipe or link; a folder of that name stays."""
+    with mapped_write_errors(path):
+        if path.is_dir() and not path.is_symlink():
+            return False
+        path.unlink(missing_ok=True)
+    return not os.path.lexists(path)

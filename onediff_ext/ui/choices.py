@@ -11,7 +11,7 @@ from typing import Any
 from onediff_ext.core.deepcache import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
-from onediff_ext.core.shapes import BatchShape, parse_sizes
+from onediff_ext.core.shapes import MAX_SIZES_CHARS, BatchShape, parse_sizes
 from onediff_ext.ui.fields import (
     BY_NAME,
     CHECKBOX,
@@ -24,9 +24,12 @@ from onediff_ext.ui.fields import (
 )
 
 _BOX = re.compile(
-    r"\s*(\d+)\s*[x×*]\s*(\d+)\s*(?:-|–|to)\s*(\d+)\s*[x×*]\s*(\d+)\s*", re.IGNORECASE
+    r"\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*(?:-|–|to)\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*",
+    re.IGNORECASE,
 )
-_RANGE = re.compile(r"\s*(\d+)\s*(?:(?:-|–|to)\s*(\d+)\s*)?", re.IGNORECASE)
+_RANGE = re.compile(r"\s*(\d{1,9})\s*(?:(?:-|–|to)\s*(\d{1,9})\s*)?", re.IGNORECASE)
+_SHOWN_CHARS = 60
+_SHOWN_MESSAGE_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -184,29 +187,54 @@ def _known_preset(name: object) -> str:
 
 
 def _checked(field: Field, value: Any) -> Any:
+    """A value as the field has it; it may come from anybody: the API, an infotext, a grid's axis.
+
+    Raises:
+        OptionError: It cannot be used.
+    """
+    if isinstance(value, str) and len(value) > MAX_SIZES_CHARS:
+        raise OptionError(
+            f"{field.label}: a text of {len(value):,} characters is too long.",
+            f"Use {MAX_SIZES_CHARS:,} at most.",
+        )
     if field.form == CHECKBOX:
         if isinstance(value, str):
             return value.strip().lower() in ("1", "true", "on", "yes")
+        if not isinstance(value, (bool, int, float)):
+            raise _unusable(field, value, "Use true or false.")
         return bool(value)
     if field.form == CHECKBOXES:
+        if not isinstance(value, (str, list, tuple, set, frozenset)):
+            raise _unusable(field, value, f"Use a list of: {', '.join(field.choices)}.")
         names = re.split(r"[+,]", value) if isinstance(value, str) else list(value)
         wanted = {_one_of(field, name) for name in names if str(name).strip()}
         return tuple(choice for choice in field.choices if choice in wanted)
     if field.read is not None:
-        return field.read(value)
+        try:
+            return field.read(value)
+        except OptionError as exc:
+            raise OptionError(_cut(exc.message, _SHOWN_MESSAGE_CHARS), exc.hint) from exc
     if field.choices:
         return _one_of(field, value)
+    if not isinstance(value, (str, int, float)):
+        raise _unusable(field, value, "Use a text.")
     return str(value)
 
 
 def _one_of(field: Field, value: object) -> str:
-    wanted = str(value).strip().casefold()
+    wanted = value.strip().casefold() if isinstance(value, str) else str(value)[:_SHOWN_CHARS]
     for choice in field.choices:
         if choice.casefold() == wanted:
             return choice
-    raise OptionError(
-        f"{field.label}: {value!r} is not known.", f"Use one of: {', '.join(field.choices)}."
-    )
+    raise _unusable(field, value, f"Use one of: {', '.join(field.choices)}.")
+
+
+def _unusable(field: Field, value: object, hint: str) -> OptionError:
+    return OptionError(f"{field.label}: {_cut(repr(value))} is not known.", hint)
+
+
+def _cut(text: str, most: int = _SHOWN_CHARS) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _to_text(value: Any) -> str:
@@ -218,7 +246,7 @@ def _parse_box(text: str) -> tuple[int, int, int, int] | None:
         return None
     match = _BOX.fullmatch(text)
     if match is None:
-        raise OptionError(f'"{text}" is not a size box.', 'Write "256x256 - 2048x2048".')
+        raise OptionError(f'"{_cut(text)}" is not a size box.', 'Write "256x256 - 2048x2048".')
     low_w, low_h, high_w, high_h = (int(part) for part in match.groups())
     if low_w > high_w or low_h > high_h:
         raise OptionError(f'The size box "{text}" is empty.', "The smaller size comes first.")
@@ -230,7 +258,7 @@ def _parse_range(text: str) -> tuple[int, int] | None:
         return None
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise OptionError(f'"{text}" is not a batch range.', 'Write "1 - 4".')
+        raise OptionError(f'"{_cut(text)}" is not a batch range.', 'Write "1 - 4".')
     low, high = int(match[1]), int(match[2] or match[1])
     if low > high:
         raise OptionError(f'The batch range "{text}" is empty.', "The smaller number comes first.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from html import escape
+from html import escape as escape_html
 from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
@@ -14,6 +14,11 @@ from onediff_ext.ui.graph_rows import GraphGroup, age_text, size_text
 from onediff_ext.ui.port import WarmUpStep
 
 _SHOWN_REASONS = 4
+
+
+def escape(text: str) -> str:
+    """A text as HTML. What UTF-8 lacks is replaced: names of files may have it, answers may not."""
+    return escape_html(text.encode("utf-8", "replace").decode("utf-8"))
 
 
 @functools.cache

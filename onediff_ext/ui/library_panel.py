@@ -38,14 +38,18 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
                 "Delete", size="sm", variant="stop", elem_id=elem_id("library_delete")
             )
         exported = gr.File(label="Exported", visible=False, elem_id=elem_id("library_exported"))
-        archive = gr.File(
-            label="Archive to import", file_types=[".zip"], elem_id=elem_id("library_archive")
-        )
-        trust = gr.Checkbox(False, label=_TRUST, elem_id=elem_id("library_trust"))
-        take = gr.Button("Import", size="sm", elem_id=elem_id("library_import"))
+        why_no_import = port.why_no_import()
+        if why_no_import is None:
+            archive = gr.File(
+                label="Archive to import", file_types=[".zip"], elem_id=elem_id("library_archive")
+            )
+            trust = gr.Checkbox(False, label=_TRUST, elem_id=elem_id("library_trust"))
+            take = gr.Button("Import", size="sm", elem_id=elem_id("library_import"))
+        else:
+            gr.HTML(html.message(why_no_import), elem_id=elem_id("library_no_import"))
         said = gr.HTML("", elem_id=elem_id("library_message"))
 
-    def show(name: str, text: str = "") -> list[Any]:
+    def listed(name: str, text: str) -> list[Any]:
         library = port.library()
         groups = graph_groups(library, port.machine())
         names = [EVERYTHING, *(group.name for group in groups)]
@@ -55,9 +59,12 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
 
     def attempt(name: str, action: Callable[[], str]) -> list[Any]:
         try:
-            return show(name, action())
+            return listed(name, action())
         except OneDiffError as exc:
             return [gr.update(), gr.update(), html.error(exc)]
+
+    def show(name: str) -> list[Any]:
+        return attempt(name, lambda: "")
 
     def on_delete(name: str, is_sure: bool) -> list[Any]:
         if not is_sure:
@@ -74,6 +81,9 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
         return [gr.update(value=str(path), visible=True), html.message(f"{path.name} is ready.")]
 
     def on_import(name: str, file: Any, trusted: bool) -> list[Any]:
+        refused = port.why_no_import()
+        if refused is not None:
+            return [gr.update(), gr.update(), html.message(refused), False]
         path = getattr(file, "name", file)  # Gradio 3 hands an open file over, 4 its path
         if path and not trusted:
             doubt = UntrustedGraphError("Nothing was imported.", f'Tick "{_TRUST}" first.')
@@ -93,9 +103,10 @@ def build_library(port: PanelPort, elem_id: Callable[[str], str]) -> None:
     )
     delete.click(on_delete, inputs=[of, sure], outputs=[*shown, sure], show_progress="hidden")
     export.click(on_export, inputs=[of], outputs=[exported, said], show_progress="hidden")
-    take.click(
-        on_import,
-        inputs=[of, archive, trust],
-        outputs=[*shown, trust],
-        show_progress="hidden",
-    )
+    if why_no_import is None:
+        take.click(
+            on_import,
+            inputs=[of, archive, trust],
+            outputs=[*shown, trust],
+            show_progress="hidden",
+        )

@@ -69,6 +69,10 @@ class PanelPort(ABC):
         """What graphs need and is missing here, with the one command that mends it; else None."""
         return None
 
+    def why_no_import(self) -> str | None:
+        """Why visitors cannot import graphs, which are native code; None when they can."""
+        return None
+
     def features(self) -> frozenset[str]:
         """Entries of `fields.FEATURES` that can be had."""
         return frozenset()

@@ -289,7 +289,7 @@ class Acceleration:
         if changed:
             # Blocks that are known already name their kinds no more: these are in use again.
             for kind in [k for a in self._attached for k in a.kinds()]:
-                session.find(kind.key, lambda kind=kind: kind)  # type: ignore[misc]
+                session.find(kind.key, kind.device, lambda kind=kind: kind)  # type: ignore[misc]
 
     def _reuse(self, parameters: Any) -> None:
         """Let DeepCache decide about the calls of the UNet that follow."""

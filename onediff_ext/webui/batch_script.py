@@ -11,6 +11,7 @@ from modules import processing, scripts, sd_models, shared
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
 from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.webui.access import hides_folders
 from onediff_ext.webui.always_visible import changes_of_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob
 
@@ -26,7 +27,8 @@ class BatchScript(scripts.Script):
         return TITLE
 
     def show(self, is_img2img: bool) -> bool:
-        return is_img2img
+        # As the host's own batch tab: others may not name folders of this machine.
+        return is_img2img and not hides_folders(shared.cmd_opts)
 
     def ui(self, is_img2img: bool) -> list[Any]:  # noqa: ARG002
         source = gr.Textbox(
@@ -96,6 +98,10 @@ class BatchScript(scripts.Script):
         """Do the job; what cannot be done is said in the host's own place for messages."""
         processing.fix_seed(p)
         try:
+            if hides_folders(shared.cmd_opts):
+                raise OptionError(
+                    "The WebUI was started with --hide-ui-dir-config.", "Folders are off with it."
+                )
             choices = BatchChoices(
                 inputs=[_folder(source, "input")],
                 output_dir=_folder(target, "output"),

@@ -28,9 +28,11 @@ def _add_settings() -> None:
     import gradio
     from modules import shared
 
+    from onediff_ext.webui.access import hides_folders
     from onediff_ext.webui.settings import add_settings
 
-    add_settings(shared.opts, shared.OptionInfo, gradio)
+    with_folders = not hides_folders(shared.cmd_opts)
+    add_settings(shared.opts, shared.OptionInfo, gradio, with_folders=with_folders)
 
 
 def _add_axes() -> None:
@@ -44,13 +46,14 @@ def _add_axes() -> None:
 def _add_routes(_: Any, app: Any) -> None:
     from modules import shared
 
+    from onediff_ext.webui.access import ApiAccess
     from onediff_ext.webui.always_visible import PORT
     from onediff_ext.webui.detect import host_name
     from onediff_ext.webui.rest import add_routes
 
     # A host without an API gets none from us.
     if shared.cmd_opts.api or getattr(shared.cmd_opts, "nowebui", False):
-        add_routes(app, PORT, shared.cmd_opts.api_auth, host_name())
+        add_routes(app, PORT, ApiAccess.of(shared.cmd_opts), host_name())
 
 
 def _before_step(parameters: Any) -> None:

@@ -66,6 +66,13 @@ class WebUIPort(PanelPort):
 
         return why_no_graphs(_device())
 
+    def why_no_import(self) -> str | None:
+        from modules import shared
+
+        from onediff_ext.webui.access import why_no_import
+
+        return why_no_import(shared.cmd_opts)
+
     def features(self) -> frozenset[str]:
         return HOST_FEATURES
 

@@ -1,73 +1,79 @@
 """REST under ``/onediff/v1``: what the panel shows and does, for other programs.
 
-Takes names from the store, never paths, and imports no graphs: these are native code.
+Takes names from the store, never paths, and imports no graphs: these are native code. Requests
+that other web sites send through a visitor's browser are refused.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import Response
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from onediff_ext import __version__
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.ui.choices import Choices, from_arguments
+from onediff_ext.ui.fields import BY_NAME
 from onediff_ext.ui.graph_rows import graph_groups
+from onediff_ext.webui.access import ApiAccess
 from onediff_ext.webui.port import WebUIPort
+from onediff_ext.webui.request_body import read_body, read_no_body, refuse
 
 PREFIX = "/onediff/v1"
 
 
-def add_routes(app: FastAPI, port: WebUIPort, api_auth: str | None, host: str) -> None:
+def add_routes(app: FastAPI, port: WebUIPort, access: ApiAccess, host: str) -> None:
     """Add the routes to the host's server; those of before are replaced.
 
     Args:
         app: The host's server.
         port: Does what is asked.
-        api_auth: The host's ``--api-auth``, ``user:password`` pairs with commas; None for none.
+        access: Who may ask.
         host: The WebUI's name.
     """
     remove_routes(app)
-    guards = [Depends(_guard(api_auth))] if api_auth else []
+    guards = [Depends(_refuse_foreign(access))]
+    if access.auth:
+        guards.append(Depends(_guard(access.auth)))
 
-    def version() -> dict[str, Any]:
-        return {"version": __version__, "host": host}
+    def version() -> Response:
+        return _answer(lambda: {"version": __version__, "host": host})
 
-    def schema() -> dict[str, Any]:
-        return dict(port.schema())
+    def schema() -> Response:
+        return _answer(port.schema)
 
-    def status() -> dict[str, Any]:
-        return port.status().as_json()
+    def status() -> Response:
+        return _answer(lambda: port.status().as_json())
 
-    def graphs() -> dict[str, Any]:
-        return {
-            "checkpoints": [
-                group.as_json() for group in graph_groups(port.library(), port.machine())
-            ]
-        }
+    def graphs() -> Response:
+        def groups() -> object:
+            found = graph_groups(port.library(), port.machine())
+            return {"checkpoints": [group.as_json() for group in found]}
 
-    async def warm_up(request: Request) -> dict[str, Any]:
-        try:
-            body = await request.json()
-        except ValueError:
-            body = {}
-        if not isinstance(body, Mapping):
-            raise HTTPException(422, "The body must be a JSON object.")
-        if isinstance(body.get("sizes"), list):
-            body = {**body, "sizes": ", ".join(map(str, body["sizes"]))}
+        return _answer(groups)
+
+    async def warm_up(request: Request) -> Response:
+        body = await read_body(request, tuple(BY_NAME))
+        sizes = body.get("sizes")
+        if isinstance(sizes, list):
+            body["sizes"] = ", ".join(map(str, sizes))
         try:
             choices = Choices.parse(from_arguments([body]))
             port.start_warm_up(choices)
         except OneDiffError as exc:
-            raise HTTPException(422, str(exc)) from exc
-        return {"started": True, "sizes": choices.sizes}
+            refuse(422, str(exc))
+        return _json({"started": True, "sizes": choices.sizes}, 202)
 
-    def cancel() -> dict[str, Any]:
+    async def cancel(request: Request) -> Response:
+        await read_no_body(request)
         port.cancel()
-        return port.status().as_json()
+        return _answer(lambda: port.status().as_json())
 
     for method, name, endpoint, status_code in (
         ("GET", "version", version, 200),
@@ -94,6 +100,39 @@ def remove_routes(app: FastAPI) -> None:
         for route in app.router.routes
         if not str(getattr(route, "path", "")).startswith(f"{PREFIX}/")
     ]
+
+
+def _answer(make: Callable[[], object]) -> Response:
+    """Answer with what a function makes; an error of ours is 503 with its message."""
+    try:
+        return _json(make())
+    except OneDiffError as exc:
+        refuse(503, str(exc))
+
+
+def _json(value: object, status_code: int = 200) -> Response:
+    """Plain values as JSON in ASCII: a label from a file may have characters that UTF-8 lacks."""
+    text = json.dumps(_finite(value))
+    return Response(text, status_code=status_code, media_type="application/json")
+
+
+def _finite(value: object) -> object:
+    """The same values; null for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _refuse_foreign(access: ApiAccess) -> Any:
+    async def check(request: Request) -> None:
+        headers = request.headers
+        reason = access.why_refused(headers.get("host"), headers.get("origin"))
+        if reason is not None:
+            refuse(403, reason)
+
+    return check
 
 
 def _guard(api_auth: str) -> Any:

@@ -110,13 +110,15 @@ class Settings:
         return BUILDS[self.get("onediff_build")]
 
 
-def add_settings(options: Any, option_info: Any, gradio: Any) -> None:
+def add_settings(options: Any, option_info: Any, gradio: Any, *, with_folders: bool = True) -> None:
     """Add the page to the host.
 
     Args:
         options: The host's ``shared.opts``.
         option_info: The host's ``OptionInfo``.
         gradio: The gradio module that the host uses.
+        with_folders: Show settings that are folders, which the host hides with
+            ``--hide-ui-dir-config``.
     """
     for setting in SETTINGS:
         component: Any = None
@@ -127,7 +129,12 @@ def add_settings(options: Any, option_info: Any, gradio: Any) -> None:
             lowest, highest, step = setting.span
             component = gradio.Slider
             arguments = {"minimum": lowest, "maximum": highest, "step": step}
+        elif setting.key == "onediff_store" and not with_folders:
+            component, arguments = gradio.Textbox, {"visible": False}
         info = option_info(setting.default, setting.label, component, arguments, section=SECTION)
         if setting.help:
             info = info.info(setting.help)
+        # A store holds native code: whoever may set options over the API could point it to
+        # files that they have uploaded.
+        info.restrict_api = setting.key == "onediff_store"
         options.add_option(setting.key, info)

@@ -16,9 +16,9 @@ from torch.nn import functional
 from onediff_ext.core.errors import ExportError
 from onediff_ext.engine import autocast
 from onediff_ext.engine.autocast import CudaAutocast
+from onediff_ext.engine.block_identity import look_at
 from onediff_ext.engine.families.base import BlockCall, BlockFamily
 from onediff_ext.engine.families.diffusers import ResnetFamily, TransformerFamily
-from onediff_ext.engine.runner import look_at
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.engine.trace import export_block, load_program, save_program
 

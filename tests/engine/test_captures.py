@@ -1,7 +1,7 @@
 """Captures: what is replayed, what makes one invalid, and what happens without memory.
 
-CUDA graphs need a GPU; here a recorder stands in that, like one, freezes the tensors it was
-given and does the same work on them again. `test_captures_gpu.py` has the real ones.
+CUDA graphs need a GPU; here a recorder stands in that sees what they see.
+`test_captures_gpu.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.capture.captures import Captures
-from onediff_ext.engine.capture.recorder import Recorder, Recording
 from onediff_ext.engine.check import compare
 from onediff_ext.engine.kinds import KindState
 from onediff_ext.hosts.diffusers import warmup
@@ -30,77 +28,16 @@ from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.service.session import Session
 from tests.hosts.ldm_stand_in import live_in
 from tests.models import sd15, sdxl
-
-
-class Rerun(Recording):
-    """Writes the recorded function's result into the first result's memory."""
-
-    size_bytes = 100
-
-    def __init__(self, function: Callable[[], Any], before: Callable[[], None]) -> None:
-        self.function: Callable[[], Any] | None = function
-        self._before = before
-        self.output, self.replays = function(), 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        self._before()
-        assert self.function is not None, "replayed after its memory was given back"
-        old, new = pytree.tree_leaves(self.output), pytree.tree_leaves(self.function())
-        for target, source in zip(old, new, strict=True):
-            target.copy_(source)
-
-
-class RerunRecorder(Recorder):
-    """Records on a CPU, and counts. As in a memory pool that all share, a replay writes over what
-    later recordings have left, unless that is to last."""
-
-    def __init__(self) -> None:
-        self.forwards: list[Rerun] = []
-        self.prompts: list[Rerun] = []
-        self.overwritten: list[Rerun] = []
-        self.forgotten = 0
-        self.error: Exception | None = None
-
-    @property
-    def recorded(self) -> int:
-        return len(self.forwards)
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        return None
-
-    def record(
-        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
-    ) -> Recording:
-        if self.error is not None:
-            raise self.error
-        number = len(self.overwritten)
-
-        def overwrite() -> None:
-            for later in self.overwritten[number:]:
-                for tensor in pytree.tree_leaves(later.output):
-                    tensor.fill_(torch.nan)
-
-        recording = Rerun(function, overwrite)
-        if not lasting and isinstance(recording.output, list):  # others give slots
-            self.overwritten.append(recording)
-        # The part of a prompt is a list of what each block projected.
-        (self.prompts if isinstance(recording.output, list) else self.forwards).append(recording)
-        return recording
-
-    def forget(self) -> None:
-        self.forgotten += 1
-        for recording in (*self.forwards, *self.prompts):
-            recording.function = None
+from tests.support.frozen_recorder import FrozenRecorder
 
 
 @pytest.fixture
-def recorder() -> RerunRecorder:
-    return RerunRecorder()
+def recorder() -> FrozenRecorder:
+    return FrozenRecorder()
 
 
 @pytest.fixture
-def session(make_session: Callable[..., Session], recorder: RerunRecorder) -> Session:
+def session(make_session: Callable[..., Session], recorder: FrozenRecorder) -> Session:
     session = make_session()
     session.captures = Captures(recorder, limit=3)
     return session
@@ -147,7 +84,7 @@ def assert_right(pipe: Any, seed: int = 99, **size: int) -> None:
     )
 
 
-def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: RerunRecorder) -> None:
+def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: FrozenRecorder) -> None:
     settle(pipe)
     calls = [r.used.calls for r in compiled_state(pipe).components[0].runners]
     assert recorder.recorded == 1
@@ -179,7 +116,7 @@ def test_the_second_comparison_is_made_for_the_first_size_only(
 
 
 def test_once_a_size_has_passed_others_are_recorded_with_their_first_call(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     assert recorder.recorded == 1
@@ -192,7 +129,7 @@ def test_once_a_size_has_passed_others_are_recorded_with_their_first_call(
 
 
 def test_nothing_is_recorded_where_a_block_gave_eagers_result(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     kind = compiled_state(pipe).components[0].runners[3].used
@@ -206,7 +143,7 @@ def test_nothing_is_recorded_where_a_block_gave_eagers_result(
 
 
 def test_graphs_that_come_one_after_another_do_not_stop_the_recording(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     kind = compiled_state(pipe).components[0].runners[3].used
@@ -226,7 +163,7 @@ def test_a_result_outlives_the_next_replay(pipe: Any) -> None:
 
 
 def test_the_number_alive_is_bounded_and_the_least_used_goes_first(
-    pipe: Any, session: Session, recorder: RerunRecorder
+    pipe: Any, session: Session, recorder: FrozenRecorder
 ) -> None:
     sizes = [(16, 24), (24, 16), (17, 15), (9, 31)]
     for height, width in sizes:
@@ -241,7 +178,7 @@ def test_the_number_alive_is_bounded_and_the_least_used_goes_first(
 
 @torch.no_grad()
 def test_weights_written_in_place_are_seen_without_a_new_recording(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     before = step(pipe, 30)
@@ -277,7 +214,7 @@ def change_module(unet: Any) -> None:
 @pytest.mark.parametrize("gone", [change_storage, change_block_weight])
 @torch.no_grad()
 def test_nothing_is_replayed_over_weights_that_are_gone(
-    pipe: Any, recorder: RerunRecorder, gone: Callable[[Any], None]
+    pipe: Any, recorder: FrozenRecorder, gone: Callable[[Any], None]
 ) -> None:
     settle(pipe)
     (recording,) = recorder.forwards
@@ -295,7 +232,7 @@ def test_nothing_is_replayed_over_weights_that_are_gone(
 )
 @torch.no_grad()
 def test_what_a_capture_froze_makes_it_invalid_when_it_changes(
-    pipe: Any, recorder: RerunRecorder, change: Callable[[Any], None]
+    pipe: Any, recorder: FrozenRecorder, change: Callable[[Any], None]
 ) -> None:
     settle(pipe)
     before = step(pipe, 40)
@@ -309,7 +246,7 @@ def test_what_a_capture_froze_makes_it_invalid_when_it_changes(
 
 
 def test_a_foreign_hook_keeps_the_model_from_being_captured(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     handle = pipe.unet.conv_in.register_forward_hook(lambda module, args, output: 2 * output)
@@ -325,7 +262,7 @@ def test_a_foreign_hook_keeps_the_model_from_being_captured(
 
 
 def test_a_forward_that_changes_from_call_to_call_is_found_out(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     class Counting(nn.Module):
         calls = 0
@@ -345,7 +282,7 @@ def test_a_forward_that_changes_from_call_to_call_is_found_out(
 
 
 def test_somebody_who_changes_the_model_at_every_call_stops_the_recording(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     for seed in range(30):
@@ -355,7 +292,7 @@ def test_somebody_who_changes_the_model_at_every_call_stops_the_recording(
     assert captured(pipe).reason == "something changes the model at every call"
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: RerunRecorder) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: FrozenRecorder) -> None:
     recorder.error = CaptureError("operation not permitted when stream is capturing")
     for seed in range(5):
         assert_right(pipe, seed)
@@ -363,7 +300,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: RerunRecorde
 
 
 def test_without_memory_for_a_recording_the_size_runs_without_one(
-    pipe: Any, session: Session, recorder: RerunRecorder
+    pipe: Any, session: Session, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     recorder.error = torch.OutOfMemoryError("none")
@@ -411,12 +348,13 @@ class Hungry(nn.Module):
         return x
 
 
+live_in(Hungry, "diffusers.made_for_a_test")
+
+
 def test_short_of_memory_captures_go_before_an_error_is_seen(pipe: Any, session: Session) -> None:
     settle(pipe)
     expected = eager(pipe, 7, height=12, width=12)
-    pipe.unet.conv_act.register_module("hungry", Hungry(most=8, failures=1))
-    inner = pipe.unet.conv_act.hungry
-    pipe.unet.conv_act.register_forward_hook(lambda module, args, output: inner(output))
+    pipe.unet.conv_act = nn.Sequential(pipe.unet.conv_act, Hungry(most=8, failures=1))
     found = step(pipe, 7, height=12, width=12)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert len(session.captures) == 0
@@ -425,7 +363,7 @@ def test_short_of_memory_captures_go_before_an_error_is_seen(pipe: Any, session:
 def test_still_short_of_memory_the_batch_is_halved(pipe: Any) -> None:
     expected = eager(pipe, 7)
     inner = Hungry(most=1)
-    pipe.unet.conv_act.register_forward_hook(lambda module, args, output: inner(output))
+    pipe.unet.conv_act = nn.Sequential(pipe.unet.conv_act, inner)
     torch.testing.assert_close(step(pipe, 7), expected, rtol=1e-4, atol=1e-5)
     inner.most = 0
     with pytest.raises(torch.OutOfMemoryError):
@@ -433,7 +371,7 @@ def test_still_short_of_memory_the_batch_is_halved(pipe: Any) -> None:
 
 
 @torch.no_grad()
-def test_sdxl_with_its_added_conditions(session: Session, recorder: RerunRecorder) -> None:
+def test_sdxl_with_its_added_conditions(session: Session, recorder: FrozenRecorder) -> None:
     pipe = sdxl(seed=4)
     compile_pipe(pipe, session=session, ignores=["vae"])
     settle(pipe)
@@ -449,7 +387,7 @@ def test_sdxl_with_its_added_conditions(session: Session, recorder: RerunRecorde
 
 @torch.no_grad()
 def test_residuals_of_a_controlnet_are_part_of_the_shape(
-    pipe: Any, recorder: RerunRecorder
+    pipe: Any, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     unet = pipe.unet
@@ -481,7 +419,7 @@ def test_residuals_of_a_controlnet_are_part_of_the_shape(
 
 
 def test_undoing_gives_the_memory_back(
-    pipe: Any, session: Session, recorder: RerunRecorder
+    pipe: Any, session: Session, recorder: FrozenRecorder
 ) -> None:
     settle(pipe)
     undo_compile(pipe)
@@ -490,7 +428,7 @@ def test_undoing_gives_the_memory_back(
 
 
 def test_before_there_are_graphs_a_size_is_recorded_within_its_first_picture(
-    make_session: Callable[..., Session], recorder: RerunRecorder, tmp_path: Path
+    make_session: Callable[..., Session], recorder: FrozenRecorder, tmp_path: Path
 ) -> None:
     session = make_session(build="never", store=tmp_path)
     session.captures = Captures(recorder, limit=3)
@@ -506,7 +444,7 @@ def test_before_there_are_graphs_a_size_is_recorded_within_its_first_picture(
 
 
 def test_a_warm_up_ends_each_size_with_its_first_replay(
-    pipe: Any, session: Session, recorder: RerunRecorder, monkeypatch: pytest.MonkeyPatch
+    pipe: Any, session: Session, recorder: FrozenRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And compares a recording on other inputs than those that it was made with."""
     stages: Counter[tuple[str, BatchShape]] = Counter()
@@ -543,12 +481,10 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
 AUDITED = """
 import sys
 import torch
-from onediff_ext.engine.attributes import Attributes
-from onediff_ext.engine.capture.watch import Known, ModelWatch
+from onediff_ext.engine.capture.watch import Known, Snapshot
 
 model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
-watch = ModelWatch(model, Known())
-first, attributes, count = watch.look(), Attributes(model), 0
+snapshot, count = Snapshot(model, Known()), 0
 
 
 def listen(event, arguments):
@@ -557,10 +493,10 @@ def listen(event, arguments):
 
 
 sys.addaudithook(listen)
-assert watch.look() == first and attributes.same(Attributes(model))
+assert snapshot.holds()
 print(count)
 model[3].weight = torch.nn.Parameter(torch.ones(2, 2))
-assert watch.look() != first and not attributes.same(Attributes(torch.nn.Linear(2, 2)))
+assert not snapshot.holds()
 """
 
 

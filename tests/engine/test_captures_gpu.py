@@ -19,6 +19,7 @@ from onediff_ext.engine.capture.recorder import CudaRecorder
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.service.session import Session
 from tests.engine.test_captures import captured, eager, inputs, settle, step
+from tests.hosts.ldm_stand_in import live_in
 from tests.models import sd15, sdxl
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +96,7 @@ def test_a_forward_that_waits_for_the_gpu_is_found_out_and_harms_nothing(pipe: A
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * float(x.abs().amax() > -1)
 
-    Waiting.__module__ = Waiting.forward.__module__ = "diffusers.made_for_a_test"
+    live_in(Waiting, "diffusers.made_for_a_test")
     settle(pipe, height=16, width=24)
     pipe.unet.conv_norm_out = torch.nn.Sequential(pipe.unet.conv_norm_out, Waiting())
     for seed in range(5):

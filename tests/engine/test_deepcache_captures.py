@@ -16,9 +16,9 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, enable_deepcache
 from tests import models
 from tests.engine.draw import relative_error
-from tests.engine.test_captures import RerunRecorder
 from tests.engine.test_deepcache_pipelines import counts, state_of
 from tests.engine.test_deepcache_pipelines import draw as draw_any
+from tests.support.frozen_recorder import FrozenRecorder
 
 
 def draw(pipe: Any, **options: Any) -> torch.Tensor:
@@ -27,12 +27,12 @@ def draw(pipe: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def recorder() -> RerunRecorder:
-    return RerunRecorder()
+def recorder() -> FrozenRecorder:
+    return FrozenRecorder()
 
 
 @pytest.fixture
-def session(make_session: Any, recorder: RerunRecorder) -> Any:
+def session(make_session: Any, recorder: FrozenRecorder) -> Any:
     session = make_session()
     session.captures = Captures(recorder, limit=8)
     return session

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from onediff_ext.engine.accumulation import accumulation
+from onediff_ext.engine.block_identity import look_at
 from onediff_ext.engine.families.base import BlockCall
 from onediff_ext.engine.families.diffusers import TransformerFamily
 from onediff_ext.engine.quantised import (
@@ -20,7 +21,6 @@ from onediff_ext.engine.quantised import (
     quantise_rows,
     unavailable_reason,
 )
-from onediff_ext.engine.runner import look_at
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.engine.trace import export_block, load_program, save_program
 
@@ -154,7 +154,7 @@ def _copies(weights: list[torch.Tensor]) -> tuple[QuantisedWeights, list[torch.T
     quantisation = plan(["a.weight", "b.weight"], weights, "fp8")
     assert quantisation is not None
     copies = QuantisedWeights(quantisation)
-    return copies, copies.apply(weights, epoch=1)
+    return copies, copies.apply(weights, generation=1)
 
 
 def test_a_weight_written_in_place_is_seen_at_once_and_in_the_same_memory() -> None:
@@ -162,21 +162,23 @@ def test_a_weight_written_in_place_is_seen_at_once_and_in_the_same_memory() -> N
     copies, taken = _copies(weights)
     places = [t.data_ptr() for t in taken]
     weights[0].mul_(-1)  # a LoRA merged into the weight
-    copies.refresh(1)
+    copies.apply(weights, generation=1)
     _, expected = _copies(weights)
     assert torch.equal(taken[0].float(), expected[0].float())
     assert torch.equal(taken[2], expected[2])
     assert [t.data_ptr() for t in taken] == places  # where a CUDA graph reads
 
 
-def test_a_weight_written_without_a_trace_is_seen_with_the_next_picture() -> None:
+def test_copies_are_made_again_with_another_generation_of_contents_only() -> None:
     weights = [torch.randn(32, 16), torch.randn(48, 16)]
     copies, taken = _copies(weights)
     before = taken[0].float()
     weights[0].data.neg_()  # leaves the version counter alone
-    copies.refresh(1)
+    copies.apply(weights, generation=1)
     assert torch.equal(taken[0].float(), before)
-    copies.refresh(2)
+    assert not copies.was_made
+    copies.apply(weights, generation=2)
+    assert copies.was_made
     assert torch.equal(taken[0].float(), -before)
 
 
@@ -184,7 +186,7 @@ def test_another_tensor_in_the_weights_place_is_seen() -> None:
     weights = [torch.randn(32, 16), torch.randn(48, 16)]
     copies, taken = _copies(weights)
     other = [torch.randn(32, 16), weights[1]]
-    again = copies.apply(other, epoch=1)
+    again = copies.apply(other, generation=1)
     assert again[0].data_ptr() == taken[0].data_ptr()
     assert torch.equal(again[0].float(), _copies(other)[1][0].float())
 

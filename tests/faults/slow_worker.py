@@ -28,8 +28,13 @@ def answer(request: dict[str, str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    package, folders = sys.argv[1:3]
+    sys.path.append(os.path.join(package, "backends"))
+    from start_worker import import_package
+
+    import_package(package, folders)
     sys.modules["torch"] = types.ModuleType("torch")
     from onediff_ext.backends import worker
 
     worker._answer = answer
-    sys.exit(worker.main(sys.argv[1:]))
+    sys.exit(worker.main(sys.argv[3:]))

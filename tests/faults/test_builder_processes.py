@@ -33,7 +33,7 @@ LIMIT_BYTES = 1 << 30
 class SlowWorker(WorkerProcess):
     """A real worker process with a build that only takes time."""
 
-    module = "tests.faults.slow_worker"
+    script = Path(__file__).with_name("slow_worker.py")
 
 
 class Drawer:

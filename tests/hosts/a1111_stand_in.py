@@ -73,9 +73,9 @@ class FakeLora:
                 self.apply(layer)
                 return _original(layer, *args, **kwargs)
 
-            forward.__module__ = "networks"
-            setattr(self.module, f"network_{cls.__name__}_forward", forward)
-            cls.forward = forward  # type: ignore[method-assign]
+            ours = ldm_stand_in.written_in(forward, "networks")
+            setattr(self.module, f"network_{cls.__name__}_forward", ours)
+            cls.forward = ours  # type: ignore[method-assign]
 
     def undo(self) -> None:
         for cls, original in self._originals.items():
@@ -212,8 +212,7 @@ def conditional(method: Callable[..., Any], patcher: str, condition: Any) -> Cal
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return patch(*args, **kwargs)
 
-    stand_in.__module__ = "modules.sd_hijack_utils"
-    return stand_in
+    return ldm_stand_in.written_in(stand_in, "modules.sd_hijack_utils")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ embedding, and image attention in the VAE.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -238,11 +239,25 @@ def installed() -> Iterator[None]:
 
 
 def live_in(cls: type, module: str) -> None:
-    """Let a class and its methods come from this module."""
+    """Let a class and its methods come from this module, by their names and by their globals."""
     cls.__module__ = module
-    for value in vars(cls).values():
-        if callable(value) and hasattr(value, "__code__"):
-            value.__module__ = module
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, types.FunctionType):
+            setattr(cls, name, written_in(value, module))
+
+
+def written_in(function: types.FunctionType, module: str) -> types.FunctionType:
+    """A function as if it had been written in this module."""
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, "__name__": module},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__module__, copy.__qualname__ = module, function.__qualname__
+    return copy
 
 
 def _names() -> list[str]:

@@ -30,6 +30,9 @@ from tests.hosts.a1111_stand_in import (
     a1111,
     conditional,
 )
+from tests.hosts.ldm_stand_in import written_in
+from tests.service.conftest import InstantWorker
+from tests.service.gates import at_the_gate
 
 
 @pytest.fixture
@@ -451,11 +454,10 @@ def test_blocks_patched_by_their_class(
         result: torch.Tensor = 2 * own(*args, **kwargs)
         return result
 
-    doubled.__module__ = "another_extension"
     plain = host.unet()
     p = job()
     with monkeypatch.context() as patch:
-        patch.setattr(cls, method, doubled)
+        patch.setattr(cls, method, written_in(doubled, "another_extension"))
         acceleration.before_step()
         changed = host.unet()
         acceleration.end(p)
@@ -612,6 +614,66 @@ def test_a_setting_that_reaches_into_layers(
     p = job()
     assert close(host.unet(), plain)
     acceleration.end(p)
+
+
+def test_a_picture_with_tiling_before_plain_ones_while_graphs_are_built(
+    host: A1111StandIn, acceleration: Acceleration, tmp_path: Path
+) -> None:
+    options = CompileOptions(backend="eager", build="background", store=tmp_path, workers=1)
+    layers = [m for m in host.model.modules() if isinstance(m, nn.Conv2d)]
+
+    def tile(on: bool) -> None:
+        for layer in layers:
+            layer.padding_mode = "circular" if on else "zeros"
+            layer._reversed_padding_repeated_twice = [1, 1, 1, 1] if layer.padding[0] else [0] * 4
+        _set("modules.sd_hijack", "model_hijack", SimpleNamespace(circular_enabled=on))
+
+    def draw(expected: torch.Tensor, pictures: int = 1) -> Any:
+        for _ in range(pictures):
+            p = FakeProcessing()
+            acceleration.begin(p, options)
+            acceleration.before_sampling(p)
+            assert close(host.unet(), expected)
+            acceleration.end(p)
+            assert acceleration.session is not None
+        return acceleration.session
+
+    plain = host.unet()
+    tile(True)
+    tiled = host.unet()
+    with at_the_gate(session_for(acceleration, options)):
+        draw(tiled)
+        tile(False)
+        session = draw(plain)
+    assert session.wait_for_builds(120)
+    put_off = {kind for kind in session.kinds if "has changed" in kind.reason}
+    assert put_off
+    for _ in range(3):
+        draw(plain)
+        assert session.wait_for_builds(120)
+    draw(plain)
+    assert acceleration.status().line() == "compiled"
+    tile(True)
+    for _ in range(5):
+        draw(tiled)
+        assert session.wait_for_builds(120)
+    draw(tiled)
+    assert acceleration.status().line() == "compiled"
+    assert all(kind.graph is not None for kind in session.kinds)
+    tile(False)
+    acceleration.close()
+
+
+def session_for(acceleration: Acceleration, options: CompileOptions) -> Any:
+    """The session that a job with these options has; it builds as it does for users."""
+    p = FakeProcessing()
+    acceleration.begin(p, options)
+    acceleration.end(p)
+    session = acceleration.session
+    assert session is not None
+    session.builder.export_children = 0  # quicker on a machine with other work
+    vars(session.builder)["new_worker"] = lambda cache, background: InstantWorker("eager", cache)
+    return session
 
 
 def test_a_failure_of_our_own_draws_eager(

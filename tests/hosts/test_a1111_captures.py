@@ -1,6 +1,6 @@
 """Captures of A1111's UNet: they outlive a job, and what a GPU cannot record is done otherwise.
 
-CUDA graphs need a GPU; a recorder stands in that freezes the tensors it was given, and the
+CUDA graphs need a GPU; a recorder stands in that sees what they see, and the
 timestep embedding fails while it is recorded where a GPU would.
 """
 
@@ -46,7 +46,7 @@ class EmbeddingUNet(ldm_stand_in.UNetModel):
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[A1111StandIn]:
     with a1111() as stand_in:
         monkeypatch.setattr(sys.modules[HOME], "timestep_embedding", cast_result, raising=False)
-        EmbeddingUNet.__module__ = EmbeddingUNet.forward.__module__ = HOME
+        ldm_stand_in.live_in(EmbeddingUNet, HOME)
         stand_in.model.model.diffusion_model.__class__ = EmbeddingUNet
         yield stand_in
 

@@ -1,6 +1,6 @@
 """A UNet whose forward is ControlNet's: its parts are captured, and the network's beside it.
 
-CUDA graphs need a GPU; a recorder stands in that freezes the tensors it was given.
+CUDA graphs need a GPU; a recorder stands in that sees what they see.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
@@ -121,3 +121,23 @@ def test_files_that_are_no_lora(tmp_path: Path) -> None:
     refuse(pipe, tmp_path / "none.safetensors", "no file", "path")
     path = save_ldm(pipe, tmp_path / "model.safetensors")
     refuse(pipe, path, "is a checkpoint, not a LoRA", "Choose a LoRA")
+
+
+def test_weights_of_one_dimension_are_refused(tmp_path: Path) -> None:
+    pipe = models.sd15()
+    path = models.save_lora(pipe, tmp_path / "lora.safetensors", "kohya")
+    for shape in ((), (3,), (0,), (1, 1, 1)):
+        weights = {key: torch.zeros(shape) for key in load_file(path)}
+        save_file(weights, str(path))
+        with pytest.raises(CheckpointError):
+            load_lora(pipe, path)
+    assert pipe.get_list_adapters() == {}
+
+
+@pytest.mark.parametrize("name", ["forward", "keys", "training", "weight", "x" * 200, "\x1b[2J"])
+def test_a_name_that_modules_have_themselves(name: str, tmp_path: Path) -> None:
+    pipe = models.sd15()
+    path = models.save_lora(pipe, tmp_path / f"{name}.safetensors", "diffusers")
+    adapter = load_lora(pipe, path)
+    assert adapter in pipe.get_active_adapters()
+    assert adapter.isidentifier()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+from onediff_ext.hosts.diffusers.ldm_hints import METADATA_KEY, LdmHints, read_hints
 from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
+from onediff_ext.hosts.diffusers.lora_files import load_lora
+from onediff_ext.hosts.diffusers.tensor_file import open_tensor_file
 from tests import models
 
 
@@ -67,6 +72,23 @@ def test_other_files(content: bytes, message: str, hint: str, tmp_path: Path) ->
     refuse(path, message, hint)
 
 
+@pytest.mark.parametrize("first", [0x80, ord("P"), 0x0A])
+def test_a_header_of_any_length_is_a_header(first: int, tmp_path: Path) -> None:
+    """The length's low byte may be a pickle's first one."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(3)}, str(path), metadata={"pad": "x" * 8})
+    content = path.read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")].rstrip()
+    header += b" " * ((first - len(header)) % 256)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[-12:])
+    assert path.read_bytes()[0] == first
+    file = open_tensor_file(path)
+    assert dict(file.shapes) == {"w": (3,)}
+    assert torch.equal(file.read(["w"])["w"], torch.ones(3))
+    path.write_bytes(path.read_bytes()[:-4])
+    refuse(path, "cut short", "Download the file again")
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -81,6 +103,12 @@ def test_other_files(content: bytes, message: str, hint: str, tmp_path: Path) ->
         '{"__metadata__": "text"}',
         '{"w": {"shape": [1e999], "data_offsets": [0, 4]}}',
         '{"w": ' + 100_000 * "[",
+        '{"__metadata__": {"a": 5}}',
+        '{"__metadata__": {"a": ["b"]}}',
+        '{"w": {"dtype": "F32", "shape": [99999999999999999999], "data_offsets": [0, 4]}}',
+        '{"w": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+        '{"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        '{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
     ],
 )
 def test_damaged_header(header: str, tmp_path: Path) -> None:
@@ -97,6 +125,62 @@ def test_truncated_file(keep: float, saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content[: int(len(content) * keep)])
     refuse(path, "is cut short", "Download the file again")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("what", ["pipe", "endless", "loop", "long", "socket"])
+def test_what_is_no_file_is_refused_at_once(what: str, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / f"{what}.safetensors"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "endless":
+        path.symlink_to("/dev/zero")
+    elif what == "loop":
+        path.symlink_to(path)
+    elif what == "long":
+        path = tmp_path / ("x" * 300 + ".safetensors")
+    else:
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert caught.value.hint
+    with pytest.raises(CheckpointError):
+        load_checkpoint(saved, vae_path=path)
+    with pytest.raises(CheckpointError):
+        load_lora(models.sd15(), path)
+
+
+def test_a_yaml_that_is_no_file(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(saved.read_bytes())
+    path.with_suffix(".yaml").write_bytes(b"a: b\n" * 2**20)
+    refuse(path, "larger than a file of its kind", "move it away")
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"head_count": "four"}, {"head_count": -1}, {"head_count": 10**30}, {"unet_groups": 0.5},
+        {"scaling_factor": "x"}, {"scaling_factor": float("nan")}, {"sample_size": []},
+        {"prediction_type": 3}, {"text_heads": [1]}, {"text_heads": {"text_encoder": "x"}},
+        {"zero_snr": "no"},
+    ],
+)  # fmt: skip
+def test_hints_that_cannot_be_are_passed_over(hints: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    metadata = {METADATA_KEY: json.dumps({"schema": 1, **hints})}
+    save_file({"w": torch.zeros(1)}, str(path), metadata=metadata)
+    assert read_hints(open_tensor_file(path)) == LdmHints()
+
+
+def test_shapes_that_make_no_model(saved: Path, tmp_path: Path) -> None:
+    tensors = load_file(saved)
+    path = tmp_path / "model.safetensors"
+    for key in [name for name in tensors if name.endswith((".0.weight", "_embedding.weight"))][:8]:
+        for other in (torch.zeros(3), torch.zeros(0, 5), torch.tensor(1.0), torch.zeros(1, 1, 1)):
+            save_file({**tensors, key: other}, str(path))
+            with pytest.raises(CheckpointError):
+                load_checkpoint(path)
 
 
 def _only(prefix: str) -> Callable[[str], bool]:
@@ -202,6 +286,32 @@ def test_folder_with_damaged_index(tmp_path: Path) -> None:
 def test_folder_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     refuse(tmp_path, "a FluxPipeline", "SD1, SD2 or SDXL")
+
+
+@pytest.mark.parametrize(
+    "component",
+    [["evil", "Evil"], ["diffusers", "DiffusionPipeline"], ["os", "system"],
+     ["transformers", "AutoModel"], ["unet", "UNet2DConditionModel"], ["diffusers"], []],
+)  # fmt: skip
+def test_code_of_a_folder_is_not_run(component: list[str], saved: Path, tmp_path: Path) -> None:
+    models.sd15().save_pretrained(tmp_path)
+    marker = tmp_path / "ran"
+    for name in ("evil", "unet"):
+        (tmp_path / "unet" / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')")
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    index["unet"] = component
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    refuse(tmp_path, "no known class of Stable Diffusion", "original folder")
+    assert not marker.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("name", ["model_index.json", "unet/config.json", "vae/more.bin"])
+def test_a_pipe_in_a_folder_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    models.sd15().save_pretrained(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    refuse(tmp_path, "is not an ordinary file", "Download the folder again")
 
 
 def test_incomplete_folder(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.command_line import CommandLine
+from onediff_ext.store.folder import encode_schema
+from tests.command_line import CommandLine
 
 pytest_plugins = ("tests.command_line",)
 
@@ -25,6 +25,8 @@ def store(command_line: CommandLine, tmp_path: Path) -> Path:
     assert ended.status == 0, ended
     store = tmp_path / "store"
     assert command_line("graphs", "import", archive, "--trust", store=store).status == 0
+    # An archive brings no proofs: these were found here.
+    shutil.copytree(command_line.store / "verdicts", store / "verdicts", dirs_exist_ok=True)
     return store
 
 
@@ -123,7 +125,7 @@ def test_prune(command_line: CommandLine, store: Path) -> None:
 
 
 def test_other_versions(command_line: CommandLine, store: Path) -> None:
-    (store / "schema.json").write_text('{"schema": 99}')
+    (store / "schema.json").write_bytes(encode_schema(99))
     assert command_line("graphs", "list", store=store).out.startswith("No graphs yet.")
     assert "0 graphs deleted" in command_line("graphs", "prune", store=store).out
     assert len(graph_files(store)) == KINDS
@@ -143,6 +145,10 @@ def test_export_and_import(command_line: CommandLine, store: Path, tmp_path: Pat
     assert taken.out == f"{KINDS} graphs imported, 0 were here already\n"
     again = command_line("graphs", "import", archive, "--trust", store=other)
     assert again.out == f"0 graphs imported, {KINDS} were here already\n"
+    explain = ("graphs", "explain", "-m", command_line.checkpoint(), "--backend", "eager")
+    explained = command_line(*explain, store=other).out
+    assert explained.count("never loaded on this machine and is proved first") == KINDS
+    shutil.copytree(store / "verdicts", other / "verdicts", dirs_exist_ok=True)
     warm = command_line("warmup", "64x64", store=other)
     assert f"0 graphs built, {KINDS} loaded" in warm.out
     flip(archive, archive.stat().st_size // 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,73 @@ def test_a_sampler_is_refused_before_anything_is_built(
         options = ("-o", output, "--scheduler", sampler, "--store", store)
         command_line(command, *what, *options).refused(message)
     assert not (store / "graphs").exists() or not list((store / "graphs").iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("what", ["pipe", "endless", "loop", "long"])
+@pytest.mark.parametrize("option", ["-m", "--lora", "--vae"])
+def test_what_is_no_file_is_not_waited_for(
+    command_line: CommandLine, folder: Path, option: str, what: str
+) -> None:
+    path = folder.parent / f"{what}.safetensors"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "endless":
+        path.symlink_to("/dev/zero")
+    elif what == "loop":
+        path.symlink_to(path)
+    else:
+        path = folder / ("x" * 300)
+    message = {"pipe": "is a pipe", "endless": "is a device", "loop": "cannot be read"}
+    command = ("img2img", folder, "-o", folder.parent / "out", option, path)
+    command_line(*command).refused(message.get(what, "File name too long"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_pictures_and_captions_that_are_no_files_are_left_out(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(64, 64), c=(64, 64))
+    os.mkfifo(folder / "pipe.png")
+    (folder / "endless.png").symlink_to("/dev/zero")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    os.mkfifo(folder / "b.txt")
+    (folder / "c.txt").symlink_to("/dev/zero")
+    out = tmp_path / "out"
+    ended = command_line(
+        "img2img", folder, "-o", out, "--eager", "--captions", "--steps", "2", "--strength", "0.5"
+    )
+    assert ended.status == 1
+    assert [path.name for path in out.glob("*.png")] == ["a.png"]
+    for name in ("pipe.png", "endless.png", "b.png", "c.png"):
+        assert f"{name}:" in ended.err
+
+
+@pytest.mark.parametrize(
+    "name", ["\x1b[2J\x1b]0;x\x07", "a\u202eb", "\udcff", "a\nb\rc", "\x9b31m"]
+)
+def test_what_is_printed_cannot_command_the_terminal(
+    command_line: CommandLine, tmp_path: Path, name: str
+) -> None:
+    folder = save_pictures(tmp_path / "in", a=(64, 64))
+    (folder / f"{name}.png").write_bytes(b"no picture")
+    out = tmp_path / f"{name} out"
+    drawn = command_line(
+        "img2img", folder, "-o", out, "--eager", "--steps", "2", "--strength", "0.5"
+    )
+    assert drawn.status == 1
+    for ended in (
+        drawn,
+        command_line("img2img", folder, "-m", tmp_path / name),
+        command_line("img2img", folder, "--size", name),
+        command_line("img2img", folder, "--lora", f"x:{name}"),
+        command_line("img2img", tmp_path / name),
+        command_line(name),
+        command_line("warmup", name),
+    ):
+        text = ended.out + ended.err
+        assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
+        text.encode("utf-8")
 
 
 def test_no_such_input(command_line: CommandLine, tmp_path: Path) -> None:

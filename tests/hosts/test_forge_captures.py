@@ -1,13 +1,13 @@
 """Captures of Forge's and reForge's UNets: what a GPU cannot record, and what nobody could compare.
 
-CUDA graphs need a GPU; a recorder stands in that freezes the tensors it was given, and the
-stand-in's UNet fails while it is recorded where a GPU would.
+CUDA graphs need a GPU; a recorder stands in that sees what they see, and the stand-in's UNet
+fails while it is recorded where a GPU would.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from onediff_ext.core.errors import CaptureError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.recorder import Recording
@@ -23,22 +22,18 @@ from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.acceleration import Acceleration
-from tests.engine.test_captures import RerunRecorder
 from tests.hosts.forge_blocks_stand_in import Device, embed_from_the_cpu
 from tests.hosts.forge_stand_in import FakeProcessing, ForgeStandIn, running
+from tests.support.frozen_recorder import FrozenRecorder
 
 
-class StrictRecorder(RerunRecorder):
+class StrictRecorder(FrozenRecorder):
     """Lets nothing be copied from the CPU while it records."""
 
-    def record(
-        self, function: Callable[[], Any], device: torch.device, lasting: bool = False
-    ) -> Recording:
+    def record(self, *args: Any, **kwargs: Any) -> Recording:
         Device.is_recording = True
         try:
-            return super().record(function, device, lasting)
-        except RuntimeError as exc:
-            raise CaptureError(str(exc)) from exc
+            return super().record(*args, **kwargs)
         finally:
             Device.is_recording = False
 

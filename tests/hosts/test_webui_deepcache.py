@@ -21,6 +21,7 @@ from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.webui.acceleration import Acceleration
 from tests.hosts import a1111_stand_in, forge_stand_in
+from tests.hosts.ldm_stand_in import written_in
 from tests.hosts.sampler_stand_in import CFG, SPLIT, Entry, sample
 from tests.ldm_models import LDM_UNETS
 
@@ -62,7 +63,9 @@ class Host:
     def new_unet(self) -> None:
         """Another checkpoint: the same module in A1111, another one in the others."""
         unet = LDM_UNETS[self.name]()
-        type(unet).forward.__module__ = HOMES[self.name]
+        cls = type(unet)
+        if cls.forward.__globals__["__name__"] != HOMES[self.name]:
+            cls.forward = written_in(cls.forward, HOMES[self.name])
         if self.name == "a1111":
             model = self.stand_in.model
             if type(model.model.diffusion_model) is type(unet):

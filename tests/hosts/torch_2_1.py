@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, NoReturn
 
@@ -36,6 +37,9 @@ class _MatMul:
 
 
 if torch.__version__ >= "2.6":
+    # torch 2.13 imports these when a mode sees its first operator, and they need what goes below.
+    for module in ("torch._dynamo", "torch.distributed.tensor"):
+        importlib.import_module(module)
     torch.__version__ = "2.1.2"
     for owner, name in _ABSENT:
         if hasattr(owner, name):

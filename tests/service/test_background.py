@@ -226,8 +226,8 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
     def die(worker):
         raise workers.lost(f"killed by {number.name}")
 
-    session = open_session(build_attempts=1)
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 1, die))
+    session = open_session(build_attempts=2)
+    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, die))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)

@@ -32,6 +32,7 @@ def stored(open_session, small, instant):
 def forget_the_proof(session, kind, payload=None):
     """As if another machine had built the graph."""
     stored = session.library.get(kind.key)
+    (session.library.folder.verdicts / f"{kind.key.digest}.json").unlink()
     session.library.put(
         kind.key,
         payload or stored.payload,
@@ -63,6 +64,30 @@ def test_a_sound_graph_is_proved_once(stored, open_session):
     draw_with(again)
     assert again.count("loaded") == len(again.kinds)
     assert not [e for e in again.journal.events if e.what in ("prove", "proved")]
+
+
+def test_what_an_archive_claims_to_be_proved_is_not_believed(stored, open_session, tmp_path):
+    """As graph files of earlier versions said it of themselves."""
+    from onediff_ext.engine.machine import machine_digest
+    from onediff_ext.store import GraphLibrary
+
+    kind = stored.kinds[0]
+    machine = machine_digest(kind.device)
+    payload = stored.library.get(kind.key).payload
+    claiming = GraphLibrary(tmp_path / "claiming", 1 << 30)
+    claiming.put(
+        kind.key, payload + b"x", label=kind.label, backend="eager", build_seconds=1,
+        details={"proved on": machine},
+    )  # fmt: skip
+    claiming.export(tmp_path / "claims.zip")
+    stored.library.delete(kind.key.digest)
+    stored.library.import_archive(tmp_path / "claims.zip", trust=True)
+    session = open_session(build="never")
+    found = session.library.get(kind.key)
+    assert found.header.details == {"proved on": machine}
+    assert session.builder.is_harmless(found, kind) is None
+    session.builder.mark_bad(kind, found.header.payload_sha256, "gives other results")
+    assert session.builder.is_harmless(found, kind) is False
 
 
 class Refuses(InstantWorker):
@@ -98,7 +123,7 @@ def test_a_bad_graph_is_marked_and_built_anew(stored, open_session, monkeypatch,
     assert again.count("loaded") == len(again.kinds)
 
 
-def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session):
+def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session, monkeypatch):
     kinds = {kind.label: kind for kind in stored.kinds}
     one, other = kinds["BasicTransformerBlock 32"], kinds["BasicTransformerBlock 64"]
     payload = stored.library.get(other.key).payload
@@ -111,6 +136,15 @@ def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session):
         one.key.digest, one.label, machine=machine, payload_sha256=digest
     )
     session = open_session()
+
+    class Compares(InstantWorker):
+        def prove(self, stored, program, device, timeout_s):
+            if stored == payload:
+                raise BackendError("gives other results")
+
+    monkeypatch.setattr(
+        session.builder, "new_worker", lambda cache, in_background: Compares("eager", cache)
+    )
     draw_with(session)
     assert session.count("built") == 1
     assert {kind.state for kind in session.kinds} == {KindState.READY}

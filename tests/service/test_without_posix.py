@@ -28,7 +28,7 @@ for name in ("SIGHUP", "SIGALRM", "SIGUSR1", "pthread_sigmask"):
 
 IN_WORKERS = """
 import sys
-if "onediff_ext.backends.worker" in sys.orig_argv:
+if any(word.endswith("start_worker.py") for word in sys.orig_argv):
     import take_away
 """
 

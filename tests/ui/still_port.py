@@ -23,6 +23,7 @@ class StillPort(PanelPort):
         self.warmed: list[str] = []
         self.cancelled = 0
         self.lacking: str | None = None
+        self.no_import: str | None = None
 
     def status(self) -> Status:
         return self.now
@@ -49,6 +50,9 @@ class StillPort(PanelPort):
 
     def lacks(self) -> str | None:
         return self.lacking
+
+    def why_no_import(self) -> str | None:
+        return self.no_import
 
     def features(self) -> frozenset[str]:
         return FEATURES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image
 
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD
 from onediff_ext.ui.fields import FIELDS
 
 gradio = pytest.importorskip("gradio", reason="the page needs gradio, which is not installed")
@@ -27,18 +30,24 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
 
     from onediff_ext.ui.standalone.app import make_page
     from onediff_ext.ui.standalone.models import DEMO
+    from onediff_ext.ui.standalone.page_events import launch
+    from onediff_ext.ui.standalone.serving import Serving
     from onediff_ext.ui.standalone.studio import Studio
 
     folder = tmp_path_factory.mktemp("page")
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    # Pictures lie outside of the temporary and of the current folder, which Gradio hands out.
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tempfile, "tempdir", str(temporary))
     options = CompileOptions(store=folder / "store", build="wait")
     studio = Studio(torch.device("cpu"), torch.float32, options)
     studio.load(DEMO)
     made = make_page(studio, folder / "out")
-    made.blocks.queue().launch(
-        prevent_thread_lock=True, quiet=True, server_name="127.0.0.1", allowed_paths=[str(folder)]
-    )
+    launch(made, Serving(open_browser=False), wait=False)
     yield SimpleNamespace(studio=studio, url=made.blocks.local_url, folder=folder)
     made.blocks.close(verbose=False)
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +115,73 @@ def test_a_folder_of_several_sizes(page: SimpleNamespace, client: Any) -> None:
     assert "onediff-bad" in client.predict(*arguments(), *more, api_name="/batch")[0]
 
 
+def test_of_the_output_folder_only_what_was_drawn_here_is_handed_out(
+    page: SimpleNamespace, client: Any
+) -> None:
+    import httpx
+
+    gallery, *_ = client.predict(*arguments(), 72, 64, api_name="/txt2img")
+    assert Image.open(gallery[0]["image"]).size == (72, 64)
+    assert INFOTEXT_KEYWORD in Image.open(gallery[0]["image"]).info
+    secret = page.folder / "out" / "private.png"
+    shutil.copy(written(page)[0], secret)
+    answer = httpx.get(f"{page.url}gradio_api/file={secret}")
+    assert answer.status_code == 403
+    secret.unlink()
+
+
+def test_a_page_takes_no_other_name_and_no_other_sites_requests(page: SimpleNamespace) -> None:
+    import httpx
+
+    assert httpx.get(page.url).status_code == 200
+    refused = httpx.get(page.url, headers={"Host": "evil.example"})
+    assert refused.status_code == 403
+    assert "--allow-host" in refused.text
+    call = f"{page.url}gradio_api/call/cancel"
+    body = {"data": []}
+    foreign = httpx.post(call, json=body, headers={"Origin": "http://evil.example"})
+    assert foreign.status_code == 403
+    own = httpx.post(call, json=body, headers={"Origin": page.url.rstrip("/")})
+    assert own.status_code == 200
+
+
+def test_an_emptied_box_is_an_error_that_says_so() -> None:
+    from onediff_ext.core.errors import OptionError
+    from onediff_ext.ui.standalone.page_events import _whole
+
+    assert _whole(3.0, "width") == 3
+    with pytest.raises(OptionError, match="The width is missing"):
+        _whole(None, "width")
+
+
 def test_what_cannot_be_loaded_leaves_the_checkpoint(page: SimpleNamespace, client: Any) -> None:
     before = page.studio.painter
-    said, *_ = client.predict("/nowhere/model.safetensors", "", False, api_name="/load")
-    assert "onediff-bad" in said
+    odd = ["/nowhere/model.safetensors", "x" * 300, "/dev/zero", "a\0b", str(page.folder)]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(page.folder / "pipe.safetensors")
+        odd.append(str(page.folder / "pipe.safetensors"))
+    for name in odd:
+        said, *_ = client.predict(name, "", False, api_name="/load")
+        assert "onediff-bad" in said
+    loaded = str(before.checkpoint.path)
+    for name in [*odd, "x:y:z", "x" * 5000 + ":0.5"]:
+        said, *_ = client.predict(loaded, name, False, api_name="/load")
+        assert "onediff-bad" in said
+    assert page.studio.painter is before
+
+
+def test_cancel_ends_the_loading(page: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onediff_ext.store import ContentHashes
+    from onediff_ext.ui.standalone.studio import CancelledError
+
+    def hashed(_: Any, path: Path) -> str:
+        page.studio.cancel()  # as the button does, while a large file is read
+        return "ab" * 32
+
+    before = page.studio.painter
+    monkeypatch.setattr(ContentHashes, "content_hash", hashed)
+    with pytest.raises(CancelledError):
+        page.studio.load(before.checkpoint.path)
     assert page.studio.painter is before
 
 

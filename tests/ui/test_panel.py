@@ -192,3 +192,18 @@ def test_library_shows_exports_imports_and_deletes(
     assert "Tick" in untrusted[2]  # and no command line
     client.predict(everything, handle_file(path), True, api_name="/on_import")
     assert len(port.library().entries()) == 1
+
+
+def test_what_is_no_local_page_has_no_import(port: StillPort, tmp_path: Path) -> None:
+    from onediff_ext.ui.panel import build_panel
+
+    def names() -> set[str]:
+        with gradio.Blocks() as blocks:
+            build_panel(port, gradio.Checkbox(), gradio.HTML(), lambda name: f"x_{name}")
+        functions = {function.api_name for function in blocks.fns.values()}
+        return functions | {one.elem_id for one in blocks.blocks.values() if one.elem_id}
+
+    assert {"on_import", "x_library_import", "x_library_archive"} <= names()
+    port.no_import = "Others can reach this page."
+    assert not {"on_import", "x_library_import", "x_library_archive", "x_library_trust"} & names()
+    assert "on_export" in names()

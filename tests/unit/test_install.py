@@ -53,20 +53,23 @@ class FakePip:
         self.made: list[Path] = []
         self.fails_with = ""
         self.interrupt = False
+        self.environments: list[dict[str, str]] = []
         self._install = install
         monkeypatch.setattr(install, "make_venv", self._make)
         monkeypatch.setattr(install, "is_healthy", lambda python: python.exists())
         monkeypatch.setattr(install.subprocess, "Popen", self._popen)
         monkeypatch.setattr(install.shutil, "which", lambda _: None)
 
-    def _make(self, venv: Path) -> None:
+    def _make(self, venv: Path, lock: int | None = None) -> None:
         self.made.append(venv)
         python = self._install.venv_python(venv)
         python.parent.mkdir(parents=True, exist_ok=True)
+        (venv / "pyvenv.cfg").touch()
         python.touch()
 
     def _popen(self, command: list[str], **options: object) -> SimpleNamespace:
         self.installed.append(command[command.index("install") + 1 :])
+        self.environments.append(options["env"])  # type: ignore[arg-type]
         options["stdout"].write(self.fails_with.encode())  # type: ignore[attr-defined]
         options["stdout"].flush()  # type: ignore[attr-defined]
 
@@ -204,7 +207,7 @@ def test_interrupted_pip_makes_the_environment_anew(
 def test_lost_python_makes_the_environment_anew(
     install: ModuleType, pip: FakePip, project: Path
 ) -> None:
-    install.venv_python(project / ".venv").parent.mkdir(parents=True)
+    install.venv_python(project / ".venv").parent.mkdir(parents=True)  # as an older one left it
     install.set_up(project, {"diffusers"})
     install.venv_python(project / ".venv").unlink()
     install.set_up(project, {"diffusers"})
@@ -222,8 +225,135 @@ def test_a_folder_that_is_no_environment_is_not_deleted(
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "thesis.odt").touch()
     with pytest.raises(install.SetUpError, match="in the way"):
-        install.make_venv(tmp_path / ".venv")
+        install.check_place(tmp_path / ".venv")
+    (tmp_path / "pyproject.toml").touch()
+    with pytest.raises(install.SetUpError, match="in the way"):
+        install.set_up(tmp_path, {"diffusers"})
     assert (tmp_path / ".venv" / "thesis.odt").exists()
+    with pytest.raises(install.SetUpError, match="in the way"):  # the first left no trace
+        install.set_up(tmp_path, {"diffusers"})
+
+
+KILLED = """
+import install, pathlib, subprocess, sys, types
+root, moment = pathlib.Path(sys.argv[1]), sys.argv[2]
+def die(*a, **k):
+    import os
+    os._exit(137)
+def process(command, **options):
+    def wait(timeout=None):
+        return die() if moment == "pip" else 0
+    return types.SimpleNamespace(wait=wait, terminate=lambda: None)
+def make(venv, lock=None):
+    venv.mkdir(parents=True, exist_ok=True)
+    (venv / "lib").mkdir(exist_ok=True)
+    if moment == "venv":
+        die()
+    python = install.venv_python(venv)
+    python.parent.mkdir(parents=True, exist_ok=True)
+    if moment == "half a venv":
+        die()
+    (venv / "pyvenv.cfg").touch()
+    python.touch()
+    if moment == "whole venv":
+        die()
+install.make_venv = make
+install.is_healthy = lambda python: python.exists()
+install.subprocess.Popen = process
+if moment == "stamp":
+    real = pathlib.Path.write_text
+    def half(self, text, **more):
+        real(self, text[:9], **more)
+        die()
+    pathlib.Path.write_text = half
+install.set_up(root, {"diffusers"})
+"""
+
+
+@pytest.mark.parametrize("moment", ["venv", "half a venv", "whole venv", "pip", "stamp"])
+def test_a_set_up_that_was_killed_mends_itself(
+    install: ModuleType, pip: FakePip, project: Path, moment: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, str(project), moment]
+    assert os.spawnve(os.P_WAIT, sys.executable, command, environment) == 137
+    python = install.set_up(project, {"diffusers"})
+    assert python.exists()
+    assert len(pip.made) == (0 if moment == "stamp" else 1)
+    assert install.installed_extras(project / ".venv", install.set_up_digest(project))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="descriptors are inherited on POSIX only")
+def test_what_a_killed_set_up_left_running_is_waited_for(
+    install: ModuleType, tmp_path: Path
+) -> None:
+    script = (
+        "import install, os, pathlib, subprocess, sys\n"
+        "with install.only_one(pathlib.Path(sys.argv[1])) as lock:\n"
+        "    child = subprocess.Popen(['sleep', '1.5'], **install._keeping(lock))\n"
+        "    os._exit(137)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "lock")]
+    start = time.monotonic()
+    assert subprocess.run(command, cwd=ROOT).returncode == 137
+    with install.only_one(tmp_path / "lock"):
+        assert time.monotonic() - start > 1.4
+
+
+# ------------------------------------------------------------ the path of the folder
+
+
+@pytest.mark.parametrize(
+    "name", ["a$b", "$", "$HOME x", "${x}", "a{b}", 'it\'s "here"', "ä 猫", "%x%"]
+)
+def test_odd_paths_are_set_up(install: ModuleType, pip: FakePip, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("[project]\n")
+    install.set_up(folder, {"diffusers"})
+    for environment in pip.environments:
+        # What setuptools does with the path; a variable that it does not know is an error.
+        braced = re.sub(r"\$([a-zA-Z_][a-zA-Z_0-9]*)", r"{\1}", str(folder))
+        assert braced.format_map(environment)
+        assert environment["HOME"] == os.environ["HOME"]
+
+
+@pytest.mark.parametrize("name", ["a{b", "a}b", "{}", "{0}", "{a.b}", "{a b}"])
+def test_a_path_that_setuptools_cannot_take_is_refused_before_anything_is_installed(
+    install: ModuleType, pip: FakePip, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("[project]\n")
+    with pytest.raises(install.SetUpError, match="braces"):
+        install.set_up(folder, {"diffusers"})
+    assert pip.made == pip.installed == []
+
+
+@pytest.mark.parametrize("text", ["--index-url 'https://x", '"', "a\\"])
+def test_pip_arguments_that_cannot_be_read(
+    install: ModuleType,
+    pip: FakePip,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+) -> None:
+    monkeypatch.setenv("ONEDIFF_PIP_ARGS", text)
+    assert install.main(["demo"]) == 1
+    said = capsys.readouterr().err
+    assert "ONEDIFF_PIP_ARGS cannot be read" in said
+    assert "quotation mark" in said
+    assert pip.installed == []
+
+
+def test_which_index_is_used_is_pip_s_own_configuration(
+    install: ModuleType, pip: FakePip, project: Path
+) -> None:
+    install.set_up(project, {"diffusers"})
+    assert not [word for words in pip.installed for word in words if "index" in word]
+    source = (ROOT / "install.py").read_text(encoding="utf-8")
+    assert "pypi.org" not in source
+    assert re.findall(r"(?<!extra)-index-url", source) == []
 
 
 def test_python_without_ensurepip_names_the_package(
@@ -597,7 +727,7 @@ def test_start_installs_what_is_missing_and_leaves_torch_alone(webui: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         'run_pip install --no-deps "safetensors>=0.4.2,<1"',
-        'run_pip install --no-deps "filelock>=3.12,<5"',
+        'run_pip install --no-deps "filelock>=3.20.3,<5"',
     ]
 
 

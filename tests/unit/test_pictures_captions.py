@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ from onediff_ext.core.errors import PictureError
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.contact_sheet import make_contact_sheet
 from onediff_ext.pictures.finding import find_pictures
+from onediff_ext.pictures.naming import NameTemplate
+from onediff_ext.pictures.planning import plan_results
 from onediff_ext.pictures.report import Report
+from onediff_ext.pictures.sizing import OwnSize
 
 
 def test_a_caption_is_one_line(tmp_path: Path):
@@ -26,6 +31,39 @@ def test_a_caption_that_is_no_text(tmp_path: Path):
     (tmp_path / "cat.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PictureError, match="cannot be read"):
         read_caption(tmp_path / "cat.jpg")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_a_caption_that_is_no_file_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "endless.txt").symlink_to("/dev/zero")
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "large.txt").write_bytes(b"a " * 2**20)
+    for name in ("pipe", "endless", "loop", "folder", "large"):
+        with pytest.raises(PictureError, match="caption"):
+            read_caption(tmp_path / f"{name}.jpg")
+
+
+def test_a_broken_caption_leaves_the_other_pictures_alone(tmp_path: Path):
+    for name in ("a", "b", "c"):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    report = Report()
+    plan = plan_results(
+        [tmp_path], tmp_path / "out", OwnSize(), NameTemplate(), seed_of=lambda _: 0,
+        settings_of=lambda one: {"prompt": read_caption(one.facts.path)}, report=report,
+    )  # fmt: skip
+    assert [result.path.name for result in plan.todo] == ["a.png", "c.png"]
+    assert [entry.path.name for entry in report.failures] == ["b.png"]
+
+
+def test_a_folder_of_many_captions_is_listed_in_linear_time(tmp_path: Path):
+    for number in range(3000):
+        (tmp_path / f"{number}.txt").touch()
+    start = time.process_time()
+    assert find_pictures([tmp_path], report=Report()) == []
+    assert time.process_time() - start < 5
 
 
 def test_captions_are_not_reported_but_other_texts_are(tmp_path: Path):

@@ -127,3 +127,9 @@ def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     with pytest.raises(PictureError, match="locked"):
         find_pictures([tmp_path / "locked"], report=Report())
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b", "\udcff"])
+def test_a_name_that_no_file_can_have_is_no_input(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PictureError, match="There is no"):
+        names(tmp_path, tmp_path / name)

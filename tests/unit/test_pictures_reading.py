@@ -332,6 +332,8 @@ WRITERS: dict[str, dict[str, object]] = {
     "lzw.tif": {"compression": "tiff_lzw"},
     "gif": {},
 }
+if features.check("avif"):
+    WRITERS["avif"] = {}
 
 
 @pytest.mark.parametrize("ending", WRITERS)
@@ -387,6 +389,25 @@ def test_a_folder_with_a_pictures_name(tmp_path: Path) -> None:
         read_picture(tmp_path / "x.png")
 
 
+class _OwnError(Exception):
+    """Of a decoder that derives its errors from nothing known."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Failed to decode frame"), _OwnError(), RecursionError(), KeyError(b"\x1b[2J")],
+)
+@pytest.mark.parametrize("where", ["opening", "loading"])
+def test_whatever_a_decoder_raises_is_a_broken_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    corners().save(tmp_path / "a.png")
+    whole = Image if where == "opening" else PngImagePlugin.PngImageFile
+    monkeypatch.setattr(whole, "open" if where == "opening" else "load", _raiser(error))
+    with pytest.raises(PictureError, match="broken"):
+        read_picture(tmp_path / "a.png")
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="no such file"):
         read_facts(tmp_path / "x.png")
@@ -419,7 +440,7 @@ def test_the_systems_refusals(
 ) -> None:
     # Tests may run as root, whom a file's permissions do not stop.
     corners().save(tmp_path / "a.png")
-    monkeypatch.setattr(Path, "open", _raiser(error))
+    monkeypatch.setattr(formats, "open_regular", _raiser(error))
     with pytest.raises(PictureError, match=reason):
         read_facts(tmp_path / "a.png")
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import struct
+import time
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +16,15 @@ from pathlib import Path
 import pytest
 from PIL import Image, PngImagePlugin
 
-from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
+from onediff_ext.pictures import png_chunks
 from onediff_ext.pictures.facts import PictureFacts
-from onediff_ext.pictures.png_chunks import PngChunks, read_png
+from onediff_ext.pictures.png_chunks import (
+    MAX_ALL_TEXTS_BYTES,
+    MAX_TEXT_BYTES,
+    PngChunks,
+    read_png,
+)
 from onediff_ext.pictures.resume import Output, is_done, job_digest, plan_outputs
 from onediff_ext.pictures.writing import write_png
 
@@ -144,6 +154,61 @@ def test_compressed_texts_are_read_and_damaged_ones_passed_over(tmp_path: Path) 
     assert read_png(tmp_path / "a.png").texts == {"packed": "xyz" * 100, "wide": "猫" * 50}
 
 
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def _png(*chunks: bytes) -> bytes:
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    pixels = _chunk(b"IDAT", zlib.compress(b"\0\0"))
+    return b"\x89PNG\r\n\x1a\n" + b"".join([header, *chunks, pixels, _chunk(b"IEND", b"")])
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"tEXt"])
+def test_all_texts_together_have_a_limit(tmp_path: Path, kind: bytes) -> None:
+    packed = zlib.compress(bytes(MAX_TEXT_BYTES - 1), 9)
+    rest = {b"zTXt": b"\0" + packed, b"iTXt": b"\1\0\0\0" + packed, b"tEXt": bytes(2**20)}[kind]
+    chunks = [_chunk(kind, b"key %d\0" % number + rest) for number in range(100)]
+    ours = _chunk(b"tEXt", b"onediff_job\0d1")
+    (tmp_path / "a.png").write_bytes(_png(ours, *chunks))
+    tracemalloc.start()
+    try:
+        found = read_png(tmp_path / "a.png")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5 * MAX_ALL_TEXTS_BYTES
+    assert sum(map(len, found.texts.values())) <= MAX_ALL_TEXTS_BYTES
+    assert found.texts["onediff_job"] == "d1"
+    assert found.is_complete
+
+
+def test_a_text_over_the_limit_is_passed_over(tmp_path: Path) -> None:
+    bomb = zlib.compress(bytes(MAX_TEXT_BYTES + 1), 9)
+    chunks = [_chunk(b"zTXt", b"big\0\0" + bomb), _chunk(b"tEXt", b"small\0text")]
+    (tmp_path / "a.png").write_bytes(_png(*chunks))
+    assert read_png(tmp_path / "a.png").texts == {"small": "text"}
+
+
+def test_chunks_without_end_are_not_walked_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(_png(*[_chunk(b"teSt", b"")] * 600_000))
+    start = time.process_time()
+    assert not read_png(tmp_path / "a.png").is_complete
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_what_is_no_file_is_nothing_of_ours_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("/dev/zero")
+    for name in ("a.png", "b.png"):
+        with pytest.raises(UnsafeFileError):
+            read_png(tmp_path / name)
+        (output,) = plan_outputs(tmp_path, [name], ["d1"])
+        assert not output.is_done
+        assert output.path.name == f"{name[0]}-2.png"
+
+
 SETTINGS: dict[str, object] = {
     "prompt": "a cat",
     "seed": 1,
@@ -240,7 +305,8 @@ def test_a_result_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.png")
-    monkeypatch.setattr(Path, "open", _raiser(PermissionError(13, "Permission denied")))
+    refused = _raiser(PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(png_chunks, "open_regular", refused)
     with pytest.raises(PictureError, match="cannot be read"):
         is_done(tmp_path / "a.png", "d")
 

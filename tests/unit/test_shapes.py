@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onediff_ext.core.errors import ShapeError
-from onediff_ext.core.shapes import BatchShape, format_sizes, parse_sizes, round_up
+from onediff_ext.core.shapes import (
+    MAX_SIZES,
+    MAX_SIZES_CHARS,
+    BatchShape,
+    format_sizes,
+    parse_sizes,
+    round_up,
+)
 
 SIDES = st.integers(8, 512).map(lambda cells: cells * 8)
 SHAPES = st.builds(BatchShape, SIDES, SIDES, st.integers(1, 64))
@@ -78,6 +86,24 @@ def test_what_is_no_size_shows_an_example(text: str) -> None:
 def test_a_batch_out_of_bounds_is_refused(text: str) -> None:
     with pytest.raises(ShapeError, match="1 to 64"):
         parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["8x8" + " " * 60_000 + "!", "64x64, " * 1_000_000, "x" * MAX_SIZES_CHARS, "9" * 50_000]
+)
+def test_a_hostile_list_is_refused_at_once(text: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ShapeError) as caught:
+        parse_sizes(text)
+    assert time.process_time() - start < 0.5
+    assert len(str(caught.value)) < 300
+
+
+def test_as_many_sizes_as_allowed_are_read() -> None:
+    shapes = [BatchShape(64 + 8 * (number % 500), 64, 1 + number // 500) for number in range(999)]
+    assert parse_sizes(format_sizes(shapes[:MAX_SIZES])) == shapes[:MAX_SIZES]
+    with pytest.raises(ShapeError, match=f"{MAX_SIZES} are allowed"):
+        parse_sizes(format_sizes(shapes[: MAX_SIZES + 1]))
 
 
 def test_the_import_is_light() -> None:

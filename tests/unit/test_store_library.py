@@ -24,6 +24,7 @@ from onediff_ext.core.keys import KindKey
 from onediff_ext.store import GraphLibrary, StoredGraph, StoreProblem, default_root
 from onediff_ext.store.container import MAGIC
 from onediff_ext.store.eviction import Candidate, choose_evictions
+from onediff_ext.store.folder import encode_schema
 
 MB = 1 << 20
 
@@ -166,9 +167,8 @@ def test_another_schema_is_a_miss_and_stays(library: GraphLibrary) -> None:
     assert not graph.path.exists()
 
 
-@pytest.mark.parametrize("schema", ['{"schema": 2}', "", "[]", "\x00"])
-def test_a_store_of_another_version_is_left_alone(tmp_path: Path, schema: str) -> None:
-    root = tmp_path / "store"
+def test_a_store_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    root, schema = tmp_path / "store", encode_schema(2).decode()
     theirs = put(GraphLibrary(root, MB), key_of(1)).path
     (root / "schema.json").write_text(schema)
     library = GraphLibrary(root, MB)

@@ -44,3 +44,14 @@ def test_progress_and_messages_are_escaped() -> None:
     assert "3 min left" in bar
     assert "&lt;" in html.error(OptionError("<script>"))
     assert html.message("") == ""
+
+
+def test_what_utf_8_lacks_is_replaced() -> None:
+    for piece in (
+        html.error(OptionError("a \ud800 name")),
+        html.message("\udcff"),
+        html.status_line(Status("eager", reasons=("\ud800",)), True),
+        html.status_details(Status("compiled", 1, 0, 1, reasons=("\ud800",))),
+        html.progress_bar(WarmUpStep(1, 2, "\udfff")),
+    ):
+        assert "?" in piece.encode("utf-8").decode("utf-8")

@@ -15,7 +15,7 @@ from torch import nn
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.patch import Patches
-from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.weights import WrapperRule
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost
 
 
@@ -166,7 +166,9 @@ def install_modules(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNa
         opts=StandInOptions(**options),
         OptionInfo=StandInOption,
         state=StandInState(),
-        cmd_opts=SimpleNamespace(api=True, api_auth=None),
+        cmd_opts=SimpleNamespace(
+            api=True, api_auth=None, disable_extension_access=False, hide_ui_dir_config=False
+        ),
         sd_model=SimpleNamespace(sd_checkpoint_info=SimpleNamespace(shorthash="abc")),
     )
     parts = {

@@ -47,3 +47,18 @@ def test_another_vae_of_forge_is_another_run(host: Any) -> None:
     before = batch_script._identity(StandInJob())
     host.shared.opts.forge_additional_modules = ["vae.safetensors"]
     assert batch_script._identity(StandInJob()) != before
+
+
+def test_the_hosts_flag_that_hides_folders_takes_the_script_away(host: Any) -> None:
+    from onediff_ext.webui.batch_script import BatchScript
+
+    script = BatchScript()
+    assert script.show(True)
+    host.shared.cmd_opts.hide_ui_dir_config = True
+    assert not script.show(True)
+    job = StandInJob()
+    seen: list[str] = []
+    host.processing.fix_seed = lambda p: None
+    host.processing.Processed = lambda p, images, seed, info: seen.append(info) or SimpleNamespace()
+    script.run(job, source="/", target="/")
+    assert "--hide-ui-dir-config" in seen[0]

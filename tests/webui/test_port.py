@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,3 +34,12 @@ def test_missing_triton_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch
     assert "pip install" in str(PORT.lacks())
     monkeypatch.setattr(torch_versions, "RELEASE", (2, 3))
     assert "graphs need 2.8" in str(PORT.lacks())
+
+
+def test_import_goes_with_the_hosts_access_to_extensions(host: SimpleNamespace) -> None:
+    from onediff_ext.webui.port import WebUIPort
+
+    port = WebUIPort(lambda: host.extension)
+    assert port.why_no_import() is None
+    host.shared.cmd_opts.disable_extension_access = True
+    assert "--enable-insecure-extension-access" in (port.why_no_import() or "")

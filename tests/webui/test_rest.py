@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +14,8 @@ import pytest
 from onediff_ext.ui.fields import fields_for
 from onediff_ext.webui.settings import HOST_FEATURES
 
+SERVER = "http://127.0.0.1:7860"
+JSON = {"Content-Type": "application/json"}
 FIELDS = fields_for(HOST_FEATURES)
 
 
@@ -18,18 +24,20 @@ def client(host: SimpleNamespace) -> Any:
     return make_client(host, None)
 
 
-def make_client(host: SimpleNamespace, api_auth: str | None) -> Any:
+def make_client(host: SimpleNamespace, api_auth: str | None, **flags: Any) -> Any:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
+    from onediff_ext.webui.access import ApiAccess
     from onediff_ext.webui.port import WebUIPort
     from onediff_ext.webui.rest import add_routes
 
     app = FastAPI()
     port = WebUIPort(lambda: host.extension)
-    add_routes(app, port, api_auth, "stand-in")
-    add_routes(app, port, api_auth, "stand-in")  # "Reload UI"
-    return TestClient(app)
+    access = ApiAccess.of(SimpleNamespace(api_auth=api_auth, **flags))
+    add_routes(app, port, access, "stand-in")
+    add_routes(app, port, access, "stand-in")  # "Reload UI"
+    return TestClient(app, base_url=SERVER)
 
 
 def test_version_schema_status_graphs(client: Any) -> None:
@@ -91,3 +99,218 @@ def test_all_routes_ask_for_the_hosts_credentials(host: SimpleNamespace) -> None
 def test_nothing_imports_graphs_over_the_network(client: Any) -> None:
     paths = {route.path for route in client.app.routes if hasattr(route, "path")}
     assert not [path for path in paths if "import" in path or "export" in path]
+
+
+# ------------------------------------------------------------------ bodies that mean harm
+
+START = json.dumps({"sizes": "512x768"})
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "said"),
+    [
+        (START, "text/plain", 415, "Content-Type: application/json"),
+        (START, "application/x-www-form-urlencoded", 415, "application/json"),
+        (START, None, 415, "application/json"),
+        ("", "application/json", 400, "empty"),
+        ("  ", "application/json", 400, "empty"),
+        ("{", "application/json", 400, "not JSON"),
+        ('{"sizes": "512x768"', "application/json", 400, "not JSON"),
+        ('{"sizes": NaN}', "application/json", 400, "NaN"),
+        ("[" * 30_000, "application/json", 400, "nested too deeply"),
+        ('{"sizes": ' + "9" * 20_000 + "}", "application/json", None, ""),
+        (b"\xff\xfe{", "application/json", 400, "not JSON"),
+        ("3", "application/json", 422, "object"),
+        ("null", "application/json", 422, "object"),
+        ('{"path": "/etc"}', "application/json", 422, "'path'"),
+        (json.dumps({"sizes": "512x768 " * 20_000}), "application/json", 413, "65,536"),
+        (json.dumps({"sizes": " " * 60_000 + "!"}), "application/json", 422, "characters"),
+        (json.dumps({"sizes": ["64x64"] * 5000}), "application/json", 422, "characters"),
+        (json.dumps({"sizes": "\ud800"}), "application/json", 422, "is not a size"),
+        (json.dumps({"sizes": {"a": 1}}), "application/json", 422, "sizes"),
+        (json.dumps({"sizes": "64x64", "components": 5}), "application/json", 422, "Components"),
+        (json.dumps({"sizes": "64x64", "enabled": []}), "application/json", 422, "Enable"),
+        (json.dumps({"sizes": "64x64", "preset": {}}), "application/json", 422, "Preset"),
+        ('{"sizes": "64x64", "deepcache": 1e999, "preset": "Custom"}', "application/json", 422, ""),
+        (
+            json.dumps({"sizes": "64x64", "deepcache": {"start": "x"}}),
+            "application/json",
+            422,
+            "start",
+        ),
+        (
+            json.dumps({"sizes": "64x64", "size_box": "9" * 5000 + "x1 - 2x2"}),
+            "application/json",
+            422,
+            "size box",
+        ),
+        (
+            json.dumps({"sizes": "64x64", "batch_range": "9" * 5000}),
+            "application/json",
+            422,
+            "batch range",
+        ),
+    ],
+)
+def test_a_body_that_is_no_good_starts_nothing(
+    client: Any,
+    host: SimpleNamespace,
+    content: str | bytes,
+    kind: str | None,
+    status: int | None,
+    said: str,
+) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    start = time.process_time()
+    answer = client.post("/onediff/v1/warmup", content=content, headers=headers)
+    assert time.process_time() - start < 2
+    assert answer.status_code == status if status else 400 <= answer.status_code < 500
+    assert said in answer.json()["detail"]
+    assert host.adapter.steps == []
+
+
+@pytest.mark.parametrize("name", ["warmup", "cancel"])
+@pytest.mark.parametrize("length", [None, b"10", b"999999999999999999999999", b"-1"])
+def test_a_body_without_end_is_cut_off(client: Any, name: str, length: bytes | None) -> None:
+    parts, answer = [0], []
+
+    async def receive() -> dict[str, Any]:
+        parts[0] += 1
+        assert parts[0] < 20, "the body is read for ever"
+        return {"type": "http.request", "body": b" " * 10_000, "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        answer.append(message)
+
+    headers = [(b"host", b"127.0.0.1:7860"), (b"content-type", b"application/json")]
+    headers += [
+        (b"transfer-encoding", b"chunked") if length is None else (b"content-length", length)
+    ]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": f"/onediff/v1/{name}", "raw_path": b"", "query_string": b"",
+        "root_path": "", "headers": headers, "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 7860),
+    }  # fmt: skip
+    asyncio.run(client.app(scope, receive, send))
+    assert answer[0]["status"] == 413
+
+
+def test_a_body_that_never_comes_is_not_waited_for(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastapi import HTTPException, Request
+
+    from onediff_ext.webui import request_body
+
+    async def never() -> Any:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(request_body, "TIMEOUT_S", 0.1)
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(request_body.read_body(Request(scope, never), ()))
+    assert caught.value.status_code == 408
+
+
+def test_cancel_takes_no_body_and_an_empty_object(client: Any) -> None:
+    assert client.post("/onediff/v1/cancel").status_code == 200
+    assert client.post("/onediff/v1/cancel", json={}).status_code == 200
+    assert client.post("/onediff/v1/cancel", json={"sizes": ""}).status_code == 422
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = client.post("/onediff/v1/cancel", content="a=b", headers={"Content-Type": kind})
+        assert answer.status_code == 415
+
+
+# ------------------------------------------------------------------ other web sites
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:80", ""])
+@pytest.mark.parametrize("name", ["status", "cancel", "warmup"])
+def test_another_sites_origin_is_refused(
+    client: Any, host: SimpleNamespace, origin: str, name: str
+) -> None:
+    method = "GET" if name == "status" else "POST"
+    body = {"json": {"sizes": "64x64"}} if name == "warmup" else {}
+    url = f"/onediff/v1/{name}"
+    answer = client.request(method, url, headers={"Origin": origin}, **body)
+    assert answer.status_code == 403
+    assert "another site" in answer.json()["detail"]
+    assert host.adapter.steps == []
+
+
+def test_our_own_origin_is_accepted(client: Any) -> None:
+    for origin in ("http://127.0.0.1:7860", "https://127.0.0.1:7860"):
+        assert client.post("/onediff/v1/cancel", headers={"Origin": origin}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:7860", 200), ("[::1]:7860", 200), ("192.168.0.7:7860", 200),
+        ("evil.example", 403), ("evil.example:7860", 403), ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403), ("[evil", 403), ("127.1", 403), (" ", 403),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_not_ours_is_refused(client: Any, name: str, status: int) -> None:
+    answer = client.get("/onediff/v1/status", headers={"Host": name})
+    assert answer.status_code == status
+
+
+def test_the_hosts_flags_name_more(host: SimpleNamespace) -> None:
+    def status(given: Any, **headers: str) -> int:
+        code: int = given.get("/onediff/v1/status", headers=headers).status_code
+        return code
+
+    named = make_client(host, None, server_name="pictures.example")
+    assert status(named, Host="pictures.example:7860") == 200
+    assert status(named, Host="other.example") == 403
+    allowed = make_client(
+        host, None, cors_allow_origins="https://a.example, https://b.example/",
+        cors_allow_origins_regex=r"https://.*\.c\.example",
+    )  # fmt: skip
+    for origin in ("https://a.example", "https://b.example", "https://one.c.example"):
+        assert status(allowed, Origin=origin) == 200
+    for origin in ("http://a.example", "https://c.example", "https://one.c.example.evil.example"):
+        assert status(allowed, Origin=origin) == 403
+    # With credentials every name will do: another site does not have them.
+    with_password = make_client(host, "someone:secret")
+    answer = with_password.get(
+        "/onediff/v1/status", headers={"Host": "proxy.example"}, auth=("someone", "secret")
+    )
+    assert answer.status_code == 200
+
+
+# ------------------------------------------------------------------ answers
+
+
+def test_a_status_that_json_lacks_words_for_is_answered(
+    client: Any, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onediff_ext.core.status import Status
+
+    odd = Status("eager", speedup=float("nan"), reasons=("a \ud800 label",))
+    monkeypatch.setattr(host.extension, "status", lambda: odd)
+    answer = client.get("/onediff/v1/status")
+    assert answer.status_code == 200
+    assert answer.json()["speedup"] is None
+    assert answer.json()["reasons"] == ["a \ud800 label"]
+
+
+def test_an_error_of_the_store_is_said(
+    client: Any, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onediff_ext.core.errors import StoreError
+
+    def broken() -> None:
+        raise StoreError("The store cannot be read.", "Look at its disk.")
+
+    monkeypatch.setattr(host.extension, "library", broken)
+    answer = client.get("/onediff/v1/graphs")
+    assert answer.status_code == 503
+    assert answer.json()["detail"] == "The store cannot be read. Look at its disk."
+
+
+def test_the_api_says_nothing_of_paths(client: Any, tmp_path: Path) -> None:
+    for name in ("version", "schema", "status", "graphs"):
+        assert str(tmp_path) not in client.get(f"/onediff/v1/{name}").text

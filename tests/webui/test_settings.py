@@ -14,7 +14,7 @@ from tests.webui.stand_in import StandInOption, StandInOptions
 class StandInGradio:
     """Only the names are looked at."""
 
-    Radio, Slider = "radio", "slider"
+    Radio, Slider, Textbox = "radio", "slider", "textbox"
 
 
 def test_every_setting_is_on_the_page_with_its_default() -> None:
@@ -24,6 +24,13 @@ def test_every_setting_is_on_the_page_with_its_default() -> None:
         setting.key: setting.default for setting in SETTINGS
     }
     assert {info.section for info in options.labels.values()} == {SECTION}
+
+
+def test_the_store_folder_is_out_of_reach_of_the_api_and_hidden_with_other_folders() -> None:
+    options = StandInOptions()
+    add_settings(options, StandInOption, StandInGradio, with_folders=False)
+    assert options.labels["onediff_store"].arguments == {"visible": False}
+    assert [key for key, info in options.labels.items() if info.restrict_api] == ["onediff_store"]
 
 
 def test_adding_twice_keeps_what_the_user_chose() -> None:

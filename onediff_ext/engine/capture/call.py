@@ -75,6 +75,8 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     if torch.is_grad_enabled():
         return "gradients are enabled"
     device = max(tensors, key=lambda t: t.numel()).device
+    if device.type == "meta":
+        return "arguments have no contents"
     for tensor in tensors:
         if tensor.device != device and (tensor.device.type != "cpu" or tensor.numel() > 1):
             return "arguments lie on different devices"

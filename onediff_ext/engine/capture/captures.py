@@ -14,6 +14,8 @@ from onediff_ext.engine.capture.prompt import PromptPart
 from onediff_ext.engine.capture.recorder import Recorder, Recording
 from onediff_ext.engine.capture.slots import Slots
 from onediff_ext.engine.capture.watch import Snapshot
+from onediff_ext.engine.spot_checks import SpotChecks
+from onediff_ext.engine.streams import StreamOrder
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ class Capture:
         snapshot: What the model was when it was recorded.
         graphs: What each block ran through; kept alive, since the recording points into them.
         prompts: What was computed ahead from some of the inputs, by the input's index.
+        owns: All memory that it reads and that is neither its own nor a weight of the model.
+        derived_places: Where weights lie that were made from others.
         keeps: What else it points into.
         checks: Comparisons with the model's own forward that it has passed.
         share: How much of a model's forward it is.
@@ -38,6 +42,8 @@ class Capture:
     snapshot: Snapshot
     graphs: list[object]
     prompts: dict[int, PromptPart]
+    owns: Sequence[torch.UntypedStorage] = ()
+    derived_places: Sequence[object] = ()
     keeps: object = None
     checks: int = 0
     share: float = 1.0
@@ -63,13 +69,27 @@ class Captures:
 
     Attributes:
         slots: What they read and write.
+        lock: Held by who records or replays.
+        order: Of their work on a GPU, whichever streams it is launched on.
+        spot_checks: Choose what is compared again.
+        found_wrong: Told of a model whose replay had passed its comparisons and differs now.
     """
 
-    def __init__(self, recorder: Recorder, limit: int = 64, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        limit: int = 64,
+        limit_bytes: int | None = None,
+        spot_checks: SpotChecks | None = None,
+        found_wrong: Callable[[str, str], None] = lambda what, problem: None,  # noqa: ARG005
+    ) -> None:
+        self.spot_checks = spot_checks or SpotChecks(enabled=False)
+        self.found_wrong = found_wrong
         self._recorder, self._limit, self._limit_bytes = recorder, limit, limit_bytes
         self._alive: OrderedDict[Hashable, Capture] = OrderedDict()
         self.slots = Slots()
         self.lock = threading.RLock()
+        self.order = StreamOrder()
         self.made = 0
         self.dropped: deque[str] = deque(maxlen=100)
 
@@ -131,6 +151,11 @@ class Captures:
             self._note(f"1 capture dropped: {reason}")
         if not self._alive:
             self._forget()
+
+    def drop_snapshot(self, snapshot: Snapshot, reason: str) -> None:
+        """Forget the captures of a model that has lost the weights that they read."""
+        for key in [k for k, capture in self._alive.items() if capture.snapshot is snapshot]:
+            self.drop(key, reason)
 
     def drop_model(self, owner: int) -> None:
         """Forget the captures whose keys begin with this owner."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from onediff_ext.engine.capture.halves import run_in_halves
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
+
+
+class Retry(Enum):
+    """How a forward that ran out of memory may be tried again."""
+
+    NOT = "not"  # somebody else's code runs in it, and may count its calls
+    WHOLE = "whole"  # it has no side effects
+    IN_HALVES = "in halves"  # and the images of its batch do not depend on each other
 
 
 class MemoryLadder:
@@ -28,6 +37,7 @@ class MemoryLadder:
     Args:
         forward: The model's own.
         captures: Where captures are kept.
+        retry: How a call with these arguments may be tried again.
         eager: Within it, the model runs without graphs; None if that is no way out.
     """
 
@@ -35,9 +45,11 @@ class MemoryLadder:
         self,
         forward: Callable[..., Any],
         captures: Captures,
+        retry: Callable[[Sequence[Any], dict[str, Any]], Retry],
         eager: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._forward, self._captures, self._eager = forward, captures, eager
+        self._forward, self._captures = forward, captures
+        self._retry, self._eager = retry, eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -47,11 +59,16 @@ class MemoryLadder:
         dropped = self._captures.drop_all("memory is short")
         logger.info("Short of memory: %d captures dropped, once more", dropped)
         _free_caches()
+        retry = self._retry(args, kwargs)
+        if retry is Retry.NOT:
+            raise error
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
             error = _alone(exc)
         try:
+            if retry is not Retry.IN_HALVES:
+                raise error
             return run_in_halves(self._forward, args, kwargs, error)
         except OutOfMemoryError as exc:
             if self._eager is None:

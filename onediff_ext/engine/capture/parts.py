@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.capture.captures import Captures
 from onediff_ext.engine.capture.forward import CapturedForward
-from onediff_ext.engine.capture.ladder import MemoryLadder
 
 
 def parts_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -32,8 +30,7 @@ class CapturedParts:
 
     Args:
         forward: What runs as the model's forward.
-        parts: Stand for the forwards of its parts.
-        captures: Where captures are kept.
+        parts: Stand for the forwards of its parts, each of which gives way when memory is short.
         reason: Why the forward itself is not captured.
 
     Attributes:
@@ -45,15 +42,14 @@ class CapturedParts:
         self,
         forward: Callable[..., Any],
         parts: Sequence[CapturedForward],
-        captures: Captures,
         reason: str,
     ) -> None:
         self._forward, self._parts, self.reason = forward, parts, reason
-        self._within_memory = MemoryLadder(forward, captures)
         self.active = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._within_memory if self.active else self._forward)(*args, **kwargs)
+        # Once only, also when memory is short: it may count its calls.
+        return self._forward(*args, **kwargs)
 
     @property
     def replayed(self) -> bool:

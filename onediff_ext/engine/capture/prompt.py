@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.capture.reads import owned, record_and_look
+from onediff_ext.engine.capture.recorder import Recorder
 from onediff_ext.engine.capture.watch import Snapshot
 from onediff_ext.engine.prompt import Pinned, stamp_of
 from onediff_ext.engine.runner import BlockRunner
@@ -48,19 +49,25 @@ class PromptPart:
         with torch.inference_mode(False):  # or it could not be written outside of it
             self.source = torch.empty_like(prompt, device=device, requires_grad=False)
         self.source.copy_(prompt)
-        layers = [
-            runner.block.get_submodule(name)
-            for runner in self.runners
-            for name in runner.family.prompt_layers
-        ]
-        self._weights = [weight for layer in layers for weight in layer.parameters()]
         self._prompt: weakref.ref[torch.Tensor] | None = None
         self._stamp: Hashable = None
-        source, blocks = self.source, [(runner.family, runner.block) for runner in self.runners]
-        self.recording: Recording = recorder.record(
-            lambda: [family.project(block, source) for family, block in blocks],
+        source = self.source
+        self._weights = [weight for runner in self.runners for weight in runner.prompt_weights()]
+        self.recording, reads = record_and_look(
+            recorder,
+            lambda: [runner.project(source) for runner in self.runners],
             device,
             lasting=True,
+        )
+        self._owns = owned(reads, snapshot.places(), [source])
+
+    def serves(self, snapshot: Snapshot, runners: Sequence[BlockRunner]) -> bool:
+        """Whether it reads the weights that these blocks have now."""
+        return (
+            self.snapshot is snapshot
+            and self.runners == tuple(runners)
+            and [w.data_ptr() for runner in runners for w in runner.prompt_weights()]
+            == [w.data_ptr() for w in self._weights]
         )
 
     def bring(self, prompt: torch.Tensor) -> None:

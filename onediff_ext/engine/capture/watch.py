@@ -1,16 +1,22 @@
-"""Whether a model still is what it was: its modules, weights, hooks and attributes."""
+"""Whether a model still is what it was: modules, code, places of weights, hooks, attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.attributes import same_objects
-from onediff_ext.engine.structure import WrapperRule, methods_of, patched_class, replaces
+from onediff_ext.engine.code import (
+    Code,
+    foreign_class,
+    foreign_methods,
+    home_of,
+    surroundings_reason,
+)
+from onediff_ext.engine.module_state import ModuleState, interfering_in
+from onediff_ext.engine.weights import WrapperRule
 
 
 @dataclass(frozen=True)
@@ -19,15 +25,22 @@ class Known:
 
     Args:
         sources: Prefixes of the full names of classes without side effects, besides torch's own.
-        rules: Wrappers around layers, whose `state` counts.
+        rules: Wrappers around layers, whose state is followed.
         patchers: As `BlockFamily.patchers`.
         transient: Names of attributes that decide nothing, as `BlockFamily.transient`.
+        interfering: As `BlockFamily.interfering`.
+        per_image: Full names of models whose images of one batch do not depend on each other, as
+            `BlockFamily.per_image`.
+        code: What is watched of the code of this process.
     """
 
     sources: Sequence[str] = ()
     rules: Sequence[WrapperRule] = ()
     patchers: Sequence[str] = ()
     transient: frozenset[str] = frozenset()
+    interfering: Sequence[str] = ()
+    per_image: frozenset[str] = frozenset()
+    code: Code = field(default_factory=Code)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -50,15 +63,15 @@ def foreign_forward(model: nn.Module, forward: Any, known: Known) -> str | None:
         return None
     function = getattr(forward, "__func__", None)
     own = function is not None and function is type(model).forward
-    if own and f"{function.__module__}.".startswith(known.prefixes):
+    if own and f"{home_of(function)}.".startswith(known.prefixes):
         return None
     return f"another extension runs the {type(model).__qualname__} itself"
 
 
-class ModelWatch:
-    """Everything of a model that a capture of its forward freezes.
+class Snapshot:
+    """Everything of a model that a capture of its forward freezes, at one moment.
 
-    A look at SDXL's UNet takes three milliseconds, during which a GPU is busy with the replay.
+    A GPU is busy with the replay while this is looked at.
     Values of weights are not looked at: a capture reads them where they lie, so those
     written into the same storage (a merged LoRA, another checkpoint) are seen.
 
@@ -68,108 +81,90 @@ class ModelWatch:
 
     Attributes:
         refusal: Why no capture of this model would be safe, or None.
+        is_per_image: Whether the images of a batch do not depend on each other.
     """
 
     def __init__(self, model: nn.Module, known: Known) -> None:
-        self._transient = known.transient
-        self._modules = list(model.modules())
-        self._classes = list(dict.fromkeys(map(type, self._modules)))
-        self._wrappers = [(r, m) for m in self._modules for r in known.rules if r.matches(m)]
-        wrapped = {id(inner) for _, m in self._wrappers for inner in m.modules()}
-        self.refusal = next(
-            (
-                reason
-                for module in self._modules
-                if (reason := _refusal(module, model, known.prefixes, id(module) in wrapped))
-            ),
-            None,
-        ) or next(filter(None, (patched_class(cls, known.patchers) for cls in self._classes)), None)
-        own = [m for m in self._modules if not type(m).__module__.startswith("torch.nn.modules")]
-        self._leaves = [vars(m) for m in self._modules]
-        self._dicts: list[dict[str, Any]] = [vars(m) for m in own]
-        for module in self._modules:
-            self._dicts += [module._parameters, module._buffers, module._modules]
-            self._dicts += [module._forward_hooks, module._forward_pre_hooks]  # type: ignore[list-item]
-        # An attention processor is no module, and its attributes (a scale) decide what it does.
-        processors = [vars(m).get("processor") for m in own]
-        self._dicts += [vars(p) for p in processors if hasattr(p, "__dict__")]
+        modules = list(model.modules())
+        processors = [vars(m).get("processor") for m in modules]
+        classes = {type(m) for m in modules} | {type(p) for p in processors if p is not None}
+        wrappers = [m for m in modules if any(rule.matches(m) for rule in known.rules)]
+        wrapped = {id(inner) for m in wrappers for inner in m.modules()}
+        bare = [m for m in modules if id(m) in wrapped]
+        self._code, self._hook_reason = known.code, surroundings_reason()
+        self._code.watch(classes)
+        self._generation = self._code.look()
+        self._state = ModuleState(
+            modules, model, ignored=known.transient, parameters=True, bare=bare
+        )
+        self._modules, self._interfering = modules, tuple(known.interfering)
+        self._interferes = interfering_in(modules, self._interfering)
         self._tensors = [*model.parameters(), *model.buffers()]
+        self._places = self._where()
+        self.refusal = (
+            next(filter(None, (_refusal(m, model, known, id(m) in wrapped) for m in modules)), None)
+            or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
+            or next(filter(None, (foreign_class(cls, known.patchers) for cls in classes)), None)
+            or self._code.torch_reason(known.patchers)
+            or self._hook_reason
+            or ("a layer changes its weights at each call" if any(self._interferes) else None)
+        )
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        # Processors of pipelines attend from one image of a batch to another (text to video).
+        self.is_per_image = name in known.per_image and not any(
+            ".pipelines." in f"{type(p).__module__}." for p in processors if p is not None
+        )
 
-    def places(self) -> list[int]:
-        """Where the weights lie. They are kept alive here, also those that the model has lost."""
+    def weights_lie_where_they_did(self) -> bool:
+        """Whether a recording that reads the weights may be launched: they are kept alive here,
+        also those that the model has lost, but some may have moved or been given up."""
+        return self._where() == self._places
+
+    def holds(self, moment: Hashable = None) -> bool:
+        """Whether nothing has changed.
+
+        Args:
+            moment: As `Code.look` takes it.
+        """
+        return (
+            self._code.look(moment) == self._generation
+            and surroundings_reason() == self._hook_reason
+            and self._where() == self._places
+            and self._state.holds()
+            and (
+                not self._interfering
+                or interfering_in(self._modules, self._interfering) == self._interferes
+            )
+        )
+
+    def places(self) -> set[int]:
+        """Addresses of the storages of the weights."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+
+    def _where(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors]
 
-    def look(self) -> Snapshot:
-        """What is there now."""
-        values = list(chain.from_iterable(map(dict.values, self._dicts)))
-        return Snapshot(
-            list(chain.from_iterable(self._dicts)),
-            values,
-            self._transient,
-            self.places(),
-            (
-                list(map(type, self._modules)),
-                [attributes.get("forward") for attributes in self._leaves],
-                [methods_of(cls) for cls in self._classes],
-                [rule.state(module) for rule, module in self._wrappers],
-            ),
-        )
 
-
-class Snapshot:
-    """What a `ModelWatch` saw. It keeps the objects alive, so that none can return as another.
-
-    Attributes:
-        places: Addresses of the weights.
-    """
-
-    def __init__(
-        self,
-        names: list[str],
-        values: list[Any],
-        transient: frozenset[str],
-        places: list[int],
-        rest: tuple[list[Any], ...],
-    ) -> None:
-        self._names, self._values = names, values
-        self._transient, self.places, self._rest = transient, places, rest
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Snapshot)
-            and self.places == other.places
-            and self._rest == other._rest
-            and (same_objects(self._values, other._values) or self._says_the_same(other))
-        )
-
-    def _says_the_same(self, other: Snapshot) -> bool:
-        """Whether all that decides anything is what it was: A1111 names each layer anew with every
-        checkpoint, in other strings of the same letters, and notes what it has merged into it."""
-        ours, theirs = self._deciding(), other._deciding()
-        return len(ours) == len(theirs) and all(
-            value is other or (type(value) is str and value == other)
-            for value, other in zip(ours, theirs, strict=True)
-        )
-
-    def _deciding(self) -> list[Any]:
-        named = zip(self._names, self._values, strict=True)
-        return [value for name, value in named if name not in self._transient]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _refusal(
-    module: nn.Module, model: nn.Module, known: tuple[str, ...], wrapped: bool
-) -> str | None:
+def _refusal(module: nn.Module, model: nn.Module, known: Known, wrapped: bool) -> str | None:
     cls = type(module)
-    if not wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(known):
+    if not wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(known.prefixes):
         return f"{cls.__qualname__} is not known as free of side effects"
     if module is model:
         # Its own hooks run around the capture; its forward is `foreign_forward`'s to judge.
-        return None
-    if module._forward_hooks or module._forward_pre_hooks:
+        replaced = [name for name in foreign_methods(module) if name != "forward"]
+    elif module._forward_hooks or module._forward_pre_hooks:
         return f"a {cls.__qualname__} has a hook of another extension"
-    forward = vars(module).get("forward")
-    if replaces(module, "forward") and not getattr(forward, "capturable", False):
-        return f"a {cls.__qualname__} has the forward of another extension"
+    else:
+        replaced = list(foreign_methods(module))
+    if replaced:
+        return f"a {cls.__qualname__} has the {replaced[0]} of another extension"
     return None
+
+
+def _processor_refusal(processor: object, known: Known) -> str | None:
+    if processor is None or isinstance(processor, nn.Module):
+        return None
+    cls = type(processor)
+    if f"{cls.__module__}.{cls.__qualname__}".startswith(known.prefixes):
+        return None
+    return f"{cls.__qualname__} is not known as free of side effects"

@@ -28,6 +28,9 @@ TOKENS: Dims = ("batch", "tokens", None)
 CONTEXT: Dims = ("batch", "context", None)
 
 
+NOTHING: Mapping[str, torch.Tensor] = {}
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """One call of a block, sorted into what a graph takes and what it freezes.
@@ -73,6 +76,9 @@ class BlockFamily(ABC):
     # Prefixes of the modules that may put methods of theirs into the classes of a block: the
     # host's own, which do nothing that a graph has to know.
     patchers: tuple[str, ...] = ()
+    # Full names of models that consist of such blocks, and whose images of one batch do not depend
+    # on each other: such a batch may be halved when memory is short.
+    per_image: tuple[str, ...] = ()
     # Whether the block's own forward writes into its inputs; `run` must not.
     mutates_inputs = False
     # Whether the block's linear layers may compute in 8 bits when the user wants that.
@@ -107,8 +113,16 @@ class BlockFamily(ABC):
     ) -> torch.Tensor:
         """Call the block's own method with arguments that `bind` sorted."""
 
-    def project(self, block: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the block's `prompt_layers` make of a prompt, by the host's own layers."""
+    def project(
+        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
+    ) -> tuple[torch.Tensor, ...]:
+        """What the block's `prompt_layers` make of a prompt, by the host's own layers.
+
+        Args:
+            block: The host's.
+            prompt: As the host gave it.
+            merged: Weights of those layers that a wrapper stands around, by the layer's name.
+        """
         raise NotImplementedError
 
     def projected(self, call: BlockCall, projections: tuple[torch.Tensor, ...]) -> BlockCall:

@@ -27,14 +27,21 @@ from onediff_ext.engine.families.base import (
 from onediff_ext.engine.families.torch import GroupNormFamily, small_blocks_pay
 from onediff_ext.engine.families.transformer import TransformerBlocks
 
-# Attention that is a pure function of its arguments. Others (IP-Adapter,
-# attention stores, slicing, xformers) keep state or freeze shapes.
+# Attention that is a pure function of its arguments, by its class's name there. Others
+# (IP-Adapter, attention stores, slicing, xformers) keep state or freeze shapes.
+_PROCESSORS = "diffusers.models.attention_processor"
 PURE_PROCESSORS = frozenset({"AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"})
 
 
 class _DiffusersFamily(BlockFamily):
     path: str  # "package.module:Class"
     sources = ("diffusers.",)
+    per_image = (
+        "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
+        "diffusers.models.controlnets.controlnet.ControlNetModel",
+        "diffusers.models.autoencoders.vae.Encoder",
+        "diffusers.models.autoencoders.vae.Decoder",
+    )
 
     def block_class(self) -> type[nn.Module] | None:
         if "diffusers" not in sys.modules:
@@ -317,8 +324,12 @@ def _projects_alone(block: Any) -> bool:
     )
 
 
-def _processor_refusal(attention: nn.Module | None) -> str | None:
+def _processor_refusal(attention: Any) -> str | None:
     if attention is None:
         return None
-    name = type(attention.processor).__name__
-    return None if name in PURE_PROCESSORS else f"attention processor {name} is not known as pure"
+    processor = attention.processor
+    cls = type(processor)
+    if cls.__name__ in PURE_PROCESSORS and cls.__module__ == _PROCESSORS:
+        # Another name for the same thing would be a setting that no graph knows.
+        return f"attention processor {cls.__name__} has settings" if vars(processor) else None
+    return f"attention processor {cls.__qualname__} is not known as pure"

@@ -65,6 +65,8 @@ class ForgePackage:
         casts: Attribute by which a layer is told to cast its weights to its input.
         transient: What the host's memory management keeps on modules.
         interfering: What makes a layer change its weights at each call.
+        per_image: Models whose images of one batch do not depend on each other. reForge's UNet is
+            none: it draws videos too.
     """
 
     unet: str
@@ -74,6 +76,7 @@ class ForgePackage:
     casts: str
     transient: frozenset[str]
     interfering: tuple[str, ...]
+    per_image: tuple[str, ...]
 
 
 FORGE = ForgePackage(
@@ -93,6 +96,11 @@ FORGE = ForgePackage(
         }
     ),
     interfering=("forge_online_loras",),
+    per_image=(
+        "backend.nn.unet.IntegratedUNet2DConditionModel",
+        "backend.nn.vae.Encoder",
+        "backend.nn.vae.Decoder",
+    ),
 )
 
 REFORGE = ForgePackage(
@@ -115,6 +123,10 @@ REFORGE = ForgePackage(
         }
     ),
     interfering=("weight_function", "bias_function"),
+    per_image=(
+        "ldm_patched.ldm.modules.diffusionmodules.model.Encoder",
+        "ldm_patched.ldm.modules.diffusionmodules.model.Decoder",
+    ),
 )
 
 
@@ -126,6 +138,7 @@ class _ForgeFamily(BlockFamily):
         own = (package.unet, package.transformer, package.vae)
         self.sources = (*dict.fromkeys(f"{module}." for module in own), *package.layers)
         self.transient, self.interfering = package.transient, package.interfering
+        self.per_image = package.per_image
         self.label = self.class_name
 
     def module_name(self) -> str:

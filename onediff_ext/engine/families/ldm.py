@@ -60,6 +60,12 @@ class _LdmFamily(BlockFamily):
         self.package, self.transient = package, transient
         # A1111 has its UNets' forward look whether another UNet is chosen.
         self.sources = (f"{package}.modules.", "modules.sd_unet.")
+        models = f"{package}.modules.diffusionmodules"
+        self.per_image = (
+            f"{models}.openaimodel.UNetModel",
+            f"{models}.model.Encoder",
+            f"{models}.model.Decoder",
+        )
         self.patchers = _PATCHERS
         self.label = self.class_name
         self.attention = attention or AttentionSetting()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
-from onediff_ext.engine.families.base import CONTEXT, TOKENS, BlockCall, BlockFamily
+from onediff_ext.engine.families.base import CONTEXT, NOTHING, TOKENS, BlockCall, BlockFamily
 
 # What stands for the context in a call whose keys and values are computed already.
 _PROJECTED = "projected"
@@ -65,9 +66,14 @@ class TransformerBlocks(BlockFamily):
         with _given(block.attn2.to_k, keys), _given(block.attn2.to_v, values):
             return self.call(block, x, keys, statics)
 
-    def project(self, block: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def project(
+        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
+    ) -> tuple[torch.Tensor, ...]:
         # keys and values [B, M, heads * width]
-        return block.attn2.to_k(prompt).contiguous(), block.attn2.to_v(prompt).contiguous()
+        return tuple(
+            _linear(block.get_submodule(name), prompt, merged.get(name)).contiguous()
+            for name in self.prompt_layers
+        )
 
     def projected(self, call: BlockCall, projections: tuple[torch.Tensor, ...]) -> BlockCall:
         others = tuple((name, value) for name, value in call.statics if name != "context")
@@ -79,6 +85,14 @@ class TransformerBlocks(BlockFamily):
 
     def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
         return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
+
+
+def _linear(layer: Any, x: torch.Tensor, merged: torch.Tensor | None) -> torch.Tensor:
+    """A layer's own output, or that of the layer within with a merged weight."""
+    if merged is None:
+        output: torch.Tensor = layer(x)
+        return output
+    return linear(x, merged, layer.get_base_layer().bias)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.families.ldm import AttentionSetting, ldm_families
 from onediff_ext.engine.patch import Patches
-from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.weights import WrapperRule
 from onediff_ext.hosts.a1111.controlnet import control_models, keeper
 from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
 from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
@@ -84,7 +84,7 @@ class A1111Host(WebUIHost):
             # The same hook in each job: captures are given up when a model has got another one.
             pending = self._pending.setdefault(model, PendingNetworks())
             pending.find_layers(model)
-            patches.hook(model.register_forward_pre_hook(pending))
+            patches.hook(model.register_forward_pre_hook(pending), model)
             self._embeddings.install(patches, model)
 
     def state(self) -> Hashable:

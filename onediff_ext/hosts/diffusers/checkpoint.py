@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 
 from onediff_ext.core.collection import without_collection
-from onediff_ext.core.errors import CheckpointError
+from onediff_ext.core.errors import CheckpointError, OneDiffError
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.architectures import Architecture, label_of
 from onediff_ext.hosts.diffusers.ldm_checkpoint import (
     Placement,
@@ -21,7 +23,7 @@ from onediff_ext.hosts.diffusers.ldm_hints import LdmHints, read_hints
 from onediff_ext.hosts.diffusers.model_folder import load_folder
 from onediff_ext.hosts.diffusers.prediction import probe_prediction_type
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
-from onediff_ext.hosts.diffusers.tensor_file import open_tensor_file, refuse_pickle
+from onediff_ext.hosts.diffusers.tensor_file import TensorFile, open_tensor_file, refuse_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ def load_checkpoint(
         CheckpointError: It cannot be loaded; message and hint say why and what to do.
     """
     path = Path(path).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # Path's own test raises for a name that is too long
         raise CheckpointError(
             f"There is no checkpoint {path}.", "Check the path; nothing is downloaded."
         )
@@ -107,6 +109,21 @@ def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedChe
         return _loaded(path.parent, load_folder(path.parent, place))
     file = open_tensor_file(path)
     vae_file = None if vae_path is None else open_tensor_file(vae_path.expanduser())
+    try:
+        return _loaded(path, _read_file(file, vae_file, place))
+    except (OneDiffError, MemoryError):
+        raise
+    except Exception as exc:  # torch, diffusers and transformers, at shapes that make no model
+        if is_out_of_memory(exc):
+            raise
+        reason = str(exc).strip().splitlines()[:1] or [type(exc).__name__]
+        raise CheckpointError(
+            f"{path} cannot be loaded: {reason[0][:200]}",
+            "The file is damaged or of an unknown architecture; use another copy.",
+        ) from exc
+
+
+def _read_file(file: TensorFile, vae_file: TensorFile | None, place: Placement) -> Any:
     architecture = find_architecture(file)
     hints = read_hints(file)
     parts = read_components(file, hints, place, vae_file)
@@ -118,7 +135,7 @@ def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedChe
         parts["vae"].register_to_config(sample_size=8 * size)
     is_lcm = bool(parts["unet"].config.time_cond_proj_dim)
     parts["scheduler"] = make_scheduler("LCM" if is_lcm else "Euler", noise)
-    return _loaded(path, _pipeline(architecture.label, parts))
+    return _pipeline(architecture.label, parts)
 
 
 def _noise(architecture: Architecture, hints: LdmHints, unet: Any) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.engine.families.diffusers import DIFFUSERS_FAMILIES
 from onediff_ext.engine.patch import Patches
-from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted
+from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lifted_from
 from onediff_ext.hosts.diffusers.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora_rule import PeftLoraRule
 from onediff_ext.service.component import Component
@@ -29,37 +28,68 @@ Pipe = TypeVar("Pipe")
 class CompiledPipe:
     """What `compile_pipe` has done to one pipeline.
 
-    Attributes:
+    Args:
+        pipe: The pipeline.
         session: Kinds, graphs and counts.
-        components: The models that run compiled.
+        ignored: Components to leave alone.
         owns_session: The session serves this pipeline only, and ends with it.
+
+    Attributes:
+        session, owns_session: As given.
+        components: The models that run compiled.
+
+    Raises:
+        OptionError: There is nothing to compile.
     """
 
     def __init__(
-        self, session: Session, components: list[Component], *, owns_session: bool
+        self, pipe: Any, session: Session, ignored: frozenset[str], *, owns_session: bool
     ) -> None:
-        self.session, self.components = session, components
-        self.owns_session = owns_session
-        self._strides: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = []
+        self.session, self.owns_session = session, owns_session
+        self.components: list[Component] = []
+        self._pipe, self._ignored = pipe, ignored
         self._patches = Patches()
-        self._unfuse: Callable[[], None] | None = None
+        self._fused: list[Any] = []
+        self._fuses = False
+        if not find_models(pipe, ignored):
+            raise OptionError(
+                f"{type(pipe).__name__} has no component to compile.",
+                "A unet, vae or controlnet is needed that `ignores` does not name.",
+            )
 
-    def install(self, pipe: Any) -> None:
-        """Put graphs under the components."""
+    def install(self, *, fuse_projections: bool = False) -> None:
+        """Put graphs under the components.
+
+        Args:
+            fuse_projections: Have diffusers join query, key and value projections first.
+        """
+        pipe, self._fuses = self._pipe, fuse_projections
         if hasattr(pipe, "fuse_lora"):
             exact = ExactFusing(pipe)
             self._patches.set(pipe, "fuse_lora", exact.fuse_lora)
             self._patches.set(pipe, "unfuse_lora", exact.unfuse_lora)
-        for component in self.components:
-            if self.session.options.channels_last:
-                self._use_channels_last(component.model)
-            component.install()
+        if callable(getattr(pipe, "check_inputs", None)):
+            # Each of diffusers' pipelines begins a picture with it.
+            self._patches.set(pipe, "check_inputs", _BeginningPicture(pipe.check_inputs, self))
+        self._patches.set(pipe, _ATTRIBUTE, self)
+        self._serve(find_models(pipe, self._ignored))
 
-    def fuse_projections(self, pipe: Any) -> None:
-        """Join query, key and value projections by diffusers' own means, until `remove`."""
-        if hasattr(pipe, "fuse_qkv_projections"):
-            pipe.fuse_qkv_projections()
-            self._unfuse = pipe.unfuse_qkv_projections
+    def refresh(self) -> None:
+        """Serve the models that the pipeline has now: one may have been replaced."""
+        models = find_models(self._pipe, self._ignored)
+        if [(c.name, id(c.model)) for c in self.components] == [(n, id(m)) for n, m in models]:
+            return
+        with lifted(self._pipe):
+            kept = {(name, id(model)) for name, model in models}
+            for component in [c for c in self.components if (c.name, id(c.model)) not in kept]:
+                with lifted_from(component.model):
+                    component.remove()
+                self.components.remove(component)
+            used = {id(model) for model in self._models_to_fuse()}
+            for model in [model for model in self._fused if id(model) not in used]:
+                model.unfuse_qkv_projections()
+                self._fused.remove(model)
+            self._serve(models)
 
     def remove(self) -> None:
         """Leave modules and weights as they were, and build no more for them."""
@@ -68,22 +98,44 @@ class CompiledPipe:
         for component in self.components:
             component.remove()
         self._patches.undo()
-        for parameter, shape, stride in self._strides:
-            if parameter.shape == shape and parameter.stride() != stride:
-                weight = parameter.data
-                parameter.data = weight.new_empty_strided(shape, stride).copy_(weight)
-        self._strides = []
-        if self._unfuse is not None:
-            self._unfuse()
-            self._unfuse = None
+        for model in self._fused:
+            model.unfuse_qkv_projections()
+        self._fused = []
 
-    def _use_channels_last(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if parameter.ndim == 4 and not parameter.is_contiguous(
-                memory_format=torch.channels_last
-            ):
-                self._strides.append((parameter, parameter.shape, parameter.stride()))
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    def _serve(self, models: list[tuple[str, nn.Module]]) -> None:
+        if self._fuses:
+            for model in self._models_to_fuse():
+                # Another pipeline that shares it may have joined them, and takes that back.
+                processors = map(type, model.attn_processors.values())
+                if not any(cls.__name__.startswith("Fused") for cls in processors):
+                    model.fuse_qkv_projections()
+                    self._fused.append(model)
+        served = {(component.name, id(component.model)): component for component in self.components}
+        self.components = []
+        for name, model in models:
+            component = served.get((name, id(model)))
+            if component is None:
+                component = Component(name, model, self.session, channels_last=True)
+                component.install()
+            self.components.append(component)
+
+    def _models_to_fuse(self) -> list[Any]:
+        """Those whose projections diffusers' pipelines join."""
+        if not hasattr(self._pipe, "fuse_qkv_projections"):
+            return []
+        models = (getattr(self._pipe, name, None) for name in ("unet", "vae"))
+        return [model for model in models if hasattr(model, "fuse_qkv_projections")]
+
+
+class _BeginningPicture:
+    """The pipeline's method that each of its pictures begins with."""
+
+    def __init__(self, method: Callable[..., Any], compiled: CompiledPipe) -> None:
+        self._method, self._compiled = method, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._compiled.refresh()
+        return self._method(*args, **kwargs)
 
 
 def new_session(options: CompileOptions | Mapping[str, Any] | None = None) -> Session:
@@ -106,7 +158,10 @@ def compile_pipe(
 
     Missing graphs are built beside the pictures, which are drawn eager meanwhile (option
     ``build``), and kept on disk. Nothing else of the pipeline changes, and `undo_compile` takes
-    it back.
+    it back. A model that replaces one of the pipeline's (``pipe.unet = other``) is compiled at
+    the next picture, and the old one is left as it was. A copy of a compiled pipeline, or of one
+    of its models, is not compiled. Pipelines may share models and be undone in any order; the
+    one that was compiled last serves what they share.
 
     Args:
         pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
@@ -133,26 +188,15 @@ def compile_pipe(
         chosen = CompileOptions.parse({**vars(chosen), "backend": backend})
     owns_session = session is None
     session = session or new_session(chosen)
-    components = [
-        Component(name, model, session) for name, model in find_models(pipe, parse_ignores(ignores))
-    ]
-    if not components:
-        raise OptionError(
-            f"{type(pipe).__name__} has no component to compile.",
-            "A unet, vae or controlnet is needed that `ignores` does not name.",
-        )
-    compiled = CompiledPipe(session, components, owns_session=owns_session)
+    compiled = CompiledPipe(pipe, session, parse_ignores(ignores), owns_session=owns_session)
     with lifted(pipe):
-        if fuse_qkv_projections:
-            compiled.fuse_projections(pipe)
-        compiled.install(pipe)
-    vars(pipe)[_ATTRIBUTE] = compiled
+        compiled.install(fuse_projections=fuse_qkv_projections)
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
 
 
 def undo_compile(pipe: Pipe) -> Pipe:
     """Leave the pipeline as it was before `compile_pipe`; does nothing if it is not compiled."""
-    compiled = vars(pipe).pop(_ATTRIBUTE, None)
+    compiled = compiled_state(pipe)
     if compiled is not None:
         with lifted(pipe):
             compiled.remove()
@@ -178,7 +222,10 @@ def compiled_state(pipe: object) -> CompiledPipe | None:
 def one_picture(pipe: object) -> AbstractContextManager[None]:
     """Within this ``with`` block one picture is drawn: graphs change before it or after it."""
     state = compiled_state(pipe)
-    return nullcontext() if state is None else state.session.picture()
+    if state is None:
+        return nullcontext()
+    state.refresh()
+    return state.session.picture()
 
 
 def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[str, nn.Module]]:

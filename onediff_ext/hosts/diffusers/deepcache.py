@@ -113,7 +113,14 @@ def lifted(pipe: object) -> Iterator[None]:
 
     It has to be the outermost: a capture must not contain its decisions.
     """
-    cache = deepcache_state(pipe)
+    with lifted_from(getattr(pipe, "unet", None)):
+        yield
+
+
+@contextmanager
+def lifted_from(model: object) -> Iterator[None]:
+    """The same for one model."""
+    cache = deepcache_of(model) if isinstance(model, nn.Module) else None
     if cache is None:
         yield
         return

@@ -8,15 +8,19 @@ metadata of others (modelspec), marker tensors (`v_pred`, `ztsnr`).
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from onediff_ext.core.errors import CheckpointError
+from onediff_ext.core.errors import CheckpointError, UnsafeFileError
+from onediff_ext.core.untrusted_files import read_regular
 from onediff_ext.hosts.diffusers.tensor_file import TensorFile
 
 METADATA_KEY = "onediff.ldm"
 SCHEMA = 1
+_MAX_HINT = 2**20
+_MAX_YAML_BYTES = 2**20
 
 PREDICTIONS = {
     "eps": "epsilon",
@@ -80,7 +84,7 @@ def read_hints(file: TensorFile) -> LdmHints:
     """
     hints = LdmHints()
     yaml_path = file.path.with_suffix(".yaml")
-    if yaml_path.is_file():
+    if os.path.isfile(yaml_path):
         hints = _from_yaml(yaml_path)
     return hints.or_else(_from_metadata(file)).or_else(_from_markers(file))
 
@@ -88,12 +92,33 @@ def read_hints(file: TensorFile) -> LdmHints:
 def _from_metadata(file: TensorFile) -> LdmHints:
     try:
         entry = json.loads(file.metadata.get(METADATA_KEY, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         entry = {}
     if not isinstance(entry, dict) or entry.get("schema") != SCHEMA:
         return LdmHints()
-    known = {f.name for f in fields(LdmHints)}
-    return LdmHints(**{name: value for name, value in entry.items() if name in known})
+    return LdmHints(**{name: value for name, value in entry.items() if _is_sound(name, value)})
+
+
+def _is_sound(name: str, value: object) -> bool:
+    """Whether a hint from a file can be used; what cannot is passed over."""
+    if name in ("head_count", "head_width", "sample_size", "unet_groups", "vae_groups"):
+        return _is_count(value)
+    if name == "prediction_type":
+        return value in PREDICTIONS.values()
+    if name in ("zero_snr", "text_last_layer"):
+        return isinstance(value, bool)
+    if name == "scaling_factor":
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and 0 < value < _MAX_HINT  # type: ignore[operator]
+    return (
+        name == "text_heads"
+        and isinstance(value, dict)
+        and all(isinstance(key, str) and _is_count(count) for key, count in value.items())
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MAX_HINT
 
 
 def _from_markers(file: TensorFile) -> LdmHints:
@@ -108,13 +133,18 @@ def _from_yaml(path: Path) -> LdmHints:
 
     hint = "Correct it, or move it away to let OneDiff deduce the settings."
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_regular(path, limit_bytes=_MAX_YAML_BYTES, limit_s=30.0)
+        config = yaml.safe_load(content.decode("utf-8"))
         params = config["model"]["params"]
         unet = (params.get("unet_config") or params["network_config"])["params"]
         return _from_params(params, unet)
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except UnsafeFileError as exc:
+        raise CheckpointError(exc.message, hint) from exc
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}.", hint) from exc
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"{path} is not a readable .yaml file: {exc}.", hint) from exc
-    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as exc:
         raise CheckpointError(
             f"{path} does not describe a Stable Diffusion model ({exc!r}).", hint
         ) from exc
@@ -132,10 +162,15 @@ def _from_params(params: dict[str, Any], unet: dict[str, Any]) -> LdmHints:
     elif "VScaling" in denoiser and "EDMVScaling" not in denoiser:
         prediction = "v_prediction"
     scale = params.get("scale_factor")
-    return LdmHints(
+    hints = LdmHints(
         head_count=count if count > 0 and width <= 0 else None,
         head_width=width if width > 0 else None,
         prediction_type=prediction,
         scaling_factor=None if scale is None else float(scale),
         text_last_layer=text["layer"] == "last" if text.get("layer") else None,
     )
+    for name in ("head_count", "head_width", "scaling_factor"):
+        value = getattr(hints, name)
+        if value is not None and not _is_sound(name, value):
+            raise ValueError(f"{name} is {value}")
+    return hints

@@ -48,7 +48,9 @@ def load_lora(
     }
     try:
         pipe.load_lora_weights(weights, adapter_name=name)
-    except (ValueError, RuntimeError, KeyError, IndexError, TypeError) as exc:
+    except MemoryError:
+        raise
+    except Exception as exc:  # whatever diffusers and peft meet in a file that is not theirs
         present_now = {one for names in pipe.get_list_adapters().values() for one in names}
         if name in present_now - present:
             pipe.delete_adapters(name)
@@ -73,8 +75,12 @@ def _strength(pipe: Any, name: str) -> float:
 
 
 def _free_name(stem: str, taken: set[str]) -> str:
-    # Adapter names become attribute names: no dots.
+    from torch.nn import ModuleDict
+
+    # Adapter names become attribute names: no dots, and none that a module has itself.
     base = re.sub(r"\W+", "_", stem) or "lora"
+    if hasattr(ModuleDict(), base):
+        base += "_lora"
     name, number = base, 2
     while name in taken:
         name, number = f"{base}_{number}", number + 1
@@ -102,6 +108,10 @@ def _check_fit(pipe: Any, file: TensorFile) -> None:
     for key, shape in file.shapes.items():
         if not key.endswith((".lora_down.weight", ".lora_A.weight", ".lora.down.weight")):
             continue
+        if len(shape) < 2:
+            raise CheckpointError(
+                f"{file.path} is damaged: {key} has the shape {shape}.", "Use another copy."
+            )
         if re.search(r"attn2[._]to_[kv]", key) and "text" not in key[:9]:
             if shape[1] != context_width:
                 raise CheckpointError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.changes import content_of
-from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.contents import content_of
+from onediff_ext.engine.weights import WrapperRule
 
 
 class PeftLoraRule(WrapperRule):
@@ -38,6 +38,8 @@ class PeftLoraRule(WrapperRule):
                 return "a LoRA variant such as DoRA is active"
             if getattr(module, "lora_bias", {}).get(name):
                 return "a LoRA with a bias is active"
+            if not _adds_up(module.get_base_layer(), module.lora_A[name]):
+                return "a LoRA pads or strides in another way than its layer"
         return None
 
     def state(self, module: Any) -> Hashable:
@@ -46,11 +48,22 @@ class PeftLoraRule(WrapperRule):
         for name in self._live(module):
             down, up = module.lora_A[name].weight, module.lora_B[name].weight
             parts += [name, module.scaling[name], content_of(down), content_of(up)]
+            parts += [getattr(module, "fan_in_fan_out", False)]
         # A merge or an undone one writes into the base weight past its version counter.
         parts += module.merged_adapters
         return tuple(parts)
 
-    def effective(self, module: Any, weight: torch.Tensor) -> torch.Tensor:
+    def sources(self, module: Any) -> Sequence[torch.Tensor]:
+        live = self._live(module)
+        if not live:
+            return ()
+        factors = (module.lora_A, module.lora_B)
+        adapters = [layers[name].weight for name in live for layers in factors]
+        return (module.get_base_layer().weight, *adapters)
+
+    def effective(
+        self, module: Any, weight: torch.Tensor, room: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         live = self._live(module)
         if not live:
             return weight
@@ -58,8 +71,7 @@ class PeftLoraRule(WrapperRule):
             merged = weight.detach().float()
             for name in live:
                 merged = merged + module.get_delta_weight(name).to(merged)
-            copy = torch.empty_like(weight.detach())  # keeps the layout that graphs know
-            return copy.copy_(merged)
+            return room().copy_(merged)
 
     @staticmethod
     def _live(module: Any) -> list[str]:
@@ -67,3 +79,9 @@ class PeftLoraRule(WrapperRule):
         if module.disable_adapters or module.merged:
             return []
         return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _adds_up(base: Any, down: Any) -> bool:
+    """Whether a convolution with the sum of both weights is the sum of both convolutions."""
+    names = ("stride", "padding", "dilation", "padding_mode")
+    return all(getattr(base, name, None) == getattr(down, name, None) for name in names)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.core.errors import CheckpointError
+from onediff_ext.core.errors import CheckpointError, UnsafeFileError
+from onediff_ext.core.untrusted_files import read_regular
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.tensor_file import open_tensor_file
 
 if TYPE_CHECKING:
@@ -23,6 +27,19 @@ PIPELINES = (
 )
 """The `_class_name`s of model_index.json that are Stable Diffusion."""
 
+_CLASSES = {
+    "diffusers": re.compile(r"UNet2DConditionModel|AutoencoderKL|AutoencoderTiny|\w+Scheduler"),
+    "transformers": re.compile(
+        r"CLIP(TextModel(WithProjection)?|Tokenizer(Fast)?|ImageProcessor|FeatureExtractor"
+        r"|VisionModelWithProjection)"
+    ),
+}
+"""Library → the classes that a component may have."""
+
+_LEFT_OUT = ("safety_checker", "feature_extractor")
+"""Components that are not loaded where the model has a safety checker."""
+
+_MAX_INDEX_BYTES = 2**20
 _AGAIN = "Download the folder again, as a whole."
 
 
@@ -36,12 +53,14 @@ def load_folder(folder: Path, place: Placement) -> Any:
     import diffusers
     from packaging.version import Version
 
+    _refuse_other_files(folder)
     index = _read_index(folder)
     class_name = index.get("_class_name")
     if class_name not in PIPELINES:
         raise CheckpointError(
             f"{folder} holds a {class_name}, not a Stable Diffusion model.", "Use SD1, SD2 or SDXL."
         )
+    _refuse_other_code(folder, index)
     # diffusers 0.42 renamed the argument.
     dtype_name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
     options: dict[str, Any] = {
@@ -59,14 +78,18 @@ def load_folder(folder: Path, place: Placement) -> Any:
         pipeline = getattr(diffusers, name).from_pretrained(
             str(folder), local_files_only=True, use_safetensors=True, **options
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as exc:
+    except MemoryError:
+        raise
+    except Exception as exc:  # whatever diffusers and transformers meet in a folder not theirs
+        if is_out_of_memory(exc):
+            raise
         raise CheckpointError(f"{folder} cannot be loaded: {_first_line(exc)}", _AGAIN) from exc
     return pipeline.to(place.device)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "model_index.json"
-    if not path.is_file():
+    if not path.exists():
         inside = sorted(folder.glob("*.safetensors"))
         raise CheckpointError(
             f"The folder {folder} has no model_index.json.",
@@ -75,10 +98,43 @@ def _read_index(folder: Path) -> dict[str, Any]:
             else "Choose the top folder of a diffusers model, or a .safetensors file.",
         )
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = json.loads(read_regular(path, limit_bytes=_MAX_INDEX_BYTES, limit_s=30.0))
         return dict(index)
-    except (ValueError, TypeError) as exc:
+    except UnsafeFileError as exc:
+        raise CheckpointError(exc.message, _AGAIN) from exc
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}.", _AGAIN) from exc
+    except (ValueError, TypeError, RecursionError) as exc:
         raise CheckpointError(f"{path} is damaged: {exc}.", _AGAIN) from exc
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """Refuse a folder with pipes, devices or sockets: who reads one of them waits for ever."""
+    for path in folder.rglob("*"):
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise CheckpointError(f"{path} is not an ordinary file.", _AGAIN)
+
+
+def _refuse_other_code(folder: Path, index: dict[str, Any]) -> None:
+    """Refuse components that are not known classes.
+
+    diffusers imports a component's library by the name in model_index.json. Versions without
+    ``trust_remote_code`` also run a ``.py`` file of that name from the component's folder.
+    """
+    left_out = _LEFT_OUT if "safety_checker" in index else ()
+    for name, value in index.items():
+        if name.startswith("_") or not isinstance(value, (list, tuple)) or name in left_out:
+            continue
+        library, class_name = value if len(value) == 2 else ("", "")
+        if (library, class_name) == (None, None):
+            continue
+        known = _CLASSES.get(str(library))
+        if known is None or not known.fullmatch(str(class_name)):
+            raise CheckpointError(
+                f"{folder}: its {name} is {library}.{class_name}, which is no known class of"
+                " Stable Diffusion and might run code from the folder.",
+                "Use the model's original folder.",
+            )
 
 
 def _variant(folder: Path) -> str | None:

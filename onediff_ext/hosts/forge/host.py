@@ -16,7 +16,7 @@ from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.families.base import BlockFamily
 from onediff_ext.engine.families.forge import FORGE, forge_families
 from onediff_ext.engine.patch import Patches
-from onediff_ext.engine.structure import WrapperRule
+from onediff_ext.engine.weights import WrapperRule
 from onediff_ext.hosts.forge.attention import forge_attention
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
@@ -187,7 +187,7 @@ class ForgeHost(WebUIHost):
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record the UNet's forward as a CUDA graph."""
         self._embeddings.install(patches, unet)
-        patches.hook(unet.register_forward_pre_hook(_without_controlnet, with_kwargs=True))
+        patches.hook(unet.register_forward_pre_hook(_without_controlnet, with_kwargs=True), unet)
 
 
 def _objects(model: Any) -> Any:

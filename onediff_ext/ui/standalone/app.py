@@ -12,6 +12,7 @@ from onediff_ext.pictures.writing import make_folder
 from onediff_ext.ui.standalone.models import DEMO
 from onediff_ext.ui.standalone.page import Page, PageDefaults, build_page
 from onediff_ext.ui.standalone.page_events import PageEvents, launch
+from onediff_ext.ui.standalone.serving import Serving
 from onediff_ext.ui.standalone.studio import Studio
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def serve(
     options: CompileOptions,
     loras: Sequence[tuple[Path, float]],
     output_dir: Path,
-    host: str,
-    port: int | None,
-    open_browser: bool,
+    serving: Serving,
     vae_tiling: str = "auto",
 ) -> None:
     """Load a checkpoint and serve the page until the process ends.
@@ -49,16 +48,22 @@ def serve(
     make_folder(output_dir)
     studio = Studio(device, dtype, options, vae_tiling)
     studio.load(model, loras)
-    page = make_page(studio, output_dir.resolve())
+    page = make_page(studio, output_dir.resolve(), is_local=serving.is_local)
     try:
-        launch(page, host=host, port=port, open_browser=open_browser)
+        launch(page, serving)
     finally:
         studio.close()
 
 
-def make_page(studio: Studio, output_dir: Path) -> Page:
-    """The whole page, events included, for a studio with a loaded checkpoint."""
-    defaults = _defaults(studio, output_dir)
+def make_page(studio: Studio, output_dir: Path, *, is_local: bool = True) -> Page:
+    """The whole page, events included, for a studio with a loaded checkpoint.
+
+    Args:
+        studio: Draws.
+        output_dir: Where pictures go.
+        is_local: Only this machine's own users reach it: they may name files and folders.
+    """
+    defaults = replace(_defaults(studio, output_dir), is_local=is_local)
     page = build_page(studio, defaults)
     PageEvents(page, studio, defaults).connect()
     return page

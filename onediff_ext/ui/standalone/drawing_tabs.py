@@ -14,6 +14,7 @@ from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
 from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
 from onediff_ext.pictures.fitting import from_canvas, to_canvas
+from onediff_ext.pictures.formats import picture_errors
 from onediff_ext.pictures.sizing import fit_size, parse_size_rule
 from onediff_ext.pictures.writing import write_png
 from onediff_ext.ui.choices import Choices
@@ -99,7 +100,8 @@ def from_picture(
     if picture is None:
         raise OptionError("There is no picture to start from.", "Drop one into the box above.")
     settings.check_img2img_steps()
-    picture = picture.convert("RGB")
+    with picture_errors():
+        picture = picture.convert("RGB")
     fit = fit_size(parse_size_rule(size_rule), picture.width, picture.height)
     canvas = to_canvas(picture, fit)
     seeds = list(range(seed, seed + batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def parse_loras(text: str) -> list[tuple[Path, float]]:
     loras = []
     for line in filter(None, (line.strip() for line in text.splitlines())):
         path, colon, weight = line.rpartition(":")
-        if not colon or len(path) == 1 or Path(line).exists():  # C:\file is a Windows path
+        # Not Path's own test, which raises for a name that is too long. C:\file is a Windows path.
+        if not colon or len(path) == 1 or os.path.exists(line):
             loras.append((Path(line), 1.0))
             continue
         try:

@@ -31,6 +31,8 @@ class PageDefaults:
         input_dir: Folder of the batch tab.
         prompt, steps, guidance, sampler, side_px, size_rule: Suited to the checkpoint.
         examples: Prompts to try.
+        is_local: Only this machine's own users reach the page. Others can name no file or folder
+            of it, and import no graphs.
     """
 
     model: Path
@@ -43,6 +45,7 @@ class PageDefaults:
     side_px: int = 512
     size_rule: str = "own"
     examples: tuple[str, ...] = ()
+    is_local: bool = True
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Page:
 
 def build_page(studio: Studio, defaults: PageDefaults) -> Page:
     """Make the page, without its events."""
-    port = StudioPort(studio, defaults.output_dir)
+    port = StudioPort(studio, defaults.output_dir, is_local=defaults.is_local)
+    folder: dict[str, Any] = {}
     look = accepted(gr.Blocks, css=page_css(), theme=page_theme())
     with gr.Blocks(title="OneDiff", analytics_enabled=False, **look) as blocks:
         gr.HTML(f"<h1>OneDiff <small>{__version__}</small></h1>", elem_id="onediff_top")
@@ -74,8 +78,9 @@ def build_page(studio: Studio, defaults: PageDefaults) -> Page:
                         text = _text(defaults)
                     with gr.Tab("Image to image"):
                         image = _image(defaults)
-                    with gr.Tab("Batch"):
-                        folder = _folder(defaults)
+                    if defaults.is_local:
+                        with gr.Tab("Batch"):
+                            folder = _folder(defaults)
             with gr.Column(scale=6, min_width=400):
                 result = _result()
                 with gr.Group(elem_id="onediff_panel"):
@@ -118,13 +123,15 @@ def page_theme() -> Any:
 def _model(defaults: PageDefaults) -> dict[str, Any]:
     checkpoint = gr.Dropdown(
         label="Checkpoint",
-        info=".safetensors file or diffusers folder; any path may be typed in.",
+        info=".safetensors file or diffusers folder; any path may be typed in."
+        if defaults.is_local
+        else "Those beside the checkpoint that the page was started with.",
         choices=[(Path(path).stem, path) for path in known_models(defaults.model)],
         value=str(defaults.model),
-        allow_custom_value=True,
+        allow_custom_value=defaults.is_local,
         elem_id="onediff_model",
     )
-    with gr.Accordion("LoRA", open=False):
+    with gr.Accordion("LoRA", open=False, visible=defaults.is_local):
         loras = gr.Textbox(
             label="LoRA files",
             info="FILE or FILE:WEIGHT, one a line.",

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.processing_utils import save_file_to_cache
+from starlette.middleware import Middleware
 
 from onediff_ext.core.deepcache import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
@@ -17,12 +19,14 @@ from onediff_ext.pictures.sizing import parse_size_rule
 from onediff_ext.ui import html
 from onediff_ext.ui.choices import Choices, from_arguments
 from onediff_ext.ui.fields import FIELDS
+from onediff_ext.ui.foreign import RefuseForeign
 from onediff_ext.ui.gradio_versions import accepted
 from onediff_ext.ui.port import WarmUpStep
 from onediff_ext.ui.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
 from onediff_ext.ui.standalone.folder_job import FolderProgress, run_folder
-from onediff_ext.ui.standalone.models import parse_loras
+from onediff_ext.ui.standalone.models import known_models, parse_loras
 from onediff_ext.ui.standalone.page import Page, PageDefaults, page_css, page_theme
+from onediff_ext.ui.standalone.serving import Serving
 from onediff_ext.ui.standalone.studio import Studio
 
 _PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch")
@@ -37,6 +41,8 @@ _FOLDER = (
     "keep_alpha",
 )
 _SHOWN_RESULTS = 30
+_MAX_UPLOAD = "100mb"
+_HOST_HINT = "Start the page with --allow-host NAME if that is its name."
 Values = dict[str, Any]
 
 
@@ -58,7 +64,8 @@ class PageEvents:
         with page.blocks:
             self._on_draw("txt2img", page.text, ("width", "height"), self._draw_text)
             self._on_draw("img2img", page.image, ("source", "strength", "size"), self._draw_image)
-            self._on_folder()
+            if page.folder:
+                self._on_folder()
             for event in (page.model["load"].click, page.model["checkpoint"].input):
                 event(
                     self._load,
@@ -93,7 +100,7 @@ class PageEvents:
                 done = draw(choices, picture, *own, on_step)
             except OneDiffError as exc:
                 return [gr.update(), html.error(exc), gr.update(), *self._status(values[0])]
-            shown = [str(path) for path in done.paths]
+            shown = [self._shown(path) for path in done.paths]
             text = _infotext_of(done.paths[0])
             return [
                 shown,
@@ -133,9 +140,9 @@ class PageEvents:
             self.studio,
             choices,
             _settings(choices, picture),
-            int(width),
-            int(height),
-            int(picture["batch"]),
+            _whole(width, "width"),
+            _whole(height, "height"),
+            _whole(picture["batch"], "number of pictures"),
             chosen_seed(picture["seed"]),
             self.defaults.output_dir,
             on_step,
@@ -155,8 +162,8 @@ class PageEvents:
             choices,
             _settings(choices, picture, strength),
             source,
-            size,
-            int(picture["batch"]),
+            size or "own",
+            _whole(picture["batch"], "number of pictures"),
             chosen_seed(picture["seed"]),
             self.defaults.output_dir,
             on_step,
@@ -174,7 +181,7 @@ class PageEvents:
                 for progress in run_folder(
                     self.studio, choices, self._folder_job(choices, picture, own)
                 ):
-                    shown = [str(path) for path in progress.paths[-_SHOWN_RESULTS:]]
+                    shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
                     yield [_folder_html(progress), shown, *self._status(values[0])]
             except OneDiffError as exc:
                 yield [html.error(exc), gr.update(), *self._status(values[0])]
@@ -191,9 +198,9 @@ class PageEvents:
         self._on_cancel(tab)
 
     def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
-        if not own["source"].strip():
+        if not (own["source"] or "").strip():
             raise OptionError("No input folder is given.", "Write the path of a folder.")
-        if not own["target"].strip():
+        if not (own["target"] or "").strip():
             raise OptionError("No output folder is given.", "Write the path of a folder.")
         return Img2ImgJob(
             inputs=[Path(own["source"]).expanduser()],
@@ -201,9 +208,9 @@ class PageEvents:
             settings=_settings(choices, picture, own["strength"]),
             identity={**self.studio.identity, **choices.changes()},
             seed=chosen_seed(picture["seed"]),
-            size_rule=parse_size_rule(own["size"]),
+            size_rule=parse_size_rule(own["size"] or "own"),
             vary_seed=own["vary_seed"],
-            batch_size=int(picture["batch"]),
+            batch_size=_whole(picture["batch"], "number of pictures"),
             recursive=own["recursive"],
             captions=own["captions"],
             keep_alpha=own["keep_alpha"],
@@ -211,11 +218,28 @@ class PageEvents:
 
     def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
         try:
+            if not self.defaults.is_local:
+                self._refuse_other_files(checkpoint, loras)
             self.studio.load(Path(checkpoint), parse_loras(loras or ""))
         except OneDiffError as exc:
             return [html.error(exc), *self._status(enabled)]
         name = self.studio.loaded().checkpoint.name
         return [html.message(f"{name} is loaded."), *self._status(enabled)]
+
+    def _refuse_other_files(self, checkpoint: str, loras: str) -> None:
+        if checkpoint not in known_models(self.defaults.model) or (loras or "").strip():
+            raise OptionError(
+                "Only the page's own checkpoints can be loaded, as others can reach it.",
+                "Choose one of the list.",
+            )
+
+    def _shown(self, path: Path) -> str:
+        """A copy of a picture that Gradio hands out: of the output folder, it hands out nothing.
+
+        So that visitors see what was drawn here, and nothing else that lies there.
+        """
+        cache = self.page.result["gallery"].GRADIO_CACHE
+        return str(save_file_to_cache(path, cache))
 
     def _show_infotext(self, shown: Any, event: gr.SelectData) -> str:
         try:
@@ -227,24 +251,60 @@ class PageEvents:
         return self.page.panel.show_status(enabled)
 
 
-def launch(page: Page, *, host: str, port: int | None, open_browser: bool) -> None:
-    """Serve the page until the process ends."""
-    look = accepted(page.blocks.launch, css=page_css(), theme=page_theme())
-    page.blocks.queue().launch(
-        server_name=host, server_port=port, inbrowser=open_browser, quiet=True, **look
+def launch(page: Page, serving: Serving, *, wait: bool = True) -> None:
+    """Serve the page.
+
+    Args:
+        page: With its events.
+        serving: Where, and for whom.
+        wait: Until the process ends; else it is served beside.
+    """
+    blocks = page.blocks
+    look = accepted(blocks.launch, css=page_css(), theme=page_theme())
+    # What Gradio would take from the environment otherwise: nobody has asked for it here.
+    plain = accepted(
+        blocks.launch, share=False, ssr_mode=False, mcp_server=False, enable_monitoring=False
+    )
+    guard = Middleware(RefuseForeign, names=serving.names, hint=_HOST_HINT)
+    blocks.queue().launch(
+        server_name=serving.host,
+        server_port=serving.port,
+        inbrowser=serving.open_browser,
+        auth=list(serving.auth) or None,
+        max_file_size=None if serving.is_local else _MAX_UPLOAD,
+        app_kwargs={"middleware": [guard]},
+        quiet=True,
+        prevent_thread_lock=not wait,
+        **plain,
+        **look,
     )
 
 
 def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawSettings:
     return DrawSettings(
-        prompt=picture["prompt"],
-        negative_prompt=picture["negative"],
-        steps=int(picture["steps"]),
-        guidance=float(picture["guidance"]),
-        strength=float(strength),
+        prompt=picture["prompt"] or "",
+        negative_prompt=picture["negative"] or "",
+        steps=_whole(picture["steps"], "number of steps"),
+        guidance=float(_given(picture["guidance"], "guidance")),
+        strength=float(_given(strength, "strength")),
         scheduler=picture["sampler"],
         deepcache=DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF,
     )
+
+
+def _whole(value: float | None, name: str) -> int:
+    return int(_given(value, name))
+
+
+def _given(value: float | None, name: str) -> float:
+    """A number of the page; a box that the user has emptied has none.
+
+    Raises:
+        OptionError: There is none.
+    """
+    if value is None:
+        raise OptionError(f"The {name} is missing.", "Write a number.")
+    return value
 
 
 def _infotext_of(path: Path) -> str:

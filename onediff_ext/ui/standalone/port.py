@@ -31,10 +31,11 @@ class StudioPort(PanelPort):
     Args:
         studio: Draws.
         output_dir: Where finished pictures lie.
+        is_local: Only this machine's own users reach the page.
     """
 
-    def __init__(self, studio: Studio, output_dir: Path) -> None:
-        self.studio, self._output_dir = studio, output_dir
+    def __init__(self, studio: Studio, output_dir: Path, *, is_local: bool = True) -> None:
+        self.studio, self._output_dir, self._is_local = studio, output_dir, is_local
         self._warming = WarmUpControl()
 
     def status(self) -> Status:
@@ -44,6 +45,11 @@ class StudioPort(PanelPort):
         session = self.studio.session
         if not self._warming.cancel() and session is not None:
             session.cancel_builds()
+
+    def why_no_import(self) -> str | None:
+        if self._is_local:
+            return None
+        return "Import is off because others can reach this page: use `onediff-ext graphs import`."
 
     def features(self) -> frozenset[str]:
         return FEATURES

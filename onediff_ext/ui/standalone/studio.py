@@ -132,10 +132,12 @@ class Studio:
             }
             if self.painter is not None and identity == self.identity:
                 return
+            self.check_cancelled()
             checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
             overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
             painter = Painter(checkpoint, self._vae_tiling, overflowing)
             for path, weight in loras:
+                self.check_cancelled()
                 load_lora(painter.pipe, path, weight)
             self.painter, self.identity, self._applied = painter, identity, None
 

@@ -1,0 +1,51 @@
+"""Calls of graphs, as they look to what records the work of a whole forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from onediff_ext.engine.port import Graph
+
+
+class GraphObserver(ABC):
+    """Sees the calls of graphs, which are no operators of torch's."""
+
+    @abstractmethod
+    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Call a graph, and return its output."""
+
+
+_observers: ContextVar[tuple[GraphObserver, ...]] = ContextVar("graph_observers", default=())
+
+
+def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Call a graph; observers see the call."""
+    observers = _observers.get()
+    if not observers:
+        return graph(arguments)
+    *outer, last = observers
+    token = _observers.set(tuple(outer))
+    try:
+        return last.call(lambda given: run_graph(graph, given), arguments)
+    finally:
+        _observers.reset(token)
+
+
+def is_observed() -> bool:
+    """Whether a forward is being recorded."""
+    return bool(_observers.get())
+
+
+@contextmanager
+def observed_by(observer: GraphObserver) -> Iterator[None]:
+    """Have an observer see all calls of graphs within the ``with`` block."""
+    token = _observers.set((*_observers.get(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)

@@ -1,0 +1,96 @@
+"""Comparing what a module holds by value: a list changed in place is another value."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+_FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+# Tensors on the CPU up to this many numbers are compared by content.
+_SMALL_TENSOR = 256
+_DEPTH = 6
+
+
+class _Same:
+    """Equal to itself and to what stands for the very same object, which it keeps alive."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def is_mutable(value: object) -> bool:
+    """Whether a value can change while it stays the same object, and is no module or tensor,
+    which are watched in other ways."""
+    if isinstance(value, (*_PLAIN, *_FIXED, nn.Module, torch.Tensor)):
+        return False
+    if type(value).__module__.startswith("onediff_ext."):
+        return False
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(is_mutable, value))
+    return True
+
+
+def value_of(value: object, depth: int = _DEPTH) -> object:
+    """Something that is equal for equal values, contents of containers and objects included.
+
+    Args:
+        value: Anything. Modules, functions and objects nested deeper than `depth` count by
+            identity.
+
+    Returns:
+        An object to compare with ``==``. It keeps alive what it compares by identity.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return _tensor_value(value)
+    if depth == 0 or isinstance(value, (*_FIXED, nn.Module)):
+        return _Same(value)
+    if isinstance(value, dict):
+        return type(value), [(key, value_of(held, depth - 1)) for key, held in dict.items(value)]
+    if isinstance(value, Mapping):  # somebody else's code would have to be called
+        return _Same(value)
+    if isinstance(value, (list, tuple)):
+        return type(value), [value_of(item, depth - 1) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(value)
+    if isinstance(value, types.MethodType):
+        return _Same(value.__func__), _Same(value.__self__)
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return functools.partial, [value_of(part, depth - 1) for part in parts]
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not type(value).__module__.startswith("onediff_ext."):
+        return type(value), [(name, value_of(held, depth - 1)) for name, held in attributes.items()]
+    return _Same(value)
+
+
+def _tensor_value(tensor: torch.Tensor) -> object:
+    if tensor.device.type == "cpu" and tensor.numel() <= _SMALL_TENSOR:
+        content: Any = tensor.detach().tolist()
+        return tensor.dtype, tensor.shape, content
+    # A recording reads it where it lies, and a copy on the GPU would have to be waited for.
+    return _Same(tensor), tensor.data_ptr()
+
+
+def is_equal(ours: object, theirs: object) -> bool:
+    """Whether two things are equal; tensors and arrays have no single answer, and are not."""
+    try:
+        return bool(ours == theirs)
+    except (RuntimeError, ValueError, TypeError):
+        return False

@@ -1,0 +1,106 @@
+"""Drive a pipeline and its eager twin through random sequences, and compare every picture.
+
+    python -m tests.differential --seed 1 --steps 500 --json report.json
+    python -m tests.differential --plant NAME     # put a known fault back: exit status 0 if found
+    python -m tests.differential --plant list
+    python -m tests.differential --world 123 --sequence "size:1 again:2"   # one sequence
+
+The exit status without a plant is 0 if nothing differs, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--plant", metavar="NAME", help='a known fault; "list" prints their names')
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--eager", action="store_true", help="compile nothing: try the operations")
+    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for each mismatch")
+    parser.add_argument("--most", type=int, default=10, help="mismatches after which it ends")
+    parser.add_argument("--programs", type=Path, metavar="FILE", help="keep exported programs here")
+    parser.add_argument("--world", type=int, help="the seed of one sequence's models")
+    parser.add_argument("--sequence", help="run these operations only")
+    options = parser.parse_args(arguments)
+    os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    warnings.simplefilter("ignore")
+
+    import torch
+
+    from tests import quick
+    from tests.differential.plants import PLANTS
+    from tests.differential.sequences import Driver, Found, Step, as_json
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    if options.plant == "list":
+        print("\n".join(PLANTS))
+        return 0
+    if options.programs is not None and options.programs.exists():
+        quick._BUILT.update(torch.load(options.programs))
+    driver = Driver(options.device, compiled=not options.eager, plant=options.plant)
+    began, found = time.monotonic(), list[Found]()
+    if options.sequence is not None:
+        steps = [Step.parse(text) for text in options.sequence.split()]
+        one = driver.run(options.world, steps)
+        if one is not None:
+            found.append(one)
+            _say(one)
+    else:
+        for each in driver.random_run(options.seed, options.steps):
+            if options.plant and not driver.is_planted(each):
+                continue
+            found.append(driver.shortest(each, options.shrink_seconds))
+            _say(found[-1])
+            if options.plant or len(found) >= options.most:
+                break
+    if options.programs is not None:
+        torch.save(dict(quick._BUILT), options.programs)
+    report = as_json(
+        driver.counts,
+        found,
+        seed=options.seed,
+        device=options.device,
+        plant=options.plant,
+        torch=torch.__version__,
+        seconds=round(time.monotonic() - began, 1),
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{report['steps']} steps, {len(report['operations'])} of {report['kinds_of_operation']}"
+        f" kinds of operation, {report['graph_calls']} calls of graphs, {report['replays']}"
+        f" replays, {len(found)} mismatches, {report['seconds']} s"
+    )
+    if options.plant:
+        return 0 if found else 1
+    return 1 if found else 0
+
+
+def _say(found: object) -> None:
+    from tests.differential.sequences import Found
+
+    assert isinstance(found, Found)
+    print(
+        f"{found.mismatch.what}: {found.mismatch.text}\n"
+        f'  --world {found.world} --sequence "{" ".join(map(str, found.steps))}"',
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""LoRAs and IP-Adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.differential.registry import feature, operation
+from tests.differential.world import World
+
+_TARGETS = {
+    "x": ["to_q", "to_k", "to_v", "to_out.0"],
+    "y": ["conv1", "conv2", "ff.net.0.proj", "proj_in"],
+    "z": ["to_q", "time_emb_proj", "conv_in"],
+}
+_CLIP_WIDTH = 16
+
+
+def _loaded(world: World) -> bool:
+    return bool(world.adapters) and not _fused(world)
+
+
+def _fused(world: World) -> bool:
+    return world.adapters.get("fused", False)
+
+
+def _names(world: World) -> list[str]:
+    return sorted(name for name in world.adapters if name in _TARGETS)
+
+
+def _layers(unet: Any, name: str) -> list[Any]:
+    return [m for m in unet.modules() if name in getattr(m, "lora_A", {})]
+
+
+@operation(lambda w: len(_names(w)) < 2 and not _fused(w) and not w.no_adapters, weight=3)
+def lora_add(world: World, random: Random) -> None:
+    from peft import LoraConfig
+
+    name = random.choice(sorted(set(_TARGETS) - set(_names(world))))
+    rank, seed = random.choice((2, 4)), random.randrange(1000)
+    for unet in world.each_unet():
+        torch.manual_seed(seed)
+        config = LoraConfig(
+            r=rank, lora_alpha=rank, target_modules=_TARGETS[name], init_lora_weights=False
+        )
+        unet.add_adapter(config, adapter_name=name)
+    world.adapters[name] = True
+
+
+@operation(_loaded, weight=3)
+def lora_weights(world: World, random: Random) -> None:
+    names = _names(world)
+    chosen = random.sample(names, random.randint(1, len(names)))
+    weights = [random.choice((0.3, -0.7, 1.0, 0.0)) for _ in chosen]
+    for pipe in world.both:
+        pipe.unet.set_adapters(chosen, weights)
+
+
+@operation(_loaded)
+def lora_off(world: World, random: Random) -> None:
+    for unet in world.each_unet():
+        unet.disable_adapters()
+
+
+@operation(_loaded, weight=2)
+def lora_on(world: World, random: Random) -> None:
+    for unet in world.each_unet():
+        unet.enable_adapters()
+
+
+@operation(_loaded)
+def lora_delete(world: World, random: Random) -> None:
+    name = random.choice(_names(world))
+    for unet in world.each_unet():
+        unet.delete_adapters(name)
+    del world.adapters[name]
+    _unload_if_empty(world)
+
+
+def _unload_if_empty(world: World) -> None:
+    if not _names(world):
+        for unet in world.each_unet():
+            unet.unload_lora()
+        world.adapters.clear()
+
+
+@operation(_loaded)
+def lora_unload(world: World, random: Random) -> None:
+    for unet in world.each_unet():
+        unet.unload_lora()
+    world.adapters.clear()
+
+
+@operation(_loaded)
+def lora_fuse(world: World, random: Random) -> None:
+    scale = random.choice((1.0, 0.6))
+    for pipe in world.both:
+        pipe.fuse_lora(components=["unet"], lora_scale=scale)
+    world.adapters["fused"] = True
+
+
+@operation(_fused, weight=4)
+def lora_unfuse(world: World, random: Random) -> None:
+    for pipe in world.both:
+        pipe.unfuse_lora(components=["unet"])
+    del world.adapters["fused"]
+
+
+@operation(_loaded, weight=2)
+def lora_hotswap(world: World, random: Random) -> None:
+    """Another LoRA in the place of one that is loaded, as diffusers swaps it."""
+    from peft.utils import get_peft_model_state_dict
+
+    name, seed = random.choice(_names(world)), random.randrange(1000)
+    for unet in world.each_unet():
+        generator = torch.Generator().manual_seed(seed)
+        state = get_peft_model_state_dict(unet, adapter_name=name)
+        other = {
+            key: (0.2 * torch.randn(value.shape, generator=generator)).to(value)
+            for key, value in state.items()
+        }
+        unet.load_lora_adapter(other, prefix=None, adapter_name=name, hotswap=True)
+
+
+@operation(_loaded)
+def lora_data_written(world: World, random: Random) -> None:
+    """Past the version counter."""
+    name, factor = random.choice(_names(world)), random.choice((-1.0, 0.5))
+    for unet in world.each_unet():
+        for layer in _layers(unet, name):
+            layer.lora_B[name].weight.data.mul_(factor)
+
+
+@operation(_loaded)
+def lora_written_in_place(world: World, random: Random) -> None:
+    name = random.choice(_names(world))
+    for unet in world.each_unet():
+        for layer in _layers(unet, name)[::2]:
+            with torch.no_grad():
+                layer.lora_A[name].weight.mul_(-1.5)
+
+
+@operation(_loaded)
+def lora_scaling_written(world: World, random: Random) -> None:
+    """As `set_scale` of peft's layers does."""
+    name, scale = random.choice(_names(world)), random.choice((0.1, 2.0))
+    for unet in world.each_unet():
+        for layer in _layers(unet, name):
+            layer.scaling[name] = scale
+
+
+@operation(_loaded, weight=2)
+def lora_scale_of_the_call(world: World, random: Random) -> None:
+    """``cross_attention_kwargs={"scale": …}``"""
+    other = [scale for scale in (None, 0.3, 1.5) if scale != world.picture.lora_scale]
+    world.picture.lora_scale = random.choice(other)
+
+
+@operation(lambda w: not w.adapters and not w.no_adapters)
+def lora_from_a_file(world: World, random: Random) -> None:
+    """As a state dict, with diffusers' own names."""
+    from tests.models import lora_tensors
+
+    state = lora_tensors(world.twin, text=False, rank=2, seed=random.randrange(1000))
+    for pipe in world.both:
+        pipe.load_lora_weights(
+            {k: v.to(world.device, world.dtype) for k, v in state.items()}, adapter_name="x"
+        )
+    world.adapters["x"] = True
+
+
+@feature(lambda w: not w.adapters and "own_processor" not in w.on and "qkv_fused" not in w.on)
+def ip_adapter(world: World, random: Random) -> Callable[[], None]:
+    seed = random.randrange(1000)
+    width = world.twin.unet.config.cross_attention_dim
+    kept = [(pipe, pipe.unet.attn_processors, dict(pipe.unet.config)) for pipe in world.both]
+    for pipe in world.both:
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(
+            *shape: int, generator: torch.Generator = generator, dtype: torch.dtype = world.dtype
+        ) -> torch.Tensor:
+            return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+        layers: dict[str, torch.Tensor] = {}
+        crossing = [n for n in pipe.unet.attn_processors if n.endswith("attn2.processor")]
+        for i, name in enumerate(crossing):
+            attention = pipe.unet.get_submodule(name.removesuffix(".processor"))
+            inner = attention.to_k.out_features
+            layers[f"{2 * i + 1}.to_k_ip.weight"] = noise(inner, width)
+            layers[f"{2 * i + 1}.to_v_ip.weight"] = noise(inner, width)
+        image = {
+            "proj.weight": noise(4 * width, _CLIP_WIDTH),
+            "proj.bias": noise(4 * width),
+            "norm.weight": 1 + noise(width),
+            "norm.bias": noise(width),
+        }
+        pipe.unet._load_ip_adapter_weights(
+            [{"image_proj": image, "ip_adapter": layers}], low_cpu_mem_usage=False
+        )
+        pipe.set_ip_adapter_scale(0.8)
+    seeds = [random.randrange(1000)]
+
+    def embeds(world: World) -> list[torch.Tensor]:
+        made = torch.Generator().manual_seed(seeds[0])
+        count = 1 if world.picture.guidance <= 1 else 2
+        images = torch.randn(2, 1, _CLIP_WIDTH, generator=made)[:count]
+        return [images.to(world.device, world.dtype)]
+
+    world.picture.extra["ip_adapter_image_embeds"] = embeds
+    world.ip_images = seeds
+    world.picture.way = "pipe"
+
+    def off() -> None:
+        world.picture.extra.pop("ip_adapter_image_embeds", None)
+        for pipe, processors, config in kept:
+            pipe.unet.encoder_hid_proj = None
+            pipe.unet.config["encoder_hid_dim_type"] = config["encoder_hid_dim_type"]
+            pipe.unet.config.encoder_hid_dim_type = None
+            pipe.unet.set_attn_processor(dict(processors))
+
+    return off
+
+
+@operation(lambda w: "ip_adapter" in w.on, weight=6)
+def ip_adapter_scale(world: World, random: Random) -> None:
+    scale = random.choice((0.0, 0.2, 1.0))
+    for pipe in world.both:
+        pipe.set_ip_adapter_scale(scale)
+
+
+@operation(lambda w: "ip_adapter" in w.on, weight=4)
+def ip_adapter_image(world: World, random: Random) -> None:
+    world.ip_images[0] = random.randrange(1000)

@@ -1,0 +1,181 @@
+"""Attributes of layers and blocks, changed after compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.differential.registry import feature
+from tests.differential.world import World
+
+
+def _modules(world: World, cls: str) -> list[str]:
+    return [
+        name
+        for name, module in world.twin.unet.named_modules()
+        if type(module).__name__ == cls and not type(module).__module__.startswith("peft.")
+    ]
+
+
+def _set(world: World, names: list[str], attribute: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of modules of both UNets; returns what takes it back."""
+    before = []
+    for unet in world.each_unet():
+        for name in names:
+            module = unet.get_submodule(name)
+            before.append((module, getattr(module, attribute)))
+            setattr(module, attribute, value)
+
+    def undo() -> None:
+        for module, old in before:
+            setattr(module, attribute, old)
+
+    return undo
+
+
+def _one(world: World, random: Random, cls: str) -> list[str]:
+    return [random.choice(_modules(world, cls))]
+
+
+@feature(weight=2)
+def tiling(world: World, random: Random) -> Callable[[], None]:
+    return _set(world, _modules(world, "Conv2d"), "padding_mode", "circular")
+
+
+@feature()
+def tiling_of_one_layer(world: World, random: Random) -> Callable[[], None]:
+    names = [n for n in _modules(world, "Conv2d") if world.twin.unet.get_submodule(n).padding[0]]
+    return _set(world, [random.choice(names)], "padding_mode", "circular")
+
+
+@feature()
+def output_scale_factor(world: World, random: Random) -> Callable[[], None]:
+    return _set(world, _one(world, random, "ResnetBlock2D"), "output_scale_factor", 1.7)
+
+
+@feature()
+def norm_eps(world: World, random: Random) -> Callable[[], None]:
+    cls = random.choice(("GroupNorm", "LayerNorm"))
+    return _set(world, _one(world, random, cls), "eps", 0.5)
+
+
+@feature()
+def attention_scale(world: World, random: Random) -> Callable[[], None]:
+    return _set(world, _one(world, random, "Attention"), "scale", 0.05)
+
+
+@feature()
+def attention_rescale(world: World, random: Random) -> Callable[[], None]:
+    return _set(world, _one(world, random, "Attention"), "rescale_output_factor", 2.5)
+
+
+@feature()
+def nonlinearity(world: World, random: Random) -> Callable[[], None]:
+    before = []
+    name = _one(world, random, "ResnetBlock2D")[0]
+    for unet in world.each_unet():
+        block = unet.get_submodule(name)
+        before.append((block, block.nonlinearity))
+        block.nonlinearity = nn.Mish()
+
+    def undo() -> None:
+        for block, old in before:
+            block.nonlinearity = old
+
+    return undo
+
+
+@feature()
+def dilation(world: World, random: Random) -> Callable[[], None]:
+    """As ScaleCrafter and HiDiffusion do, at the same output size."""
+    names = [
+        n
+        for n in _modules(world, "Conv2d")
+        if (conv := world.twin.unet.get_submodule(n)).padding == (1, 1) and conv.stride == (1, 1)
+    ]
+    name = [random.choice(names)]
+    undo = [_set(world, name, "dilation", (2, 2)), _set(world, name, "padding", (2, 2))]
+    return lambda: [each() for each in undo]  # type: ignore[return-value]
+
+
+@feature()
+def conv_forward(world: World, random: Random) -> Callable[[], None]:
+    """An instance's `_conv_forward`, as tiling extensions replace it."""
+    names, undo = _modules(world, "Conv2d"), []
+    name = random.choice(names)
+    for unet in world.each_unet():
+        conv = unet.get_submodule(name)
+
+        def doubled(x: Any, weight: Any, bias: Any, conv: Any = conv) -> Any:
+            return 1.5 * type(conv)._conv_forward(conv, x, weight, bias)
+
+        conv._conv_forward = doubled
+        undo.append(conv)
+
+    def off() -> None:
+        for conv in undo:
+            vars(conv).pop("_conv_forward", None)
+
+    return off
+
+
+@feature(weight=2)
+def freeu(world: World, random: Random) -> Callable[[], None]:
+    s1, s2 = random.choice((0.9, 0.6)), random.choice((0.2, 0.5))
+    for unet in world.each_unet():
+        unet.enable_freeu(s1, s2, 1.2, 1.4)
+    return lambda: [unet.disable_freeu() for unet in world.each_unet()]  # type: ignore[return-value]
+
+
+@feature()
+def training_mode(world: World, random: Random) -> Callable[[], None]:
+    for unet in world.each_unet():
+        unet.train()
+    return lambda: [unet.eval() for unet in world.each_unet()]  # type: ignore[return-value]
+
+
+@feature()
+def marker(world: World, random: Random) -> Callable[[], None]:
+    """A foreign attribute that decides nothing."""
+    units = list(world.each_unet())
+    for unet in units:
+        unet.mid_block.resnets[0].note_of_an_extension = {"seen": [1]}
+
+    def off() -> None:
+        for unet in units:
+            vars(unet.mid_block.resnets[0]).pop("note_of_an_extension", None)
+
+    return off
+
+
+@feature()
+def chunked_feed_forward(world: World, random: Random) -> Callable[[], None]:
+    def blocks() -> Iterator[Any]:
+        for unet in world.each_unet():
+            for module in unet.modules():
+                if hasattr(module, "set_chunk_feed_forward"):
+                    yield module
+
+    for block in blocks():
+        block.set_chunk_feed_forward(None, 0)
+        block._chunk_size, block._chunk_dim = 1, 0
+    return lambda: [b.set_chunk_feed_forward(None, 0) for b in blocks()]  # type: ignore[return-value]
+
+
+@feature()
+def torch_flags(world: World, random: Random) -> Callable[[], None]:
+    before = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    if random.random() < 0.5:
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def off() -> None:
+        torch.set_float32_matmul_precision(before[0])
+        torch.use_deterministic_algorithms(before[1])
+
+    return off

@@ -1,0 +1,183 @@
+"""Hooks, forwards and modes of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.differential.registry import feature, operation
+from tests.differential.world import World
+
+
+def _scaled(output: Any, factor: float) -> Any:
+    return factor * output if isinstance(output, torch.Tensor) else output
+
+
+def _module(world: World, random: Random) -> str:
+    """A layer, a block, or the whole UNet."""
+    unet = world.twin.unet
+    layers = [n for n, m in unet.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    blocks = [n for n, m in unet.named_modules() if type(m).__name__ in _BLOCKS]
+    return random.choice([*random.sample(layers, 2), *random.sample(blocks, 2)])
+
+
+_BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock", "Attention")
+
+
+@feature(weight=2)
+def hook(world: World, random: Random) -> Callable[[], None]:
+    name = _module(world, random)
+    handles = [
+        unet.get_submodule(name).register_forward_hook(lambda m, i, o: _scaled(o, 1.3))
+        for unet in world.each_unet()
+    ]
+    return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
+
+
+@feature()
+def pre_hook(world: World, random: Random) -> Callable[[], None]:
+    name = _module(world, random)
+    handles = [
+        unet.get_submodule(name).register_forward_pre_hook(
+            lambda m, args: (_scaled(args[0], 0.8), *args[1:]) if args else None
+        )
+        for unet in world.each_unet()
+    ]
+    return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
+
+
+@feature()
+def hook_on_the_unet(world: World, random: Random) -> Callable[[], None]:
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (0.9 * output[0],)
+        output.sample = 0.9 * output.sample
+        return output
+
+    handles = [unet.register_forward_hook(scaled) for unet in world.each_unet()]
+    return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
+
+
+@feature()
+def global_hook(world: World, random: Random) -> Callable[[], None]:
+    cls = random.choice((nn.Linear, nn.Conv2d, nn.GroupNorm))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: 1.2 * output if type(module) is cls else None
+    )
+    return handle.remove
+
+
+@feature()
+def global_pre_hook(world: World, random: Random) -> Callable[[], None]:
+    handle = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (0.9 * args[0],) if type(module) is nn.Linear else None
+    )
+    return handle.remove
+
+
+@feature()
+def forward_replaced(world: World, random: Random) -> Callable[[], None]:
+    """An instance's, around what is there."""
+    name = _module(world, random)
+    changed = []
+    for unet in world.each_unet():
+        module = unet.get_submodule(name)
+        before = module.forward
+        changed.append((module, "forward" in vars(module), before))
+
+        def forward(*args: Any, before: Any = before, **kwargs: Any) -> Any:
+            return _scaled(before(*args, **kwargs), 1.1)
+
+        module.forward = forward
+
+    def off() -> None:
+        for module, own, before in changed:
+            if own:
+                module.forward = before
+            else:
+                del module.forward
+
+    return off
+
+
+@feature()
+def class_patched(world: World, random: Random) -> Callable[[], None]:
+    """A block's or a layer's class."""
+    from diffusers.models import attention, resnet
+
+    cls = random.choice((resnet.ResnetBlock2D, attention.FeedForward, nn.GroupNorm))
+    before = cls.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return 0.8 * before(self, *args, **kwargs)
+
+    cls.forward = forward
+
+    def off() -> None:
+        cls.forward = before
+
+    return off
+
+
+class _Louder(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return 1.1 * output if func is nn.functional.linear else output
+
+
+class _Softer(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return 0.9 * output if "group_norm" in str(func) and torch.is_tensor(output) else output
+
+
+@feature()
+def function_mode(world: World, random: Random) -> Callable[[], None]:
+    world.picture.mode = _Louder
+
+    def off() -> None:
+        world.picture.mode = None
+
+    return off
+
+
+@feature(lambda w: not w.on_gpu)
+def dispatch_mode(world: World, random: Random) -> Callable[[], None]:
+    world.picture.mode = _Softer
+
+    def off() -> None:
+        world.picture.mode = None
+
+    return off
+
+
+@feature()
+def forward_that_counts(world: World, random: Random) -> Callable[[], None]:
+    """A layer whose result depends on how often it ran."""
+    changed = []
+    name = random.choice([n for n, m in world.twin.unet.named_modules() if type(m) is nn.Linear])
+    for unet in world.each_unet():
+        layer = unet.get_submodule(name)
+        own = layer.forward
+        seen: list[int] = []
+
+        def forward(*args: Any, own: Any = own, seen: list[int] = seen) -> Any:
+            seen.append(1)
+            return own(*args) * (1 + 0.1 * (len(seen) % 7))
+
+        layer.forward = forward
+        changed.append(layer)
+    return lambda: [vars(layer).pop("forward", None) for layer in changed]  # type: ignore[return-value]
+
+
+@operation()
+def weak_references_die(world: World, random: Random) -> None:
+    import gc
+
+    gc.collect()

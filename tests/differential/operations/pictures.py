@@ -1,0 +1,140 @@
+"""What is drawn, and under which of torch's modes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from tests.differential.drawing import WAYS
+from tests.differential.registry import operation
+from tests.differential.world import SIZES, World
+
+
+@operation(weight=6)
+def again(world: World, random: Random) -> None:
+    """The same once more: what was captured is replayed."""
+
+
+@operation(weight=3)
+def size(world: World, random: Random) -> None:
+    world.picture.height, world.picture.width = random.choice(SIZES)
+
+
+@operation()
+def odd_size(world: World, random: Random) -> None:
+    world.picture.height, world.picture.width = (8 * random.randint(5, 14) for _ in range(2))
+
+
+@operation()
+def batch(world: World, random: Random) -> None:
+    world.picture.batch = random.randint(1, 3)
+
+
+@operation(weight=2)
+def noise(world: World, random: Random) -> None:
+    world.picture.noise = random.randrange(100)
+
+
+@operation()
+def steps(world: World, random: Random) -> None:
+    world.picture.steps = random.randint(1, 4)
+
+
+@operation(weight=2)
+def prompt(world: World, random: Random) -> None:
+    world.new_prompt(random.randrange(1000))
+
+
+@operation()
+def prompt_in_place(world: World, random: Random) -> None:
+    """The same tensors with other numbers."""
+    for tensor in world.picture.prompts.values():
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.mul_(random.choice((0.5, -1.0)))
+
+
+@operation()
+def prompt_under_inference_mode(world: World, random: Random) -> None:
+    """Tensors that count no versions."""
+    with torch.inference_mode():
+        world.new_prompt(random.randrange(1000))
+    world.picture.inference = True
+
+
+@operation()
+def tokens(world: World, random: Random) -> None:
+    world.picture.tokens = random.choice((77, 154, 33))
+    world.new_prompt(random.randrange(1000))
+
+
+@operation()
+def guidance(world: World, random: Random) -> None:
+    world.picture.guidance = random.choice((1.0, 2.0, 4.0))
+
+
+@operation()
+def guidance_rescale(world: World, random: Random) -> None:
+    if world.picture.extra.pop("guidance_rescale", None) is None:
+        world.picture.extra["guidance_rescale"] = 0.7
+
+
+@operation(weight=2)
+def way(world: World, random: Random) -> None:
+    """Another caller of the UNet, with other kinds of argument."""
+    world.picture.way = random.choice(sorted(WAYS))
+
+
+@operation(weight=2)
+def by_the_pipeline(world: World, random: Random) -> None:
+    world.picture.way = "pipe"
+
+
+@operation()
+def inference_mode(world: World, random: Random) -> None:
+    """Or no_grad instead."""
+    made = any(tensor.is_inference() for tensor in world.picture.prompts.values())
+    world.picture.inference = made or not world.picture.inference
+
+
+@operation()
+def thread(world: World, random: Random) -> None:
+    """Draw in threads (on a GPU with streams) of their own from now on, or no more."""
+    world.picture.in_thread = not world.picture.in_thread
+
+
+@operation()
+def one_picture(world: World, random: Random) -> None:
+    """Say what a picture is, or no more."""
+    world.picture.as_picture = not world.picture.as_picture
+
+
+@operation()
+def autocast(world: World, random: Random) -> None:
+    world.picture.autocast = not world.picture.autocast
+
+
+@operation()
+def scheduler(world: World, random: Random) -> None:
+    from diffusers import DDIMScheduler, EulerDiscreteScheduler, UniPCMultistepScheduler
+
+    cls = random.choice((DDIMScheduler, EulerDiscreteScheduler, UniPCMultistepScheduler))
+    for pipe in world.both:
+        pipe.scheduler = cls.from_config(pipe.scheduler.config)
+
+
+@operation()
+def callback_writes_the_prompt(world: World, random: Random) -> None:
+    """As scripts that change the prompt within a picture do."""
+
+    def changed(pipe: object, step: int, timestep: object, tensors: dict) -> dict:
+        tensors["prompt_embeds"].mul_(0.5)
+        return tensors
+
+    extra = world.picture.extra
+    if extra.pop("callback_on_step_end", None) is None:
+        # What can be called is called with the world first.
+        extra["callback_on_step_end"] = lambda world: changed
+        extra["callback_on_step_end_tensor_inputs"] = ["prompt_embeds"]
+    else:
+        extra.pop("callback_on_step_end_tensor_inputs", None)

@@ -1,0 +1,208 @@
+"""Sequences of operations: drawn from a seed, run, and cut down to what still fails."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.differential import operations  # noqa: F401  (registers them)
+from tests.differential.plants import PLANTS
+from tests.differential.registry import OPERATIONS
+from tests.differential.stand_ins import stand_ins
+from tests.differential.world import Mismatch, World
+
+# Steps that are done whatever time they take: a new kind's program takes seconds to make.
+_IN_ANY_CASE = 12
+# Steps with one pair of models; then the next, so that what has gone wrong is forgotten.
+_LEAST, _MOST = 25, 70
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation, and the seed of its choices."""
+
+    name: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.seed}"
+
+    @classmethod
+    def parse(cls, text: str) -> Step:
+        """What `str` has made."""
+        name, _, seed = text.partition(":")
+        return cls(name, int(seed or 0))
+
+
+@dataclass
+class Counts:
+    """What was done so far."""
+
+    steps: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+    graph_calls: int = 0
+    replays: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sequence that shows a mismatch.
+
+    Args:
+        world: The seed of its models.
+        steps: From the first operation to the last.
+        mismatch: What differs after the last one.
+        trace: Where a pipeline's or an operation's error came from.
+    """
+
+    world: int
+    steps: tuple[Step, ...]
+    mismatch: Mismatch
+
+
+class Driver:
+    """Runs sequences on one device.
+
+    Args:
+        device: "cpu" or "cuda".
+        compiled: False has two eager pipelines, to try the operations.
+        plant: The name of a fault to be put back.
+    """
+
+    def __init__(
+        self, device: str = "cpu", *, compiled: bool = True, plant: str | None = None
+    ) -> None:
+        self.device, self.compiled, self.plant = device, compiled, plant
+        self.counts = Counts()
+
+    def random_run(self, seed: int, steps: int, seconds: float = math.inf) -> Iterator[Found]:
+        """Random sequences of so many steps in all, or for so long once the first graphs are
+        there; what went wrong, uncut."""
+        random, end = Random(seed), math.inf
+
+        def is_time() -> bool:
+            return self.counts.steps < _IN_ANY_CASE or time.monotonic() < end
+
+        while self.counts.steps < steps and is_time():
+            world_seed = random.randrange(2**32)
+            most = min(random.randint(_LEAST, _MOST), steps - self.counts.steps)
+            choices = Random(random.randrange(2**32))
+            done: list[Step] = []
+            with self._world(world_seed) as (world, mismatch):
+                end = min(end, time.monotonic() + seconds)
+                while mismatch is None and len(done) < most and is_time():
+                    step = _choose(world, choices)
+                    done.append(step)
+                    mismatch = self._step(world, step)
+            if mismatch is not None:
+                yield Found(world_seed, tuple(done), mismatch)
+
+    def run(self, world_seed: int, steps: Sequence[Step]) -> Found | None:
+        """Given steps, those left out that do not fit; where it went wrong, if it did."""
+        done: list[Step] = []
+        with self._world(world_seed) as (world, mismatch):
+            for step in steps:
+                if mismatch is not None:
+                    break
+                if OPERATIONS[step.name].fits(world):
+                    done.append(step)
+                    mismatch = self._step(world, step)
+        return None if mismatch is None else Found(world_seed, tuple(done), mismatch)
+
+    def is_planted(self, found: Found) -> bool:
+        """Whether a sequence shows the planted fault: nothing differs without it."""
+        return Driver(self.device, compiled=self.compiled).run(found.world, found.steps) is None
+
+    def shortest(self, found: Found, seconds: float) -> Found:
+        """Leave out steps for as long as it still goes wrong, in so much time at most."""
+        end = time.monotonic() + seconds
+        counts, self.counts = self.counts, Counts()
+        size = max(1, len(found.steps) // 2)
+        while True:
+            at, shorter = 0, False
+            while at < len(found.steps) and time.monotonic() < end:
+                rest = found.steps[:at] + found.steps[at + size :]
+                less = self.run(found.world, rest)
+                if less is not None and len(less.steps) < len(found.steps):
+                    found, shorter = less, True
+                else:
+                    at += size
+            if time.monotonic() >= end or (size == 1 and not shorter):
+                break
+            size = max(1, size // 2)
+        self.counts = counts
+        return found
+
+    def _settle(self, world: World) -> Mismatch | None:
+        """Draw until graphs are built, compared and captured."""
+        for _ in range(2):
+            mismatch = world.compare()
+            if mismatch is not None:
+                return mismatch
+        return None if not world.on_gpu else world.settle()
+
+    def _step(self, world: World, step: Step) -> Mismatch | None:
+        self.counts.steps += 1
+        self.counts.operations[step.name] += 1
+        try:
+            OPERATIONS[step.name].apply(world, Random(step.seed))
+        except Exception as exc:
+            return Mismatch("operation", 0.0, f"{type(exc).__name__}: {exc}"[:400])
+        return world.compare()
+
+    @contextmanager
+    def _world(self, seed: int) -> Iterator[tuple[World, Mismatch | None]]:
+        """Models whose graphs are in use, and what went wrong until then."""
+        with (
+            tempfile.TemporaryDirectory(prefix="onediff-differential-") as folder,
+            stand_ins(self.device) as figures,
+            PLANTS[self.plant]() if self.plant else nullcontext(),
+        ):
+            world = World(self.device, Path(folder), Random(seed), compiled=self.compiled)
+            figures.world = world
+            try:
+                mismatch = self._settle(world)
+                figures.is_plain = False
+                yield world, mismatch
+            finally:
+                world.close()
+                self.counts.graph_calls += figures.graph_calls
+                self.counts.replays += figures.replays
+
+
+def _choose(world: World, random: Random) -> Step:
+    fitting = [op for op in OPERATIONS.values() if op.fits(world)]
+    chosen = random.choices(fitting, [op.weight for op in fitting])[0]
+    return Step(chosen.name, random.randrange(2**20))
+
+
+def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, Any]:
+    """A report."""
+    return {
+        **more,
+        "steps": counts.steps,
+        "kinds_of_operation": len(OPERATIONS),
+        "operations": dict(sorted(counts.operations.items())),
+        "graph_calls": counts.graph_calls,
+        "replays": counts.replays,
+        "mismatches": [
+            {
+                "what": each.mismatch.what,
+                "error": None
+                if each.mismatch.error != each.mismatch.error
+                else each.mismatch.error,
+                "text": each.mismatch.text,
+                "world": each.world,
+                "sequence": [str(step) for step in each.steps],
+            }
+            for each in found
+        ],
+    }

@@ -1,0 +1,106 @@
+"""Some hundred random steps beside an eager twin, and that known faults are found by such steps.
+
+`python -m tests.differential` runs as many as one likes; a sequence that a failure prints is run
+again with `--world W --sequence "…"`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.differential.plants import PLANTS, PLANTS_FOR_A_GPU
+from tests.differential.registry import OPERATIONS
+from tests.differential.sequences import Driver, Found, Step, as_json
+from tests.differential.world import difference
+
+FIXED_SEED = 7
+# A sequence for each cheap plant, as `--plant` has found and cut it down.
+SHORTEST = {
+    "attributes-of-layers": (7, "tiling_on:1"),
+    "weights-that-moved": (7, "all_weights_move:1"),
+    "outputs-in-the-shared-pool": (7, "way:1 again:1"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def report(found: Found | None) -> str:
+    """What to run to see it again."""
+    if found is None:
+        return ""
+    steps = " ".join(map(str, found.steps))
+    return f'{found.mismatch}\n  --world {found.world} --sequence "{steps}"'
+
+
+@pytest.mark.parametrize("seed", [FIXED_SEED])
+def test_no_picture_is_wrong(seed: int) -> None:
+    driver = Driver()
+    found = next(driver.random_run(seed, 40, seconds=40), None)
+    if found is not None:
+        found = driver.shortest(found, 30)
+    assert found is None, f"--seed {seed}\n{report(found)}"
+    assert driver.counts.steps > 10
+    assert driver.counts.replays > 10
+    assert driver.counts.graph_calls > 100
+
+
+@pytest.mark.parametrize("plant", sorted(SHORTEST))
+def test_a_planted_fault_is_found(plant: str) -> None:
+    world, text = SHORTEST[plant]
+    steps = [Step.parse(each) for each in text.split()]
+    assert Driver(plant=plant).run(world, steps) is not None
+    found = Driver().run(world, steps)
+    assert found is None, report(found)
+
+
+def test_operations_change_both_alike() -> None:
+    """Two eager pipelines: whatever differs is an operation's own fault."""
+    driver = Driver(compiled=False)
+    found = next(driver.random_run(FIXED_SEED, 40, seconds=10), None)
+    assert found is None, report(found)
+
+
+def test_there_are_enough_kinds_of_operation_and_of_plant() -> None:
+    assert len(OPERATIONS) >= 60
+    assert len(PLANTS.keys() - set(PLANTS_FOR_A_GPU)) >= 8
+
+
+def test_a_seed_always_draws_the_same_steps() -> None:
+    drawn = []
+    for _ in range(2):
+        driver = Driver(compiled=False)
+        assert next(driver.random_run(3, 15), None) is None
+        drawn.append(driver.counts.operations)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_sequence_is_cut_down_to_what_shows_the_fault() -> None:
+    driver = Driver(plant="attributes-of-layers")
+    world, fault = SHORTEST["attributes-of-layers"]
+    found = driver.run(world, [Step.parse(t) for t in f"size:1 noise:2 {fault} again:1".split()])
+    assert found is not None
+    assert [str(step) for step in driver.shortest(found, 60).steps] == [fault]
+
+
+def test_what_counts_as_a_difference() -> None:
+    x, nan = torch.ones(4), torch.full((4,), torch.nan)
+    assert difference(x, x, 1e-5) is None
+    assert difference(nan, nan, 1e-5) is None
+    for ours, theirs in ((nan, x), (x, nan), (x[:2], x), (x * 1.001, x)):
+        assert difference(ours, theirs, 1e-5) is not None
+    error, other = RuntimeError("a"), ValueError("b")
+    assert difference(error, RuntimeError("c"), 1e-5) is None
+    for ours, theirs in ((error, x), (x, error), (error, other)):
+        assert difference(ours, theirs, 1e-5) is not None
+
+
+def test_a_report_has_what_the_issue_asks_for() -> None:
+    driver = Driver()
+    found = driver.run(5, [Step.parse("noise:1")])
+    made = as_json(driver.counts, [] if found is None else [found], seed=5)
+    assert {"steps", "operations", "graph_calls", "replays", "mismatches"} <= made.keys()
+    assert made["operations"] == {"noise": 1}

@@ -1,0 +1,352 @@
+"""A compiled pipeline, its twin, what is drawn with them, and how the pictures are compared."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.capture.recorder import Recorder
+from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
+from onediff_ext.service.session import Session
+from tests import models
+from tests.support.frozen_recorder import FrozenRecorder
+
+SIZES = ((64, 64), (64, 96), (96, 64), (72, 88), (104, 56))
+# Of a whole latent picture, norm(x - y) / norm(y): twice what graphs and eager were seen to differ
+# by. On a CPU the graphs are run operator by operator; on a GPU they are Inductor's.
+TOLERANCES = {
+    ("cpu", torch.float32): 4e-5,
+    ("cpu", torch.float64): 4e-5,
+    ("cpu", torch.bfloat16): 0.3,
+    ("cuda", torch.float32): 4e-3,  # TF32
+    ("cuda", torch.float16): 8e-3,
+    ("cuda", torch.bfloat16): 8e-2,
+}
+_DOUBTFUL = 1e-3  # above, no rounding explains it
+MODELS: dict[str, Callable[[int], Any]] = {
+    "sd15": lambda seed: models.sd15(seed, widths=(32, 64), attention=(True, False)),
+    "sdxl": lambda seed: models.sdxl(
+        seed, widths=(32, 64), attention=(False, True), heads=(1, 2), depths=(1, 2)
+    ),
+}
+
+
+@dataclass
+class Picture:
+    """What is drawn next."""
+
+    height: int = 64
+    width: int = 64
+    batch: int = 1
+    steps: int = 2
+    noise: int = 0
+    guidance: float = 3.0
+    tokens: int = 77
+    way: str = "pipe"
+    lora_scale: float | None = None
+    inference: bool = False
+    autocast: bool = False
+    in_thread: bool = False
+    as_picture: bool = True
+    mode: Any = None  # a context manager's class
+    extra: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What differed.
+
+    Args:
+        what: "picture", "error" (only one of both raised, or another) or "freed" (a replay touched
+            memory that was given back).
+        error: norm(x - y) / norm(y) of a picture; NaN if one of both has NaN.
+        text: For people.
+    """
+
+    what: str
+    error: float
+    text: str
+
+
+class World:
+    """Everything that a sequence of operations acts on.
+
+    Args:
+        device: Where pictures are drawn.
+        store: A folder for graphs.
+        random: Decides the model and its weights.
+        compiled: False leaves both pipelines eager, to test the operations themselves.
+
+    Attributes:
+        pipe, twin: The pipelines.
+        on: The features that are on, with what takes them back.
+        picture: What is drawn next.
+        session: Of the compiled pipeline; None while it is undone.
+        compiles: Whether one of them is compiled at all.
+        hold: How many kinds a build may make; None for all of them.
+    """
+
+    def __init__(self, device: str, store: Path, random: Random, *, compiled: bool = True) -> None:
+        self.device, self.store, self.compiles = torch.device(device), store, compiled
+        self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.model = random.choice(sorted(MODELS))
+        self.seed = random.randrange(1000)
+        self.pipe, self.twin = self.make(self.seed), self.make(self.seed)
+        self.on: dict[str, Callable[[], None]] = {}
+        self.adapters: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        self.hold: int | None = None
+        self.limit = 6
+        self.session: Session | None = None
+        self.sessions: list[Session] = []
+        self.recorders: list[Recorder] = []
+        self.others: list[Any] = []  # more pipelines that hold parts of ours, and ballast
+        self.most_images: int | None = None  # for which ours has memory
+        self.replaying = False
+        self.gains: list[list[float]] = []  # of `own_processor`
+        self.ip_images: list[int] = [0]  # the seed of what an IP-Adapter looks at
+        self.picture = Picture()
+        self.new_prompt(random.randrange(1000))
+        self.compile()
+
+    def make(self, seed: int) -> Any:
+        """One more pipeline of this model."""
+        pipe = MODELS[self.model](seed)
+        pipe.vae.to(self.device)
+        return pipe.to(self.device, self.dtype)
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        """The compiled pipeline and its twin."""
+        return self.pipe, self.twin
+
+    def each_unet(self) -> Iterator[Any]:
+        """The UNets of both."""
+        for pipe in self.both:
+            yield pipe.unet
+
+    def compile(self) -> None:
+        """Compile our pipeline with a session of its own."""
+        if not self.compiles:
+            return
+        backend, build = ("inductor", "background") if self.on_gpu else ("eager", "wait")
+        session = new_session(
+            CompileOptions.parse(
+                {"backend": backend, "build": build, "store": self.store, **self.options}
+            )
+        )
+        if not self.on_gpu:
+            recorder = FrozenRecorder()
+            session.captures = Captures(recorder, limit=self.limit)
+            self.recorders.append(recorder)
+        self.session = session
+        self.sessions.append(session)
+        compile_pipe(self.pipe, session=session, ignores=["vae"])
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether real CUDA graphs are made."""
+        return self.device.type == "cuda"
+
+    @property
+    def no_adapters(self) -> bool:
+        """Whether something is on that peft's adapters cannot be put under."""
+        mine = {"ip_adapter", "layer_wrapped", "layer_replaced", "qkv_fused", "offloaded"}
+        return bool((mine | {"deepcache"}) & self.on.keys())
+
+    def new_kinds(self) -> None:
+        """Have every kind of the session without its graph, as before it was built."""
+        for kind in self.session.kinds if self.session is not None else ():
+            if kind.graph is not None:
+                kind.miss("the test wants it")
+
+    def undo(self) -> None:
+        """Leave our pipeline eager."""
+        undo_compile(self.pipe)
+        if self.session is not None:
+            self.session.close()
+        self.session = None
+
+    def all_off(self) -> None:
+        """Switch off every feature, the last one first."""
+        while self.on:
+            self.on.popitem()[1]()
+
+    def close(self) -> None:
+        """Leave nothing behind in torch and diffusers."""
+        self.all_off()
+        self.undo()
+        for session in self.sessions:
+            session.close()
+
+    def new_prompt(self, seed: int) -> None:
+        """Other prompt embeddings."""
+        generator = torch.Generator().manual_seed(seed)
+        width, tokens = self.twin.unet.config.cross_attention_dim, self.picture.tokens
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+        prompts = {
+            "prompt_embeds": noise(1, tokens, width),
+            "negative_prompt_embeds": noise(1, tokens, width),
+        }
+        if self.model == "sdxl":
+            prompts["pooled_prompt_embeds"] = noise(1, models.TEXT_2_WIDTH)
+            prompts["negative_pooled_prompt_embeds"] = noise(1, models.TEXT_2_WIDTH)
+        self.picture.prompts = prompts
+
+    @property
+    def tolerance(self) -> float:
+        """What may differ now."""
+        dtype = torch.bfloat16 if self.picture.autocast else self.dtype
+        return TOLERANCES[self.device.type, dtype]
+
+    def compare(self) -> Mismatch | None:
+        """Draw with both; returns what differs."""
+        freed = self.freed
+        with self._short_of_memory():
+            ours = self._outcome(self.pipe)
+        theirs = self._outcome(self.twin)
+        if self.most_images is not None and isinstance(ours, torch.OutOfMemoryError):
+            return None
+        if self.freed > freed:
+            return Mismatch("freed", 0.0, f"a replay touched {self.freed - freed} freed storages")
+        found = difference(ours, theirs, self.tolerance)
+        if found is not None and found.what == "picture" and found.error < _DOUBTFUL:
+            return None if found.error <= 8 * self._own_rounding(theirs) else found
+        return found
+
+    def _own_rounding(self, theirs: Any) -> float:
+        """How far the twin's picture is from the same in float64: some settings (a scale of 2.5 in
+        an attention) make more of rounding than others."""
+        counting = {"stateful_processor", "forward_that_counts", "offloaded"}
+        if self.dtype is not torch.float32 or self.picture.autocast or counting & self.on.keys():
+            return 0.0
+        prompts, unet = self.picture.prompts, self.twin.unet
+        self.picture.prompts = {name: prompt.double() for name, prompt in prompts.items()}
+        self.dtype = torch.float64
+        unet.double()
+        try:
+            exact = self._outcome(self.twin)
+        finally:
+            self.dtype, self.picture.prompts = torch.float32, prompts
+            unet.float()
+        if isinstance(exact, BaseException):
+            return 0.0
+        return float((theirs - exact).norm() / exact.norm())
+
+    def settle(self, limit_s: float = 240.0) -> Mismatch | None:
+        """Draw until no graph is being built any more."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            mismatch = self.compare()
+            if mismatch is not None or self.session is None:
+                return mismatch
+            status = self.session.status()
+            if not status.building and status.kinds_needed:
+                break
+            time.sleep(0.5)
+        return self.compare()
+
+    @property
+    def freed(self) -> int:
+        """How often a replay touched memory that was given back."""
+        return sum(r.freed for r in self.recorders if isinstance(r, FrozenRecorder))
+
+    def _outcome(self, pipe: Any) -> torch.Tensor | BaseException:
+        try:
+            return self._draw(pipe)
+        except (Exception, KeyboardInterrupt) as exc:
+            return exc
+
+    def _draw(self, pipe: Any) -> torch.Tensor:
+        from tests.differential.drawing import draw
+
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                with self._modes(pipe):
+                    found.append(draw(self, pipe).detach().clone().double().cpu())
+            except (Exception, KeyboardInterrupt) as exc:
+                found.append(exc)
+
+        if self.picture.in_thread:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            work()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    @contextmanager
+    def _short_of_memory(self) -> Iterator[None]:
+        """Within it, an operator of each block raises for too many images: below all that Python
+        sees, as an allocator does. A replay allocates nothing."""
+        most = self.most_images
+        if most is None:
+            yield
+            return
+
+        def silu(x: torch.Tensor) -> torch.Tensor:
+            if x.ndim == 4 and x.shape[0] > most and not self.replaying:
+                raise torch.OutOfMemoryError("no room for so many images")
+            return torch.ops.aten.silu.out(x, out=torch.empty_like(x))
+
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            library.impl("silu", silu, "CPU")
+            yield
+        finally:
+            library._destroy()
+
+    @contextmanager
+    def _modes(self, pipe: Any) -> Iterator[None]:
+        picture = self.picture
+        with ExitStack() as stack:
+            if self.session is not None and pipe is self.pipe and picture.as_picture:
+                stack.enter_context(self.session.picture())
+            stack.enter_context(torch.inference_mode() if picture.inference else torch.no_grad())
+            if picture.autocast:
+                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
+            if picture.mode is not None:
+                stack.enter_context(picture.mode())
+            if picture.in_thread and self.on_gpu:
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
+            yield
+
+
+def difference(
+    ours: torch.Tensor | BaseException, theirs: torch.Tensor | BaseException, tolerance: float
+) -> Mismatch | None:
+    """What differs between two outcomes; None if nothing does."""
+    if isinstance(ours, BaseException) or isinstance(theirs, BaseException):
+        if type(ours) is type(theirs):
+            return None
+        one, other = (
+            f"{type(x).__name__}: {x}"[:300] if isinstance(x, BaseException) else "a picture"
+            for x in (ours, theirs)
+        )
+        return Mismatch("error", 0.0, f"{one}; the twin: {other}")
+    if ours.shape != theirs.shape:
+        return Mismatch("error", 0.0, f"{tuple(ours.shape)}; the twin: {tuple(theirs.shape)}")
+    if theirs.isnan().any() and ours.isnan().equal(theirs.isnan()):
+        return None
+    error = float((ours - theirs).norm() / theirs.norm())
+    if error <= tolerance:  # never true for NaN
+        return None
+    return Mismatch("picture", error, f"differs by {error:.2g}, {tolerance:.2g} are allowed")

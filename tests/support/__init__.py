@@ -1,0 +1,1 @@
+"""Doubles that tests of several packages share, with tests of their own."""

@@ -1,0 +1,151 @@
+"""A recorder for CPUs that sees what a CUDA graph sees.
+
+It logs the operators that a function runs and the storages they touch, and replays these
+operators without the function. Like a CUDA graph it
+
+- reads and writes the very storages that it saw: weights written in place count, a Python value
+  or an attribute does not;
+- does nothing while it records: what the function wrote is put back;
+- owns only what was allocated within the recording. Another storage that has died or moved reads
+  as NaN, since its memory would be somebody else's;
+- shares a pool: a replay writes NaN over what later recordings have left, but for lasting ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.graph_calls import observed_by
+from onediff_ext.engine.torch_versions import OutOfMemoryError
+from tests.support.operator_log import OperatorLog, alive_storage, spoil
+
+
+@dataclass(eq=False)
+class Made:
+    """What tests ask of a recording. It keeps nothing of it alive.
+
+    Args:
+        replays: How often it was replayed.
+        freed: Accesses of a replay to storages that had died or moved.
+    """
+
+    replays: int = 0
+    freed: int = 0
+    size_bytes: int = 100
+
+
+class FrozenRecorder(Recorder):
+    """Records on a CPU, and counts.
+
+    Attributes:
+        forwards: Recordings of forwards, in order.
+        prompts: Recordings whose output is a list, as that of the prompt's part is.
+        error: Raised by the next recording, if set.
+        forgotten: How often all memory was given back.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[Made] = []
+        self.prompts: list[Made] = []
+        self.error: Exception | None = None
+        self.forgotten = 0
+        self._left: list[list[StorageWeakRef]] = []  # per recording in the pool
+
+    @property
+    def recorded(self) -> int:
+        """How many forwards were recorded."""
+        return len(self.forwards)
+
+    @property
+    def replays(self) -> int:
+        """Of all recordings."""
+        return sum(made.replays for made in (*self.forwards, *self.prompts))
+
+    @property
+    def freed(self) -> int:
+        """Accesses of all replays to memory that was no longer there."""
+        return sum(made.freed for made in (*self.forwards, *self.prompts))
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        return None
+
+    def record(
+        self,
+        function: Callable[[], Any],
+        device: torch.device,
+        lasting: bool = False,
+        **others: Any,
+    ) -> Recording:
+        if self.error is not None:
+            raise self.error
+        log = OperatorLog()
+        try:
+            with log, observed_by(log):
+                output = function()
+        except OutOfMemoryError:
+            raise
+        except Exception as exc:
+            lines = [line for line in str(exc).splitlines() if line.strip()]
+            raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
+        finally:
+            log.put_back()
+        left = log.close()
+        number = None
+        if not lasting:
+            number = len(self._left)
+            self._left.append(left)
+        made = Made()
+        (self.prompts if isinstance(output, list) else self.forwards).append(made)
+        return FrozenRecording(log, output, made, self, number)
+
+    def overwrite(self, number: int) -> None:
+        """Write NaN over what recordings in the pool behind this one have left."""
+        for left in self._left[number + 1 :]:
+            for weak in left:
+                storage = alive_storage(weak)
+                if storage is not None:
+                    spoil(storage)
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class FrozenRecording(Recording):
+    """Operators and storages of one call.
+
+    Args:
+        log: What was run.
+        output: The function's result.
+        made: Counts its replays.
+        recorder: Whose memory it shares.
+        number: Its place in the pool; None if it has memory of its own.
+    """
+
+    def __init__(
+        self,
+        log: OperatorLog,
+        output: Any,
+        made: Made,
+        recorder: FrozenRecorder,
+        number: int | None,
+    ) -> None:
+        self.output, self.size_bytes = output, made.size_bytes
+        self._log, self._made, self._number = log, made, number
+        self._recorder, self._of = weakref.ref(recorder), recorder.forgotten
+
+    def replay(self) -> None:
+        recorder = self._recorder()
+        assert recorder is not None
+        assert recorder.forgotten == self._of, "replayed after its memory was given back"
+        if self._number is not None:
+            recorder.overwrite(self._number)
+        self._made.replays += 1
+        self._made.freed += self._log.replay()

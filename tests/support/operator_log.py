@@ -1,0 +1,281 @@
+"""The operators that a function runs, with the storages that they touch; and to run them again.
+
+Only storages that were allocated within the function are kept. Of others it is known whether they
+live and lie where they did: what is gone reads as NaN, since its memory would be somebody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from onediff_ext.engine.graph_calls import GraphObserver
+from onediff_ext.engine.port import Graph
+
+# Operators that a CUDA graph cannot hold: they would have the CPU wait for the GPU, or draw
+# numbers that would be the same in each replay.
+_REFUSED = {
+    torch.Tag.nondeterministic_seeded: "random numbers are drawn",
+    torch.Tag.data_dependent_output: "operation not permitted when stream is capturing",
+    torch.Tag.dynamic_output_shape: "operation not permitted when stream is capturing",
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor: a storage's number, and how it lies in there."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
+
+
+@dataclass(eq=False)
+class _Storage:
+    """What is known of a storage.
+
+    Args:
+        own: Whether it was allocated within the recording.
+        weak: Tells whether it lives.
+        kept: The storage itself, if it is the recording's own and outlived the function.
+        before: A foreign storage's content before the recording wrote into it.
+    """
+
+    own: bool
+    weak: StorageWeakRef
+    address: int
+    size_bytes: int
+    device: torch.device
+    kept: torch.UntypedStorage | None = None
+    before: torch.UntypedStorage | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One operator: arguments with `_Place` for tensors, and where its new results go."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[_Place | None, ...]  # None: the operator has written it itself
+
+
+class OperatorLog(TorchDispatchMode, GraphObserver):
+    """Runs operators and notes them. A graph is one operator: the dispatcher sees nothing of what a
+    compiled one does."""
+
+    observes_only = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[_Storage] = []
+        self._numbers: dict[int, int] = {}
+        self._calls: list[_Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tag, reason in _REFUSED.items():
+            if tag in func.tags and not _drops_nothing(func, args, kwargs):
+                raise RuntimeError(f"{reason} ({func})")
+        self._before_writing(func, args, kwargs)
+        output = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:  # the value of a constant
+            number = self._number(output, own=True)
+            self._storages[number].kept = output.untyped_storage()
+            return output
+        self.add(func, args, kwargs, output)
+        return output
+
+    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        with _disable_current_modes():
+            output = graph(arguments)
+        self.add(lambda *tensors: graph(list(tensors)), tuple(arguments), {}, output)
+        return output
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note an operator that has run."""
+        place = lambda tensor: self._place(tensor, own=False)  # noqa: E731
+        places = _each_tensor(place, args), _each_tensor(place, kwargs)
+        known = len(self._storages)
+        results = []
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                result = self._place(leaf, own=True)
+                results.append(result if result.storage >= known else None)
+        schema = getattr(func, "_schema", None)
+        if any(results) or schema is None or schema.is_mutable:  # else a view
+            self._calls.append(_Call(func, *places, tuple(results)))
+
+    def _before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not func._schema.is_mutable:
+            return
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(given):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                storage = self._storages[self._number(tensor, own=False)]
+                if not storage.own and storage.before is None:
+                    with _disable_current_modes():
+                        storage.before = tensor.untyped_storage().clone()
+
+    def _number(self, tensor: torch.Tensor, *, own: bool) -> int:
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self._storages)
+            weak = StorageWeakRef(storage)  # keeps the number from being used again
+            self._storages.append(
+                _Storage(own, weak, storage.data_ptr(), storage.nbytes(), storage.device)
+            )
+        return number
+
+    def _place(self, tensor: torch.Tensor, *, own: bool) -> _Place:
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError("a tensor that is no plain one")
+        number = self._number(tensor, own=own)
+        return _Place(number, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def put_back(self) -> None:
+        """Undo what recording has written into the storages of others."""
+        for storage in self._storages:
+            alive = alive_storage(storage.weak)
+            if storage.before is not None and alive is not None:
+                alive.copy_(storage.before)
+            storage.before = None
+
+    def close(self) -> list[StorageWeakRef]:
+        """Keep what the function has left of its own, without content; returns which it is."""
+        left = []
+        for storage in self._storages:
+            if storage.own and storage.kept is None:
+                storage.kept = alive_storage(storage.weak)
+                if storage.kept is not None:
+                    spoil(storage.kept)
+                    left.append(storage.weak)
+        return left
+
+    def replay(self) -> int:
+        """Run the operators again; returns how many foreign storages were not there."""
+        memory: dict[int, torch.UntypedStorage] = {}
+        tensors: dict[_Place, torch.Tensor] = {}
+        freed = 0
+
+        def find(place: _Place) -> torch.Tensor:
+            nonlocal freed
+            tensor = tensors.get(place)
+            if tensor is None:
+                if place.storage not in memory:
+                    memory[place.storage], missing = self._memory_of(place.storage)
+                    freed += missing
+                tensor = tensors[place] = place.within(memory[place.storage])
+            return tensor
+
+        with _plainly():
+            for call in self._calls:
+                output = call.function(
+                    *_each_place(find, call.args), **_each_place(find, call.kwargs)
+                )
+                found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+                for place, result in zip(call.results, found, strict=True):
+                    if place is not None:
+                        _keep(result, place, find, self._storages, memory, tensors)
+        return freed
+
+    def _memory_of(self, number: int) -> tuple[torch.UntypedStorage, bool]:
+        storage = self._storages[number]
+        found = storage.kept if storage.own else alive_storage(storage.weak)
+        if found is not None and (
+            storage.own
+            or (found.data_ptr(), found.nbytes()) == (storage.address, storage.size_bytes)
+        ):
+            return found, False
+        made = torch.UntypedStorage(storage.size_bytes, device=storage.device)
+        spoil(made)
+        return made, not storage.own
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator could draw numbers for its dropout, and has none."""
+    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    given |= {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    chances = [given[name] for name in ("p", "dropout_p") if name in given]
+    return chances == [0] or given.get("train", given.get("training")) is False
+
+
+def _keep(
+    result: torch.Tensor,
+    place: _Place,
+    find: Callable[[_Place], torch.Tensor],
+    storages: Sequence[_Storage],
+    memory: dict[int, torch.UntypedStorage],
+    tensors: dict[_Place, torch.Tensor],
+) -> None:
+    """Have a result of a replay lie where it lay in the recording."""
+    fits = (result.dtype, result.shape, result.stride(), result.storage_offset()) == (
+        place.dtype,
+        place.shape,
+        place.strides,
+        place.offset,
+    ) and result.untyped_storage().nbytes() == storages[place.storage].size_bytes
+    if storages[place.storage].kept is None and place.storage not in memory and fits:
+        memory[place.storage], tensors[place] = result.untyped_storage(), result
+    else:
+        find(place).copy_(result)
+
+
+def _each_tensor(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, change, value)
+
+
+def _each_place(find: Callable[[_Place], torch.Tensor], value: Any) -> Any:
+    """The arguments of an operator have no deeper structure than lists."""
+    if isinstance(value, _Place):
+        return find(value)
+    if type(value) is tuple:
+        return tuple(_each_place(find, v) for v in value)
+    if type(value) is list:
+        return [_each_place(find, v) for v in value]
+    if type(value) is dict:
+        return {k: _each_place(find, v) for k, v in value.items()}
+    return value
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Operators run as they are, whatever modes the caller is in."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield
+
+
+def alive_storage(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage itself, if anybody still has it."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+
+
+def spoil(storage: torch.UntypedStorage) -> None:
+    """Fill with bytes that are NaN in every floating type."""
+    with _plainly():
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(255)
