@@ -35,12 +35,12 @@ from benchmarks.fingerprint import fingerprint
 from onediff_ext.cli.model_arguments import default_model, import_libraries
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.priority import usable_cores
-from onediff_ext.engine.kinds import KindState
-from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
-from onediff_ext.service.session import Session
-from onediff_ext.store import durable
+from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
+from onediff_ext.session.session import Session
+from onediff_ext.store import durable_write
 
 SIZES = (
     (192, 192), (256, 256), (288, 192), (192, 288), (168, 144), (336, 288),
@@ -74,7 +74,7 @@ def main() -> int:
 
 def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     device = torch.device("cpu")
-    painter = Painter(load_checkpoint(arguments.model, dtype=torch.float32, device=device))
+    painter = ImageGenerator(load_checkpoint(arguments.model, dtype=torch.float32, device=device))
     settings = DrawSettings(prompt="a cat on a yellow background", steps=arguments.steps)
     chooser = random.Random(0)
     plan = [*SIZES, *(chooser.choice(SIZES) for _ in range(arguments.pictures - len(SIZES)))]
@@ -147,7 +147,7 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
 
 
 def _draw_eager(
-    painter: Painter,
+    painter: ImageGenerator,
     settings: DrawSettings,
     plan: list[tuple[int, int]],
     eager_s: dict[tuple[int, int], list[float]],
@@ -232,12 +232,12 @@ def full_disk() -> Iterator[None]:
     def full(*arguments: Any) -> int:  # noqa: ARG001
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = durable.os
-    durable.os = SimpleNamespace(**{**vars(os), "write": full})  # type: ignore[assignment]
+    before = durable_write.os
+    durable_write.os = SimpleNamespace(**{**vars(os), "write": full})  # type: ignore[assignment]
     try:
         yield
     finally:
-        durable.os = before
+        durable_write.os = before
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from onediff_ext.cli.progress import BuildListener
 from onediff_ext.cli.tables import format_table
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.step_bench import StepTiming
+    from onediff_ext.hosts.diffusers.jobs.step_bench import StepTiming
 
 
 def add_parser(commands: Any) -> None:
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     identity = model_arguments.model_identity(arguments)
     model = model_arguments.load_model(arguments, identity, BuildListener())
 
-    from onediff_ext.hosts.diffusers.report import describe_device, left_eager, versions
-    from onediff_ext.hosts.diffusers.step_bench import time_steps
+    from onediff_ext.hosts.diffusers.jobs.run_report import describe_device, left_eager, versions
+    from onediff_ext.hosts.diffusers.jobs.step_bench import time_steps
 
     timings = [time_steps(model.painter.pipe, shape, arguments.rounds) for shape in shapes]
     print(describe_device(model.painter.device))

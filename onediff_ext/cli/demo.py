@@ -15,10 +15,10 @@ from onediff_ext.cli.tables import format_table
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.drawing import Painter
-    from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
-    from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport
-    from onediff_ext.service.session import Session
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter, RunReport
+    from onediff_ext.session.session import Session
 
 # What the demo checkpoint draws from text alone: prompt, width and height in pixels.
 PROMPTS = (
@@ -90,10 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _draw_prompts(job: Img2ImgJob, name: str, painter: Painter) -> list[Path]:
+def _draw_prompts(job: Img2ImgJob, name: str, painter: ImageGenerator) -> list[Path]:
     """Text to image at a few sizes; nothing for a checkpoint that needs a picture."""
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.hosts.diffusers.img2img_job import infotext
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext
     from onediff_ext.pictures.writing import write_png
 
     paths: list[Path] = []
@@ -139,7 +139,7 @@ def _contact_sheet(
 
 
 def _compile(
-    painter: Painter, arguments: argparse.Namespace, identity: dict[str, object]
+    painter: ImageGenerator, arguments: argparse.Namespace, identity: dict[str, object]
 ) -> tuple[Session, float]:
     import time
 
@@ -150,11 +150,11 @@ def _compile(
 
 
 def _run(
-    job: Img2ImgJob, name: str, painter: Painter, session: Session | None
+    job: Img2ImgJob, name: str, painter: ImageGenerator, session: Session | None
 ) -> tuple[RunReport, ReuseCounter]:
-    from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
-    from onediff_ext.hosts.diffusers.report import RunReport, describe_device
-    from onediff_ext.pictures.report import Report
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
+    from onediff_ext.pictures.skipped import Report
 
     # Times are what the demo is about, so nothing of an earlier demo is taken over.
     identity = {**job.identity, "demo": id(job)}

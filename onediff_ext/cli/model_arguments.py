@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.core.collection import without_collection
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.options import (
     BACKENDS,
     BUILD_POLICIES,
@@ -26,10 +26,10 @@ from onediff_ext.core.options import (
 )
 
 if TYPE_CHECKING:
+    from onediff_ext.building.builder import ProgressListener
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing import Painter
-    from onediff_ext.service.builder import ProgressListener
-    from onediff_ext.service.session import Session
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+    from onediff_ext.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class LoadedModel:
         ready_seconds: From the end of the imports to here.
     """
 
-    painter: Painter
+    painter: ImageGenerator
     session: Session | None
     identity: dict[str, object]
     ready_seconds: float
@@ -263,7 +263,7 @@ def load_model(
     arguments: argparse.Namespace,
     identity: dict[str, object],
     listener: ProgressListener | None = None,
-    check: Callable[[Painter], None] | None = None,
+    check: Callable[[ImageGenerator], None] | None = None,
     *,
     hold_builds: bool = False,
 ) -> LoadedModel:
@@ -308,29 +308,29 @@ def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> 
     return session
 
 
-def load_painter(arguments: argparse.Namespace) -> Painter:
+def load_painter(arguments: argparse.Namespace) -> ImageGenerator:
     """Load checkpoint and LoRAs; everything runs eager.
 
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
-    from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
-    from onediff_ext.hosts.diffusers.drawing import Painter
-    from onediff_ext.hosts.diffusers.lora_files import load_lora
+    from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+    from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 
     device = find_device(arguments.device)
     dtype = find_dtype(arguments.dtype, device)
     checkpoint = load_checkpoint(
         arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
     )
-    painter = Painter(checkpoint, arguments.vae_tiling)
+    painter = ImageGenerator(checkpoint, arguments.vae_tiling)
     for path, weight in parse_loras(arguments.lora):
         load_lora(painter.pipe, path, weight)
     return painter
 
 
 def compile_painter(
-    painter: Painter,
+    painter: ImageGenerator,
     arguments: argparse.Namespace,
     session: Session,
     listener: ProgressListener | None = None,

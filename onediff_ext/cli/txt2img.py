@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
-from onediff_ext.core.collection import without_collection
+from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_arguments import LoadedModel
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
-    from onediff_ext.hosts.diffusers.report import RunReport
+    from onediff_ext.hosts.diffusers.drawing.image_generator import (
+        Drawn,
+        DrawSettings,
+        ImageGenerator,
+    )
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 
 
 def add_parser(commands: Any) -> None:
@@ -47,14 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     identity = model_arguments.model_identity(arguments)
 
     with without_collection():
-        from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
-        from onediff_ext.pictures.beside import Writing
+        from onediff_ext.hosts.diffusers.jobs.run_report import (
+            ReuseCounter,
+            RunReport,
+            describe_device,
+        )
+        from onediff_ext.pictures.background_io import Writing
         from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
     report_file.check_report_path(arguments.report)
 
-    def check(painter: Painter) -> None:
+    def check(painter: ImageGenerator) -> None:
         painter.check_txt2img()
         painter.check(settings)
 
@@ -106,8 +114,8 @@ def _write(
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
-    from onediff_ext.hosts.diffusers.report import PictureResult
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+    from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
     from onediff_ext.pictures.writing import write_png
 
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import GraphCorruptError, StoreError, UntrustedGraphError
-from .container import UnknownSchemaError
-from .folder import StoreFolder
-from .record_file import RecordError, read_record, record_paths
-from .stored_graph import graph_paths, open_graph
-from .write_errors import mapped_write_errors
+from onediff_ext.core.errors import GraphCorruptError, StoreError, UntrustedGraphError
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.graph_file import UnknownSchemaError
+from onediff_ext.store.json_records import RecordError, read_record, record_paths
+from onediff_ext.store.stored_graph import graph_paths, open_graph
+from onediff_ext.store.write_errors import mapped_write_errors
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from onediff_ext.hosts.diffusers.compile import compile_pipe
-from onediff_ext.hosts.diffusers.report import recompile_count
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
+from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
 
 
 def test_thirty_random_sizes_without_a_recompile(make_session):
@@ -41,7 +41,7 @@ _FIFTY_SIZES = """
 import json, random, sys, torch
 torch.set_num_threads(1)
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
-from tests import models
+from tests.support import models
 unet = models.sd15().unet
 holder = type("Holder", (), {})()
 holder.unet = unet

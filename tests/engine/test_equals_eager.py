@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
-from onediff_ext.hosts.diffusers.report import recompile_count
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
+from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
 
 SIZES = ((136, 200, 1), (72, 64, 2))  # height_px, width_px, batch
 

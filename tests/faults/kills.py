@@ -25,10 +25,10 @@ from PIL import Image
 
 from onediff_ext.cli.report_file import check_report_path, write_json
 from onediff_ext.core import fault_points
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.pictures import writing
 from onediff_ext.pictures.resume import is_done
-from onediff_ext.store import CheckpointRecords, GraphLibrary, Verdicts
+from onediff_ext.store import BuildRecords, CheckpointRecords, GraphLibrary
 
 _STORE_POINTS = ("prepared", "opened", "wrote", "synced", "replaced", "folder synced")
 POINTS = {
@@ -52,7 +52,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.pictures, self.report = folder / "out", folder / "report.json"
         self.library = GraphLibrary(folder / "store", 1 << 30)
-        self.verdicts = Verdicts(self.library.folder)
+        self.verdicts = BuildRecords(self.library.folder)
         self.records = CheckpointRecords(self.library.folder)
 
     def write(self, kind: str, name: int, turn: int) -> None:

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from onediff_ext.cli import bench, demo, doctor, graphs, img2img, model_arguments, txt2img, ui
 from onediff_ext.cli import warmup as warmup_command
 from onediff_ext.cli.main import Parser, main
-from onediff_ext.core.deepcache import DeepCacheOptions
+from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.status import Status
+from onediff_ext.panel import html
+from onediff_ext.panel.choices import Choices, from_arguments, from_infotext
+from onediff_ext.panel.fields import BY_NAME, FIELDS
+from onediff_ext.panel.foreign_requests import why_foreign
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.sizing import parse_size_rule
-from onediff_ext.ui import html
-from onediff_ext.ui.choices import Choices, from_arguments, from_infotext
-from onediff_ext.ui.fields import BY_NAME, FIELDS
-from onediff_ext.ui.foreign import why_foreign
-from onediff_ext.ui.standalone.models import parse_loras
-from onediff_ext.ui.standalone.serving import parse_serving
+from onediff_ext.standalone.checkpoint_list import parse_loras
+from onediff_ext.standalone.serving import parse_serving
 from tests.fuzz.strategies import JSON, TEXTS, joined, near
 from tests.fuzz.target import Target
 

@@ -10,14 +10,14 @@ import torch
 
 from onediff_ext.engine import torch_versions
 from onediff_ext.webui.extension import Extension
-from onediff_ext.webui.port import WebUIPort
+from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
 
 def _never() -> Extension:
     raise AssertionError("nothing of the host is needed for this")
 
 
-PORT = WebUIPort(_never)
+PORT = WebUIPanelHost(_never)
 
 
 def test_without_a_gpu_it_is_off_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,9 +37,9 @@ def test_missing_triton_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch
 
 
 def test_import_goes_with_the_hosts_access_to_extensions(host: SimpleNamespace) -> None:
-    from onediff_ext.webui.port import WebUIPort
+    from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
-    port = WebUIPort(lambda: host.extension)
+    port = WebUIPanelHost(lambda: host.extension)
     assert port.why_no_import() is None
     host.shared.cmd_opts.disable_extension_access = True
     assert "--enable-insecure-extension-access" in (port.why_no_import() or "")

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.deepcache.diffusers_unet import DiffusersUNet
-from onediff_ext.engine.deepcache.reuse import DeepCache, deepcache_of
-from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
 
 Pipe = TypeVar("Pipe")
 

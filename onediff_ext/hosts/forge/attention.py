@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from onediff_ext.engine.families.forge import AttentionRules
+from onediff_ext.hosts.forge.blocks import AttentionRules
 
 # Functions whose result is that of PyTorch's kernel but for rounding. Those that quantise
 # (sage) are not: a graph would draw another picture than the host.

@@ -1,0 +1,162 @@
+"""What the page's three tabs do: from text, from one picture, from a folder."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.shapes import nearest_side_px
+from onediff_ext.core.words import counted
+from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+from onediff_ext.panel.choices import Choices
+from onediff_ext.pictures.fitting import from_canvas, to_canvas
+from onediff_ext.pictures.formats import picture_errors
+from onediff_ext.pictures.sizing import fit_size, parse_size_rule
+from onediff_ext.pictures.writing import write_png
+from onediff_ext.standalone.app import StandaloneApp
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MAX_SEED = 2**32 - 1
+OnStep = Callable[[int, int], None]  # step, of how many
+
+
+@dataclass(frozen=True)
+class Result:
+    """Pictures of one press of the button.
+
+    Args:
+        paths: Written pictures with their infotext.
+        said: What was done, how long it took, and what of the settings was left out.
+    """
+
+    paths: list[Path]
+    said: str
+
+
+def chosen_seed(seed: float | None) -> int:
+    """The seed to draw with: a random one for -1 or nothing.
+
+    Raises:
+        OptionError: It is too large.
+    """
+    if seed is None or seed < 0:
+        return random.randint(0, MAX_SEED)
+    if seed > MAX_SEED:
+        raise OptionError(f"The seed {seed:.0f} is too large.", f"Use 0 to {MAX_SEED}, or -1.")
+    return int(seed)
+
+
+def from_text(
+    studio: StandaloneApp,
+    choices: Choices,
+    settings: DrawSettings,
+    width_px: int,
+    height_px: int,
+    batch: int,
+    seed: int,
+    output_dir: Path,
+    on_step: OnStep,
+) -> Result:
+    """Draw a batch from the prompt; seeds count up.
+
+    Raises:
+        OneDiffError: It cannot be drawn, or was cancelled.
+    """
+    width_px, height_px = nearest_side_px(width_px), nearest_side_px(height_px)
+    seeds = list(range(seed, seed + batch))
+
+    def job(painter: ImageGenerator) -> Drawn:
+        return painter.txt2img(settings, width_px, height_px, seeds)
+
+    drawn = studio.draw(
+        choices, width_px, height_px, batch, job, lambda step: on_step(step, settings.steps)
+    )
+    return _keep(studio, choices, settings, drawn, seeds, output_dir, {})
+
+
+def from_picture(
+    studio: StandaloneApp,
+    choices: Choices,
+    settings: DrawSettings,
+    picture: Image.Image | None,
+    size_rule: str,
+    batch: int,
+    seed: int,
+    output_dir: Path,
+    on_step: OnStep,
+) -> Result:
+    """Draw a batch from one picture, at the size that the rule says.
+
+    Raises:
+        OneDiffError: There is no picture, it cannot be drawn, or was cancelled.
+    """
+    if picture is None:
+        raise OptionError("There is no picture to start from.", "Drop one into the box above.")
+    settings.check_img2img_steps()
+    with picture_errors():
+        picture = picture.convert("RGB")
+    fit = fit_size(parse_size_rule(size_rule), picture.width, picture.height)
+    canvas = to_canvas(picture, fit)
+    seeds = list(range(seed, seed + batch))
+
+    def job(painter: ImageGenerator) -> Drawn:
+        return painter.img2img(settings, [canvas] * batch, seeds)
+
+    drawn = studio.draw(
+        choices,
+        fit.canvas_width_px,
+        fit.canvas_height_px,
+        batch,
+        job,
+        lambda step: on_step(step, int(settings.steps * settings.strength)),
+    )
+    drawn = replace(
+        drawn,
+        images=[None if image is None else from_canvas(image, fit) for image in drawn.images],
+    )
+    extra: dict[str, object] = {"Denoising strength": settings.strength}
+    return _keep(studio, choices, settings, drawn, seeds, output_dir, extra)
+
+
+def _keep(
+    studio: StandaloneApp,
+    choices: Choices,
+    settings: DrawSettings,
+    drawn: Drawn,
+    seeds: Sequence[int],
+    output_dir: Path,
+    extra: dict[str, object],
+) -> Result:
+    paths = []
+    painter = studio.loaded()
+    for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
+        if image is None:
+            raise drawn.error(index)
+        used = choices.infotext() if studio.session is not None else {}
+        text = infotext(
+            painter, settings, seed, image, {**extra, **lora_field(studio.identity), **used}
+        )
+        path = _free(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
+        write_png(path, image, infotext=text, digest="")
+        paths.append(path)
+    count = counted(len(paths), "picture")
+    said = (
+        f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step. Seed {seeds[0]}."
+    )
+    said = " ".join([said, *painter.ignored_text(settings), *(f"{n}." for n in drawn.notes)])
+    return Result(paths, said)
+
+
+def _free(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
