@@ -74,16 +74,18 @@ def main() -> int:
 
 def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     device = torch.device("cpu")
-    painter = ImageGenerator(load_checkpoint(arguments.model, dtype=torch.float32, device=device))
+    image_generator = ImageGenerator(
+        load_checkpoint(arguments.model, dtype=torch.float32, device=device)
+    )
     settings = DrawSettings(prompt="a cat on a yellow background", steps=arguments.steps)
     chooser = random.Random(0)
     plan = [*SIZES, *(chooser.choice(SIZES) for _ in range(arguments.pictures - len(SIZES)))]
     plan = plan[: arguments.pictures]
     eager_s: dict[tuple[int, int], list[float]] = {size: [] for size in SIZES}
-    expected = _draw_eager(painter, settings, plan, eager_s)
+    expected = _draw_eager(image_generator, settings, plan, eager_s)
 
     session = new_session(CompileOptions(backend=arguments.backend, store=store))
-    compile_pipe(painter.pipe, session=session)
+    compile_pipe(image_generator.pipe, session=session)
     faults = Faults(session)
     rows: list[dict[str, Any]] = []
     ready_at: int | None = None
@@ -91,7 +93,7 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     for number, (width, height) in enumerate(plan, 1):
         faults.before(number)
         before = time.perf_counter()
-        drawn = painter.txt2img(settings, width, height, [number])
+        drawn = image_generator.txt2img(settings, width, height, [number])
         seconds = time.perf_counter() - before
         status = session.status()
         done = status.kinds_ready + status.kinds_failed == status.kinds_needed
@@ -113,10 +115,10 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     finished = session.wait_for_builds(600)
     build_s = time.perf_counter() - start
     states = sorted(kind.state.value for kind in session.kinds)
-    events = [event.line() for event in session.journal.events]
+    events = [event.line() for event in session.event_log.events]
     session.close()
-    undo_compile(painter.pipe)
-    _draw_eager(painter, settings, plan, eager_s)
+    undo_compile(image_generator.pipe)
+    _draw_eager(image_generator, settings, plan, eager_s)
     for row in rows:
         row["eager_seconds"] = statistics.median(eager_s[row["width"], row["height"]])
         row["ratio"] = row["seconds"] / row["eager_seconds"]
@@ -147,18 +149,18 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
 
 
 def _draw_eager(
-    painter: ImageGenerator,
+    image_generator: ImageGenerator,
     settings: DrawSettings,
     plan: list[tuple[int, int]],
     eager_s: dict[tuple[int, int], list[float]],
 ) -> list[Drawn]:
     """Draw the plan without graphs, and note the times; each size at least twice."""
     for width, height in SIZES:  # the first picture of a size pays for memory and choices
-        painter.txt2img(settings, width, height, [0])
+        image_generator.txt2img(settings, width, height, [0])
     drawn = []
     for number, (width, height) in enumerate(plan, 1):
         start = time.perf_counter()
-        drawn.append(painter.txt2img(settings, width, height, [number]))
+        drawn.append(image_generator.txt2img(settings, width, height, [number]))
         eager_s[width, height].append(time.perf_counter() - start)
     return drawn
 

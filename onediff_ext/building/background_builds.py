@@ -93,7 +93,7 @@ class BackgroundBuilds:
 
     def _work(self) -> None:
         try:
-            self._builder.gate.let_picture_end(_FIRST_PICTURE_S, self._stop)
+            self._builder.foreground.let_picture_end(_FIRST_PICTURE_S, self._stop)
             while not self._stop.is_set():
                 kinds = self._wanted()
                 if not kinds:

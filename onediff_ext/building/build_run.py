@@ -162,7 +162,7 @@ class BuildRun:
             failure = builder.known_failure(kind)
             if failure is not None:
                 kind.fail(failure)
-                builder.journal.note("failed", kind.label, failure)
+                builder.event_log.note("failed", kind.label, failure)
                 self._finished(kind)
                 return
             reason = builder.why_missing(kind)
@@ -178,7 +178,7 @@ class BuildRun:
                 return
             job = Job(kind, locks.pop_all(), unproved=stored, reason=reason)
             self._exporting[id(kind)] = job
-            builder.journal.note("build" if stored is None else "prove", kind.label, reason)
+            builder.event_log.note("build" if stored is None else "prove", kind.label, reason)
 
     def _start_export(self) -> None:
         if self._exporter is not None and self._exporter.is_alive():
@@ -199,11 +199,11 @@ class BuildRun:
 
     def _export(self, kinds: list[BlockKind]) -> None:
         builder = self._builder
-        gate = builder.gate if self._in_background else ForegroundScheduler()
+        foreground = builder.foreground if self._in_background else ForegroundScheduler()
         try:
             for exported in export_all(
                 kinds,
-                gate,
+                foreground,
                 self._halt,
                 children=builder.export_children,
                 in_background=self._in_background,
@@ -224,7 +224,7 @@ class BuildRun:
         jobs = self._working or self._waiting or list(self._exporting.values())
         if not jobs:
             return self._builder.worker_count
-        drawing = self._in_background and self._builder.gate.is_drawing
+        drawing = self._in_background and self._builder.foreground.is_drawing
         return self._builder.workers_beside(jobs[0].kind.device, drawing, len(self._working))
 
     def _dispatch(self) -> None:
@@ -239,7 +239,7 @@ class BuildRun:
             self.workers.submit(job)
 
     def _handle_events(self) -> None:
-        self.workers.give_way(self._in_background and self._builder.gate.is_drawing)
+        self.workers.give_way(self._in_background and self._builder.foreground.is_drawing)
         try:
             event = self._events.get(timeout=_POLL_S)
         except queue.Empty:
@@ -260,7 +260,7 @@ class BuildRun:
                 # With those that it has room for: what they build is done the sooner.
                 self._most_workers = len(self._working)
                 builder = self._builder
-                builder.journal.note("retried", job.kind.label, event.error.message)
+                builder.event_log.note("retried", job.kind.label, event.error.message)
             else:
                 self._machine_at_fault = event.error
         elif job.unproved is not None:
@@ -309,7 +309,7 @@ class BuildRun:
         done, error = False, None
         try:
             background = self._in_background
-            done = self._builder.intake.take(
+            done = self._builder.graph_loader.take(
                 job.kind, payload, source, in_background=background, stop=self._halt
             )
         except BackendError as exc:
@@ -332,7 +332,7 @@ class BuildRun:
                 self._fail(job.kind, error, attempts=job.attempts + 1, lasting=False)
             elif event.done:
                 what, reason = job.news
-                self._builder.journal.note(what, job.kind.label, reason)
+                self._builder.event_log.note(what, job.kind.label, reason)
                 self._finished(job.kind)
 
     def _tries_again(self, job: Job, error: OneDiffError) -> bool:
@@ -345,7 +345,7 @@ class BuildRun:
         if job.attempts >= builder.options.build_attempts or not (lost or job.faults < _PROOF):
             return False
         self._one_at_a_time = self._one_at_a_time or lost
-        builder.journal.note("retried", job.kind.label, error.message, level=logging.WARNING)
+        builder.event_log.note("retried", job.kind.label, error.message, level=logging.WARNING)
         self._waiting.append(job)
         return True
 
@@ -365,7 +365,7 @@ class BuildRun:
                 builder.leave_eager(job.kind)
                 self._finished(job.kind)
             return
-        builder.verdicts.record_load_check(
+        builder.build_records.record_load_check(
             stored.digest,
             job.kind.label,
             machine=machine_digest(job.kind.device),

@@ -78,8 +78,8 @@ class Builder:
         library: Where graphs are looked for and put.
         backend: Who builds and loads them.
         options: Workers, time limits, attempts.
-        journal: Told what happens and why.
-        gate: Knows when a picture is drawn; graphs change between pictures only.
+        event_log: Told what happens and why.
+        foreground: Knows when a picture is drawn; graphs change between pictures only.
 
     Attributes:
         warnings: Why graphs are not kept, each reason once.
@@ -94,12 +94,18 @@ class Builder:
         library: GraphLibrary,
         backend: Backend,
         options: CompileOptions,
-        journal: EventLog | None = None,
-        gate: ForegroundScheduler | None = None,
+        event_log: EventLog | None = None,
+        foreground: ForegroundScheduler | None = None,
     ) -> None:
         self.library, self.backend, self.options = library, backend, options
-        self.journal, self.gate = journal or EventLog(), gate or ForegroundScheduler()
-        self.verdicts, self.history = BuildRecords(library.folder), BuildHistory(library.folder)
+        self.event_log, self.foreground = (
+            event_log or EventLog(),
+            foreground or ForegroundScheduler(),
+        )
+        self.build_records, self.history = (
+            BuildRecords(library.folder),
+            BuildHistory(library.folder),
+        )
         self.warnings: list[str] = []
         self.problem, self.retry_at = "", 0.0
         self._refused: dict[str, str] = {}
@@ -107,7 +113,7 @@ class Builder:
         self.export_children: int | None = None
         self.run: BuildRun | None = None
         self._running = threading.Lock()
-        self.intake = GraphLoader(backend, self.gate, self.load_bytes)
+        self.graph_loader = GraphLoader(backend, self.foreground, self.load_bytes)
 
     @property
     def worker_count(self) -> int:
@@ -173,12 +179,12 @@ class Builder:
                     self.hold(MachineError(f"Builds ended: {exc}"))
                 finally:
                     self.run = None
-                    self.intake.use_ready()
+                    self.graph_loader.use_ready()
 
     def hold(self, exc: BackendError, kinds: Sequence[BlockKind] = ()) -> None:
         """Nothing can be built here now: kinds stay missing, and are tried later."""
         self.problem, self.retry_at = str(exc), time.monotonic() + RETRY_AFTER_S
-        self.journal.note("failed", "all builds", str(exc), level=logging.WARNING)
+        self.event_log.note("failed", "all builds", str(exc), level=logging.WARNING)
         for kind in kinds:
             if kind.state is KindState.MISSING:
                 kind.reason = f"could not be built: {exc.message}"
@@ -201,7 +207,7 @@ class Builder:
 
     def known_failure(self, kind: BlockKind) -> str | None:
         """Why an earlier process could not build a kind; None when it may be tried."""
-        failure = self.verdicts.failure(kind.key.digest, __version__)
+        failure = self.build_records.failure(kind.key.digest, __version__)
         if failure is None:
             return None
         return f"given up on {day_of(failure.at)}: {failure.reason}"
@@ -212,7 +218,7 @@ class Builder:
 
     def is_load_safe_on(self, stored: StoredGraph, machine: str) -> bool | None:
         """The same for a machine of which `machine_digest` is known."""
-        proof = self.verdicts.proof(stored.digest, machine, stored.header.payload_sha256)
+        proof = self.build_records.proof(stored.digest, machine, stored.header.payload_sha256)
         return None if proof is None else not proof.problem
 
     def stored(self, kind: BlockKind) -> StoredGraph | None:
@@ -226,7 +232,7 @@ class Builder:
 
     def refuse(self, kind: BlockKind, payload_sha256: str, problem: str) -> None:
         """Do not load these bytes in this process again. It may be to blame: nothing is kept."""
-        self.journal.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
+        self.event_log.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
         self._refused[kind.key.digest] = payload_sha256
 
     def doubt(self, kind: BlockKind, reason: str) -> bool:
@@ -246,7 +252,7 @@ class Builder:
     def leave_eager(self, kind: BlockKind) -> None:
         """A graph that was doubted turned out right in a process of its own."""
         kind.fail(f"{kind.reason}, but is right in a process of its own: something changes it here")
-        self.journal.note("failed", kind.label, kind.reason, level=logging.WARNING)
+        self.event_log.note("failed", kind.label, kind.reason, level=logging.WARNING)
 
     def trust_again(self) -> None:
         """Forget what was refused or doubted in this process."""
@@ -259,7 +265,7 @@ class Builder:
 
     def why_missing(self, kind: BlockKind) -> str:
         """Why a kind has no graph that may be used here, in plain words."""
-        proof = self.verdicts.read(kind.key.digest).proofs.get(machine_digest(kind.device))
+        proof = self.build_records.read(kind.key.digest).proofs.get(machine_digest(kind.device))
         reason = self.library.explain(kind.key, kind.label)
         if reason == "stored":
             if proof is not None and proof.problem:
@@ -302,7 +308,7 @@ class Builder:
             for known in (self._refused, self._doubted):  # made again, and tried
                 known.pop(kind.key.digest, None)
             # Its worker has tried it. A graph file may claim that of itself, and is not believed.
-            self.verdicts.record_load_check(
+            self.build_records.record_load_check(
                 stored.digest,
                 kind.label,
                 machine=machine,
@@ -318,7 +324,7 @@ class Builder:
         what was patched, or went wrong, in this process.
         """
         kind.fail(f"could not be built: {exc.message}")
-        self.journal.note("failed", kind.label, kind.reason, level=logging.WARNING)
+        self.event_log.note("failed", kind.label, kind.reason, level=logging.WARNING)
         if lasting:
             self.remember_failure(kind, exc.message, attempts)
 
@@ -332,19 +338,19 @@ class Builder:
         if is_its_own and kind.tries + 1 >= self.options.build_attempts:
             self.give_up(kind, exc, attempts=kind.tries + 1, lasting=False)
             return
-        kind.put_off(reason, self.gate.epoch)
-        self.journal.note("put off", kind.label, exc.message)
+        kind.put_off(reason, self.foreground.epoch)
+        self.event_log.note("put off", kind.label, exc.message)
 
     def remember_failure(self, kind: BlockKind, reason: str, attempts: int = 1) -> None:
         """Let no later process try a kind again, until somebody asks or the version changes."""
-        self.verdicts.record_failure(
+        self.build_records.record_failure(
             kind.key.digest, kind.label, reason, attempts=attempts, version=__version__
         )
 
     def mark_bad(self, kind: BlockKind, payload_sha256: str, problem: str) -> None:
         """Never load these bytes on this machine again."""
-        self.journal.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
-        self.verdicts.record_load_check(
+        self.event_log.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
+        self.build_records.record_load_check(
             kind.key.digest,
             kind.label,
             machine=machine_digest(kind.device),

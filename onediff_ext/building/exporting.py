@@ -72,7 +72,7 @@ def can_fork() -> bool:
 
 def export_all(
     kinds: Sequence[BlockKind],
-    gate: ForegroundScheduler,
+    foreground: ForegroundScheduler,
     stop: threading.Event,
     *,
     children: int | None = None,
@@ -82,7 +82,7 @@ def export_all(
 
     Args:
         kinds: The most useful first.
-        gate: Says when this process may be disturbed.
+        foreground: Says when this process may be disturbed.
         stop: Ends the exports at once.
         children: Forked processes at the same time; 0 exports in this process; None is by cores.
         in_background: At a low priority.
@@ -92,7 +92,7 @@ def export_all(
     left = list(kinds)
     if children:
         done: set[int] = set()
-        for exported in _export_in_children(left, gate, stop, children, in_background):
+        for exported in _export_in_children(left, foreground, stop, children, in_background):
             if isinstance(exported.error, BlockGoneError):  # here as well
                 done.add(id(exported.kind))
                 yield exported
@@ -104,7 +104,7 @@ def export_all(
             yield exported
         left = [kind for kind in left if id(kind) not in done]
     for kind in left:
-        with gate.turn(_EXPORT_S, alone=True, stop=stop) as granted:
+        with foreground.turn(_EXPORT_S, alone=True, stop=stop) as granted:
             if stop.is_set() or not granted:
                 return
             exported = _export_here(kind)
@@ -129,7 +129,7 @@ def _failed(exc: Exception) -> ExportError:
 
 def _export_in_children(
     kinds: list[BlockKind],
-    gate: ForegroundScheduler,
+    foreground: ForegroundScheduler,
     stop: threading.Event,
     count: int,
     in_background: bool,
@@ -137,7 +137,7 @@ def _export_in_children(
     ready: list[tuple[BlockKind, Callable[[], bytes]]] = []
     for kind in kinds:
         try:  # the tracing is the child's, on the CPU: of a GPU it cannot even ask the number
-            with gate.turn(_PREPARE_S, stop=stop) as granted:
+            with foreground.turn(_PREPARE_S, stop=stop) as granted:
                 if stop.is_set() or not granted:
                     return
                 ready.append((kind, kind.prepare_export(torch.device("cpu"))))
@@ -151,7 +151,7 @@ def _export_in_children(
     try:
         while (shares or children) and not stop.is_set():
             while shares:
-                with gate.turn(_FORK_PAUSE_S, stop=stop) as granted:
+                with foreground.turn(_FORK_PAUSE_S, stop=stop) as granted:
                     if stop.is_set() or not granted:
                         return
                     try:
@@ -164,7 +164,7 @@ def _export_in_children(
                             yield Exported(kind, None, reason)
                 del shares[0]
             for child in children:
-                giving_way.tell(child.pid, in_background and gate.is_drawing)
+                giving_way.tell(child.pid, in_background and foreground.is_drawing)
             readable, _, _ = select.select([c.pipe for c in children], [], [], _POLL_S)
             for child in list(children):
                 if child.pipe in readable:

@@ -24,17 +24,17 @@ class GraphLoader:
 
     Args:
         backend: Whose graphs these are.
-        gate: Knows when a picture is drawn.
+        foreground: Knows when a picture is drawn.
         load: Makes a graph's bytes callable.
     """
 
     def __init__(
         self,
         backend: Backend,
-        gate: ForegroundScheduler,
+        foreground: ForegroundScheduler,
         load: Callable[[bytes, torch.device], Graph],
     ) -> None:
-        self._backend, self._gate, self._load = backend, gate, load
+        self._backend, self._gate, self._load = backend, foreground, load
         self._load_s = _FIRST_LOAD_S
         self._ready: list[tuple[BlockKind, Graph, str]] = []
         self._lock = threading.Lock()

@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments,
                 job.identity,
                 BuildListener(),
-                check=lambda painter: painter.check(job.settings),
+                check=lambda image_generator: image_generator.check(job.settings),
             )
-            report.device = describe_device(model.painter.device)
+            report.device = describe_device(model.image_generator.device)
             report.ready_seconds = model.ready_seconds
-            report.warnings = model.painter.ignored_text(job.settings)
+            report.warnings = model.image_generator.ignored_text(job.settings)
             progress = Progress("pictures", len(plan.todo))
 
             def show(batch: BatchDone) -> None:
@@ -94,11 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
 
             try:
                 run_job(
-                    job, plan, model.painter, report, skipped, session=model.session, on_batch=show
+                    job,
+                    plan,
+                    model.image_generator,
+                    report,
+                    skipped,
+                    session=model.session,
+                    on_batch=show,
                 )
             finally:
                 progress.close()
-                report.take_session(model.session, model.painter.device)
+                report.take_session(model.session, model.image_generator.device)
                 model.close()
     except BaseException:
         report.skipped = skipped.as_json()

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     shown = _Shown()
     try:
-        report = pipe_warm_up(model.painter.pipe, shapes, shown).run()
+        report = pipe_warm_up(model.image_generator.pipe, shapes, shown).run()
     finally:
         shown.close()
         model.close()

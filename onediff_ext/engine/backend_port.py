@@ -20,12 +20,12 @@ class Backend(ABC):
     Attributes:
         name: One of `onediff_ext.core.options.BACKENDS`.
         capturable: Whether a CUDA graph may be recorded around its graphs.
-        spent: Whether this process can build nothing more, and a new one has to.
+        needs_restart: Whether this process can build nothing more, and a new one has to.
     """
 
     name: str
     capturable = True
-    spent = False
+    needs_restart = False
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:

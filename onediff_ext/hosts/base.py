@@ -72,7 +72,7 @@ class WebUIHost(ABC):
         """The modules that draw now, by component name (`onediff_ext.core.options.COMPONENTS`)."""
 
     @abstractmethod
-    def refusal(self, job: Any) -> str | None:
+    def refusal_reason(self, job: Any) -> str | None:
         """Why the whole of a job has to run eager (offloading, quantised weights), or None.
 
         Args:

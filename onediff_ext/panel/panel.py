@@ -113,7 +113,7 @@ def build_panel(port: PanelHost, enabled: Any, header: Any, elem_id: ElementId) 
 
 def _note(port: PanelHost, enabled: bool) -> str | None:
     """What has to be said before anything is drawn: why it is off, or what is missing."""
-    return (None if enabled else port.why_off()) or port.lacks()
+    return (None if enabled else port.off_reason()) or port.missing_reason()
 
 
 class _Common(TypedDict):

@@ -62,10 +62,10 @@ class PanelHost(ABC):
         """Where finished pictures lie, for proposals of sizes."""
 
     @abstractmethod
-    def why_off(self) -> str | None:
+    def off_reason(self) -> str | None:
         """Why OneDiff is off unless somebody turns it on, such as no GPU; None when it is on."""
 
-    def lacks(self) -> str | None:
+    def missing_reason(self) -> str | None:
         """What graphs need and is missing here, with the one command that mends it; else None."""
         return None
 

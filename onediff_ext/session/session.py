@@ -55,8 +55,8 @@ class Session(KindRegistry):
         rules: Wrappers (LoRA layers) that the host puts around a block's layers.
 
     Attributes:
-        gate: Hosts tell it when a picture begins and ends (`picture`).
-        journal: What happened to the kinds and why.
+        foreground: Hosts tell it when a picture begins and ends (`picture`).
+        event_log: What happened to the kinds and why.
         checkpoint: What is drawn with now (`use_checkpoint`), or None.
         last_picture: The components that drew it.
         substituted: Why another backend builds than the one that was asked for, or "".
@@ -77,8 +77,8 @@ class Session(KindRegistry):
         self.backend, substituted = choose_backend(options.backend)
         root = options.store if options.store is not None else default_root()
         self.library = GraphLibrary(root, options.store_limit_bytes)
-        self.gate, self.journal = ForegroundScheduler(), EventLog()
-        self.builder = Builder(self.library, self.backend, options, self.journal, self.gate)
+        self.foreground, self.event_log = ForegroundScheduler(), EventLog()
+        self.builder = Builder(self.library, self.backend, options, self.event_log, self.foreground)
         # Whoever was killed with its last graph leaves nothing to be built, and may have left more.
         self.builder.sweep()
         remove_stale()
@@ -126,11 +126,11 @@ class Session(KindRegistry):
 
     @property
     def epoch(self) -> int:
-        return self.gate.epoch
+        return self.foreground.epoch
 
     @property
     def moment(self) -> Hashable:
-        return self.gate.moment
+        return self.foreground.moment
 
     def key_entries(self, device: torch.device) -> dict[str, str]:
         if device not in self._entries:
@@ -163,7 +163,9 @@ class Session(KindRegistry):
         """
         may_try = kind.source == "loaded" and self.options.build != "never"
         if not (may_try and self.builder.doubt(kind, kind.reason)):
-            self.journal.note("bad", kind.label, f"its graph {kind.reason}", level=logging.WARNING)
+            self.event_log.note(
+                "bad", kind.label, f"its graph {kind.reason}", level=logging.WARNING
+            )
 
     def found_wrong(self, what: str, problem: str, key: KindKey | None = None) -> None:
         """What had passed its comparison differed from eager in use: it is dropped by then, and
@@ -171,7 +173,7 @@ class Session(KindRegistry):
         report = write_incident(self.library.folder, what, problem, key)
         hint = f"; please attach {report} to an issue" if report is not None else ""
         self.fell_back(what, f"{problem}, in use{hint}")
-        self.journal.note("wrong", what, f"{problem}{hint}", level=logging.ERROR)
+        self.event_log.note("wrong", what, f"{problem}{hint}", level=logging.ERROR)
 
     @property
     def kinds(self) -> list[BlockKind]:
@@ -203,11 +205,11 @@ class Session(KindRegistry):
 
     def forward(self) -> AbstractContextManager[None]:
         """One forward of one model, for the models that `Component` wraps."""
-        return self.gate.forward()
+        return self.foreground.forward()
 
     def drew(self, component: Drawn) -> None:
         """A component takes part in the picture that is being drawn."""
-        self.last_picture.add(component, self.gate.pictures_begun)
+        self.last_picture.add(component, self.foreground.pictures_begun)
 
     def after_forward(self) -> None:
         """Build what a forward found missing, unless the user or a holder does not want it now."""
@@ -305,7 +307,7 @@ class Session(KindRegistry):
         was_building = self.background.is_building
         self.background.cancel()
         if was_building:
-            self.journal.note("cancelled", f"{len(self.missing())} graphs", "by the user")
+            self.event_log.note("cancelled", f"{len(self.missing())} graphs", "by the user")
 
     def wait_for_builds(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being built; returns whether that came in time."""
@@ -313,7 +315,7 @@ class Session(KindRegistry):
 
     def retry_failed(self) -> int:
         """Try again what could not be built, here and in earlier processes; returns how many."""
-        self.builder.verdicts.retry()
+        self.builder.build_records.retry()
         failed = [kind for kind in self.kinds if kind.state is KindState.FAILED]
         self.builder.trust_again()
         self._ask_for_all()
@@ -327,7 +329,7 @@ class Session(KindRegistry):
         """Look again for graphs that have come into the store since, by an import for instance."""
         missing = self.missing()
         # Between two pictures, since graphs change there only.
-        self.gate.between_pictures(lambda: self._load_all(missing))
+        self.foreground.between_pictures(lambda: self._load_all(missing))
 
     def fallbacks(self, since: Counter[tuple[str, str]] | None = None) -> list[Fallback]:
         """Calls that ran eager and why, most frequent first; all, or those after a moment."""
@@ -369,7 +371,7 @@ class Session(KindRegistry):
         graph = self.read_ahead.take(kind.key.digest, kind.device)
         if graph is not None:
             kind.accept(graph, "loaded")
-            self.journal.note("loaded", kind.label, "read ahead")
+            self.event_log.note("loaded", kind.label, "read ahead")
             return
         stored = self.builder.stored(kind)
         if stored is None or stored.payload is None:
@@ -378,11 +380,11 @@ class Session(KindRegistry):
         if not self.builder.is_load_safe(stored, kind):
             self._unproved.add(kind.key.digest)
             kind.miss("its stored graph was never loaded on this machine and is proved first")
-            self.journal.note("prove", kind.label, kind.reason)
+            self.event_log.note("prove", kind.label, kind.reason)
             return
         try:
             kind.accept(self.builder.load(stored.payload, kind), "loaded")
-            self.journal.note("loaded", kind.label, "stored")
+            self.event_log.note("loaded", kind.label, "stored")
         except BackendError as exc:
             problem = f"cannot be loaded: {exc.message}"
             self.builder.refuse(kind, stored.header.payload_sha256, problem)
@@ -392,11 +394,11 @@ class Session(KindRegistry):
         failure = self.builder.known_failure(kind)
         if failure is not None:
             kind.fail(failure)
-            self.journal.note("failed", kind.label, failure, level=logging.WARNING)
+            self.event_log.note("failed", kind.label, failure, level=logging.WARNING)
         elif self.options.build == "never":
             # Nobody else will: who builds explains as well, on another thread.
             kind.reason = self.builder.why_missing(kind)
-            self.journal.note("missing", kind.label, kind.reason)
+            self.event_log.note("missing", kind.label, kind.reason)
 
 
 class _Picture(AbstractContextManager[None]):
@@ -404,10 +406,10 @@ class _Picture(AbstractContextManager[None]):
         self._session = session
 
     def __enter__(self) -> None:
-        self._session.gate.begin_picture()
+        self._session.foreground.begin_picture()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._session.gate.end_picture()
+        self._session.foreground.end_picture()
         self._session.record_checkpoint()
         if self._session.options.build != "wait":
             self._session.background.start()

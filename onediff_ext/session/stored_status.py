@@ -31,20 +31,20 @@ def stored_status(
     latest = max((use.last_used_at for use in record.kinds.values()), default=0.0)
     digests = [d for d, use in record.kinds.items() if latest - use.last_used_at < _SAME_RUN_S]
     labels = {graph.digest: graph.label for graph in library.entries()}
-    verdicts, history = BuildRecords(library.folder), BuildHistory(library.folder)
+    build_records, history = BuildRecords(library.folder), BuildHistory(library.folder)
     machine = machine_digest(device)
     ready = [digest for digest in digests if digest in labels]
     failures = [
         verdict
         for digest in digests
         if digest not in labels
-        and (verdict := verdicts.read(digest)).failure is not None
+        and (verdict := build_records.read(digest)).failure is not None
         and verdict.failure.version == __version__
     ]
     failed = {verdict.digest for verdict in failures}
     missing = [digest for digest in digests if digest not in labels and digest not in failed]
     building = [digest for digest in missing if library.is_being_built(digest)]
-    expected = history.build_seconds(machine, [verdicts.read(d).label for d in missing])
+    expected = history.build_seconds(machine, [build_records.read(d).label for d in missing])
     known = [seconds for seconds in expected if seconds is not None]
     steps = history.steps(machine, record.content_hash)
     workers = worker_count(options)
@@ -58,7 +58,7 @@ def stored_status(
         kinds_needed=len(digests),
         building=bool(building),
         seconds_left=sum(known) / workers if building and len(known) == len(missing) else None,
-        building_now=tuple(verdicts.read(d).label or d[:12] for d in building),
+        building_now=tuple(build_records.read(d).label or d[:12] for d in building),
         waiting=len(missing) - len(building),
         speedup=speedup_of(steps),
         pays_off_after=pictures_until_it_pays(history, [labels[d] for d in ready], workers, steps),

@@ -42,7 +42,7 @@ class StandaloneApp:
         vae_tiling: As `ImageGenerator` takes it.
 
     Attributes:
-        painter: Of the loaded checkpoint; None before the first.
+        image_generator: Of the loaded checkpoint; None before the first.
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide a picture.
         is_busy: A job is running.
@@ -59,7 +59,7 @@ class StandaloneApp:
         self._vae_tiling = vae_tiling
         # What is known of each checkpoint's VAE, as long as the process lives.
         self._overflowing: dict[object, set[str]] = {}
-        self.painter: ImageGenerator | None = None
+        self.image_generator: ImageGenerator | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
         self._sessions: dict[tuple[str, bool, str], Session] = {}
@@ -130,16 +130,16 @@ class StandaloneApp:
                 ],
                 "dtype": str(self.dtype),
             }
-            if self.painter is not None and identity == self.identity:
+            if self.image_generator is not None and identity == self.identity:
                 return
             self.check_cancelled()
             checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
             overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
-            painter = ImageGenerator(checkpoint, self._vae_tiling, overflowing)
+            image_generator = ImageGenerator(checkpoint, self._vae_tiling, overflowing)
             for path, weight in loras:
                 self.check_cancelled()
-                load_lora(painter.pipe, path, weight)
-            self.painter, self.identity, self._applied = painter, identity, None
+                load_lora(image_generator.pipe, path, weight)
+            self.image_generator, self.identity, self._applied = image_generator, identity, None
 
     def draw(
         self,
@@ -163,18 +163,18 @@ class StandaloneApp:
             OptionError: There is no checkpoint, or something cannot be drawn.
         """
         with self.turn():
-            painter = self.loaded()
+            image_generator = self.loaded()
             self.apply(choices, choices.outside(width_px, height_px, batch))
 
             def step(number: int) -> None:
                 self.check_cancelled()
                 on_step(number)
 
-            painter.on_step = step
+            image_generator.on_step = step
             try:
-                drawn = job(painter)
+                drawn = job(image_generator)
             finally:
-                painter.on_step = lambda _: None
+                image_generator.on_step = lambda _: None
             if choices.on_failure == STOP and (reasons := self.status().reasons):
                 raise OptionError(
                     f"Graphs could not be used: {reasons[0]}.",
@@ -188,9 +188,9 @@ class StandaloneApp:
         Raises:
             OptionError: No checkpoint is loaded.
         """
-        if self.painter is None:
+        if self.image_generator is None:
             raise OptionError("No checkpoint is loaded.", "Choose one at the top of the page.")
-        return self.painter
+        return self.image_generator
 
     def apply(self, choices: Choices, why_eager: str | None = None) -> None:
         """Put graphs under the checkpoint as the panel says, or take them away.
@@ -199,18 +199,18 @@ class StandaloneApp:
             choices: From the panel.
             why_eager: Why this job runs without, if it does.
         """
-        painter = self.loaded()
+        image_generator = self.loaded()
         wanted: tuple[object, ...] = (False,)
         if choices.enabled and why_eager is None:
             wanted = (True, self._session_key(choices), choices.ignores)
         self._why_eager = why_eager or ""
         if wanted == self._applied:
             return
-        undo_compile(painter.pipe)
+        undo_compile(image_generator.pipe)
         self.session = None
         if wanted[0]:
             session = self._session_of(choices)
-            checkpoint = painter.checkpoint
+            checkpoint = image_generator.checkpoint
             session.use_checkpoint(
                 str(self.identity["checkpoint"]),
                 name=checkpoint.name,
@@ -218,7 +218,7 @@ class StandaloneApp:
                 architecture=checkpoint.architecture,
                 device=self.device,
             )
-            compile_pipe(painter.pipe, ignores=choices.ignores, session=session)
+            compile_pipe(image_generator.pipe, ignores=choices.ignores, session=session)
             self.session = session
         self._applied = wanted
 

@@ -54,7 +54,7 @@ def chosen_seed(seed: float | None) -> int:
 
 
 def from_text(
-    studio: StandaloneApp,
+    standalone_app: StandaloneApp,
     choices: Choices,
     settings: DrawSettings,
     width_px: int,
@@ -72,17 +72,17 @@ def from_text(
     width_px, height_px = nearest_side_px(width_px), nearest_side_px(height_px)
     seeds = list(range(seed, seed + batch))
 
-    def job(painter: ImageGenerator) -> Drawn:
-        return painter.txt2img(settings, width_px, height_px, seeds)
+    def job(image_generator: ImageGenerator) -> Drawn:
+        return image_generator.txt2img(settings, width_px, height_px, seeds)
 
-    drawn = studio.draw(
+    drawn = standalone_app.draw(
         choices, width_px, height_px, batch, job, lambda step: on_step(step, settings.steps)
     )
-    return _keep(studio, choices, settings, drawn, seeds, output_dir, {})
+    return _keep(standalone_app, choices, settings, drawn, seeds, output_dir, {})
 
 
 def from_picture(
-    studio: StandaloneApp,
+    standalone_app: StandaloneApp,
     choices: Choices,
     settings: DrawSettings,
     picture: Image.Image | None,
@@ -106,10 +106,10 @@ def from_picture(
     canvas = to_canvas(picture, fit)
     seeds = list(range(seed, seed + batch))
 
-    def job(painter: ImageGenerator) -> Drawn:
-        return painter.img2img(settings, [canvas] * batch, seeds)
+    def job(image_generator: ImageGenerator) -> Drawn:
+        return image_generator.img2img(settings, [canvas] * batch, seeds)
 
-    drawn = studio.draw(
+    drawn = standalone_app.draw(
         choices,
         fit.canvas_width_px,
         fit.canvas_height_px,
@@ -122,11 +122,11 @@ def from_picture(
         images=[None if image is None else from_canvas(image, fit) for image in drawn.images],
     )
     extra: dict[str, object] = {"Denoising strength": settings.strength}
-    return _keep(studio, choices, settings, drawn, seeds, output_dir, extra)
+    return _keep(standalone_app, choices, settings, drawn, seeds, output_dir, extra)
 
 
 def _keep(
-    studio: StandaloneApp,
+    standalone_app: StandaloneApp,
     choices: Choices,
     settings: DrawSettings,
     drawn: Drawn,
@@ -135,13 +135,17 @@ def _keep(
     extra: dict[str, object],
 ) -> Result:
     paths = []
-    painter = studio.loaded()
+    image_generator = standalone_app.loaded()
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
             raise drawn.error(index)
-        used = choices.infotext() if studio.session is not None else {}
+        used = choices.infotext() if standalone_app.session is not None else {}
         text = infotext(
-            painter, settings, seed, image, {**extra, **lora_field(studio.identity), **used}
+            image_generator,
+            settings,
+            seed,
+            image,
+            {**extra, **lora_field(standalone_app.identity), **used},
         )
         path = _free(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
         write_png(path, image, infotext=text, digest="")
@@ -150,7 +154,9 @@ def _keep(
     said = (
         f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step. Seed {seeds[0]}."
     )
-    said = " ".join([said, *painter.ignored_text(settings), *(f"{n}." for n in drawn.notes)])
+    said = " ".join(
+        [said, *image_generator.ignored_text(settings), *(f"{n}." for n in drawn.notes)]
+    )
     return Result(paths, said)
 
 

@@ -36,7 +36,7 @@ class FolderProgress:
 
 
 def run_folder(
-    studio: StandaloneApp, choices: Choices, job: Img2ImgJob
+    standalone_app: StandaloneApp, choices: Choices, job: Img2ImgJob
 ) -> Iterator[FolderProgress]:
     """Do a job in a thread of its own and tell how far it is.
 
@@ -57,22 +57,22 @@ def run_folder(
 
     def work() -> None:
         try:
-            with studio.turn():
-                painter = studio.loaded()
-                studio.apply(choices)
-                painter.on_step = studio.check_cancelled
+            with standalone_app.turn():
+                image_generator = standalone_app.loaded()
+                standalone_app.apply(choices)
+                image_generator.on_step = standalone_app.check_cancelled
                 try:
                     run_job(
                         job,
                         plan,
-                        painter,
+                        image_generator,
                         RunReport(),
                         report,
-                        session=studio.session,
+                        session=standalone_app.session,
                         on_batch=events.put,
                     )
                 finally:
-                    painter.on_step = lambda _: None
+                    image_generator.on_step = lambda _: None
         except BaseException as exc:
             events.put(exc)
         events.put(None)

@@ -46,31 +46,31 @@ def serve(
         OneDiffError: The checkpoint or a LoRA cannot be loaded, or the output folder not used.
     """
     make_folder(output_dir)
-    studio = StandaloneApp(device, dtype, options, vae_tiling)
-    studio.load(model, loras)
-    page = make_page(studio, output_dir.resolve(), is_local=serving.is_local)
+    standalone_app = StandaloneApp(device, dtype, options, vae_tiling)
+    standalone_app.load(model, loras)
+    page = make_page(standalone_app, output_dir.resolve(), is_local=serving.is_local)
     try:
         launch(page, serving)
     finally:
-        studio.close()
+        standalone_app.close()
 
 
-def make_page(studio: StandaloneApp, output_dir: Path, *, is_local: bool = True) -> Page:
+def make_page(standalone_app: StandaloneApp, output_dir: Path, *, is_local: bool = True) -> Page:
     """The whole page, events included, for a studio with a loaded checkpoint.
 
     Args:
-        studio: Draws.
+        standalone_app: Draws.
         output_dir: Where pictures go.
         is_local: Only this machine's own users reach it: they may name files and folders.
     """
-    defaults = replace(_defaults(studio, output_dir), is_local=is_local)
-    page = build_page(studio, defaults)
-    PageEvents(page, studio, defaults).connect()
+    defaults = replace(_defaults(standalone_app, output_dir), is_local=is_local)
+    page = build_page(standalone_app, defaults)
+    PageEvents(page, standalone_app, defaults).connect()
     return page
 
 
-def _defaults(studio: StandaloneApp, output_dir: Path) -> PageDefaults:
-    checkpoint = studio.loaded().checkpoint
+def _defaults(standalone_app: StandaloneApp, output_dir: Path) -> PageDefaults:
+    checkpoint = standalone_app.loaded().checkpoint
     defaults = PageDefaults(
         model=checkpoint.path,
         output_dir=output_dir,

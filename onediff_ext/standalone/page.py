@@ -62,9 +62,9 @@ class Page:
     result: dict[str, Any] = field(default_factory=dict)
 
 
-def build_page(studio: StandaloneApp, defaults: PageDefaults) -> Page:
+def build_page(standalone_app: StandaloneApp, defaults: PageDefaults) -> Page:
     """Make the page, without its events."""
-    port = StandalonePanelHost(studio, defaults.output_dir, is_local=defaults.is_local)
+    port = StandalonePanelHost(standalone_app, defaults.output_dir, is_local=defaults.is_local)
     folder: dict[str, Any] = {}
     look = accepted(gr.Blocks, css=page_css(), theme=page_theme())
     with gr.Blocks(title="OneDiff", analytics_enabled=False, **look) as blocks:
@@ -86,7 +86,7 @@ def build_page(studio: StandaloneApp, defaults: PageDefaults) -> Page:
                 with gr.Group(elem_id="onediff_panel"):
                     with gr.Row(elem_id="onediff_panel_head"):
                         enabled = gr.Checkbox(
-                            port.why_off() is None,
+                            port.off_reason() is None,
                             label="OneDiff",
                             container=False,
                             elem_id="onediff_enabled",

@@ -51,12 +51,12 @@ class PageEvents:
 
     Args:
         page: From `build_page`.
-        studio: Draws.
+        standalone_app: Draws.
         defaults: Where pictures go.
     """
 
-    def __init__(self, page: Page, studio: StandaloneApp, defaults: PageDefaults) -> None:
-        self.page, self.studio, self.defaults = page, studio, defaults
+    def __init__(self, page: Page, standalone_app: StandaloneApp, defaults: PageDefaults) -> None:
+        self.page, self.standalone_app, self.defaults = page, standalone_app, defaults
 
     def connect(self) -> None:
         """Give every button its work. The panel's own are connected already."""
@@ -126,7 +126,7 @@ class PageEvents:
 
     def _on_cancel(self, tab: Values) -> None:
         def cancel() -> str:
-            self.studio.cancel()
+            self.standalone_app.cancel()
             return html.message("Stopping at the next step.")
 
         tab["cancel"].click(
@@ -137,7 +137,7 @@ class PageEvents:
         self, choices: Choices, picture: Values, width: float, height: float, on_step: Any
     ) -> Result:
         return from_text(
-            self.studio,
+            self.standalone_app,
             choices,
             _settings(choices, picture),
             _whole(width, "width"),
@@ -158,7 +158,7 @@ class PageEvents:
         on_step: Any,
     ) -> Result:
         return from_picture(
-            self.studio,
+            self.standalone_app,
             choices,
             _settings(choices, picture, strength),
             source,
@@ -179,7 +179,7 @@ class PageEvents:
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
                 for progress in run_folder(
-                    self.studio, choices, self._folder_job(choices, picture, own)
+                    self.standalone_app, choices, self._folder_job(choices, picture, own)
                 ):
                     shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
                     yield [_folder_html(progress), shown, *self._status(values[0])]
@@ -206,7 +206,7 @@ class PageEvents:
             inputs=[Path(own["source"]).expanduser()],
             output_dir=Path(own["target"]).expanduser(),
             settings=_settings(choices, picture, own["strength"]),
-            identity={**self.studio.identity, **choices.changes()},
+            identity={**self.standalone_app.identity, **choices.changes()},
             seed=chosen_seed(picture["seed"]),
             size_rule=parse_size_rule(own["size"] or "own"),
             vary_seed=own["vary_seed"],
@@ -220,10 +220,10 @@ class PageEvents:
         try:
             if not self.defaults.is_local:
                 self._refuse_other_files(checkpoint, loras)
-            self.studio.load(Path(checkpoint), parse_loras(loras or ""))
+            self.standalone_app.load(Path(checkpoint), parse_loras(loras or ""))
         except OneDiffError as exc:
             return [html.error(exc), *self._status(enabled)]
-        name = self.studio.loaded().checkpoint.name
+        name = self.standalone_app.loaded().checkpoint.name
         return [html.message(f"{name} is loaded."), *self._status(enabled)]
 
     def _refuse_other_files(self, checkpoint: str, loras: str) -> None:

@@ -29,20 +29,22 @@ class StandalonePanelHost(PanelHost):
     """The studio as the panel sees it.
 
     Args:
-        studio: Draws.
+        standalone_app: Draws.
         output_dir: Where finished pictures lie.
         is_local: Only this machine's own users reach the page.
     """
 
-    def __init__(self, studio: StandaloneApp, output_dir: Path, *, is_local: bool = True) -> None:
-        self.studio, self._output_dir, self._is_local = studio, output_dir, is_local
+    def __init__(
+        self, standalone_app: StandaloneApp, output_dir: Path, *, is_local: bool = True
+    ) -> None:
+        self.standalone_app, self._output_dir, self._is_local = standalone_app, output_dir, is_local
         self._warming = WarmUpControl()
 
     def status(self) -> Status:
-        return self.studio.status()
+        return self.standalone_app.status()
 
     def cancel(self) -> None:
-        session = self.studio.session
+        session = self.standalone_app.session
         if not self._warming.cancel() and session is not None:
             session.cancel_builds()
 
@@ -55,21 +57,21 @@ class StandalonePanelHost(PanelHost):
         return FEATURES
 
     def library(self) -> GraphLibrary:
-        return self.studio.library
+        return self.standalone_app.library
 
     def machine(self) -> str:
-        return machine_digest(self.studio.device)
+        return machine_digest(self.standalone_app.device)
 
     def picture_folders(self) -> Sequence[Path]:
         return [self._output_dir]
 
-    def why_off(self) -> str | None:
-        if self.studio.device.type == "cuda":
+    def off_reason(self) -> str | None:
+        if self.standalone_app.device.type == "cuda":
             return None
         return "There is no GPU here, where graphs win little: off unless you turn it on."
 
-    def lacks(self) -> str | None:
-        return why_no_graphs(self.studio.device)
+    def missing_reason(self) -> str | None:
+        return why_no_graphs(self.standalone_app.device)
 
     def schema(self) -> dict[str, object]:
         return schema(FEATURES)
@@ -97,12 +99,14 @@ class StandalonePanelHost(PanelHost):
             steps.put(WarmUpStep(progress.done, progress.needed, note, progress.seconds_left))
 
         def one_pass(left: list[BatchShape]) -> WarmUpReport:
-            with self.studio.turn():
+            with self.standalone_app.turn():
                 if self._warming.is_cancelled:
                     return WarmUpReport(cancelled=True)
-                painter = self.studio.loaded()
-                self.studio.apply(choices)
-                warm_up = pipe_warm_up(painter.pipe, left, listen, self.studio.is_waited_for)
+                image_generator = self.standalone_app.loaded()
+                self.standalone_app.apply(choices)
+                warm_up = pipe_warm_up(
+                    image_generator.pipe, left, listen, self.standalone_app.is_waited_for
+                )
                 return self._warming.run(warm_up)
 
         try:

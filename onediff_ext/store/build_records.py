@@ -151,7 +151,7 @@ class BuildRecords:
 
     def failures(self) -> Iterator[BuildRecord]:
         """Yield the kinds that cannot be built, by digest."""
-        for path in record_paths(self.folder.verdicts):
+        for path in record_paths(self.folder.build_records):
             if is_digest(path.stem):
                 verdict = self.read(path.stem)
                 if verdict.failure is not None:
@@ -187,7 +187,7 @@ class BuildRecords:
 
     def _path(self, digest: str) -> Path:
         graph_path(self.folder.graphs, digest)  # refuses what is no digest
-        return self.folder.verdicts / f"{digest}.json"
+        return self.folder.build_records / f"{digest}.json"
 
 
 def _parse(digest: str, record: object) -> BuildRecord:

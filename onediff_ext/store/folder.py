@@ -83,7 +83,7 @@ class StoreFolder:
         return self.home / "checkpoints"
 
     @property
-    def verdicts(self) -> Path:
+    def build_records(self) -> Path:
         """Folder of what was learnt about kinds."""
         return self.home / "verdicts"
 

@@ -246,9 +246,9 @@ class GraphLibrary:
                 report.freed_bytes / 1e6,
                 reason,
             )
-            verdicts = BuildRecords(self.folder)
+            build_records = BuildRecords(self.folder)
             for digest in report.digests:
-                verdicts.record_eviction(digest, reason)
+                build_records.record_eviction(digest, reason)
         return report
 
     def is_being_built(self, digest: str) -> bool:

@@ -114,7 +114,7 @@ def _schema_problem(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]
 def _record_paths(folder: StoreFolder) -> Iterator[Path]:
     for name in ("history.json", "content-hashes.json"):
         yield folder.home / name
-    for records in (folder.checkpoints, folder.verdicts):
+    for records in (folder.checkpoints, folder.build_records):
         yield from record_paths(records)
 
 

@@ -265,7 +265,7 @@ class Acceleration:
             # It may have been of the job before: hosts clean up after that when this one begins.
             self._reasons.remove(self._early_reason)
             self._early_reason = None
-        reason = self.host.refusal(entry.job())
+        reason = self.host.refusal_reason(entry.job())
         if reason is not None:
             self._detach()
             self._note(reason)
@@ -404,7 +404,7 @@ class Acceleration:
             if entry.options is not None:
                 picture = self._session_for(entry.options).picture()
             elif self._session is not None:
-                picture = self._session.gate.picture()  # builds nothing afterwards
+                picture = self._session.foreground.picture()  # builds nothing afterwards
             else:
                 return
             picture.__enter__()

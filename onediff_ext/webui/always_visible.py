@@ -47,7 +47,7 @@ class OneDiffScript(scripts.Script):
         def elem_id(name: str) -> str:
             return f"onediff_{tab}_{name}"
 
-        enabled_by_default = PORT.why_off() is None
+        enabled_by_default = PORT.off_reason() is None
         if hasattr(ui_components, "InputAccordion"):
             frame = ui_components.InputAccordion(
                 enabled_by_default, label="OneDiff", elem_id=f"onediff_{tab}"

@@ -54,7 +54,7 @@ class Evaluation:
             prompt=tuple(_texts_in_force(sampler, number)),
         )
 
-    def refusal(self, checkpoint: str) -> str | None:
+    def refusal_reason(self, checkpoint: str) -> str | None:
         """Why there is nothing to win for DeepCache, or None."""
         reasons = (few_steps_refusal(name, self.steps) for name in (*self.samplers, checkpoint))
         return next(filter(None, reasons), None)
@@ -118,10 +118,10 @@ class WebUIDeepCache:
         # A refiner's run begins in the middle.
         if evaluation.number == 0 or self._tally is None:
             self.end_run()
-            refusal = evaluation.refusal(checkpoint)
+            refusal_reason = evaluation.refusal_reason(checkpoint)
             if foreign is not None:
-                refusal = refusal or f"DeepCache is off: {foreign}"
-            self._begin_run(options, evaluation, refusal, tally)
+                refusal_reason = refusal_reason or f"DeepCache is off: {foreign}"
+            self._begin_run(options, evaluation, refusal_reason, tally)
         cache = self._cache
         if cache is not None and cache.options.is_on:
             cache.note("weights", weights)
@@ -160,14 +160,14 @@ class WebUIDeepCache:
         self,
         options: DeepCacheOptions,
         evaluation: Evaluation,
-        refusal: str | None,
+        refusal_reason: str | None,
         tally: DeepCacheTally,
     ) -> None:
         self._tally = tally
         if not options.is_on:
             return
-        if refusal is not None:
-            tally.reason = refusal
+        if refusal_reason is not None:
+            tally.reason = refusal_reason
             return
         try:
             if self._cache is None:

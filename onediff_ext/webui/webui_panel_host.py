@@ -56,12 +56,12 @@ class WebUIPanelHost(PanelHost):
         folders = [getattr(opts, name, "") for name in names]
         return [Path(folder) for folder in dict.fromkeys(folders) if folder]
 
-    def why_off(self) -> str | None:
+    def off_reason(self) -> str | None:
         if _device().type == "cuda":
             return None
         return "There is no GPU here, where graphs win little: off unless you turn it on."
 
-    def lacks(self) -> str | None:
+    def missing_reason(self) -> str | None:
         from onediff_ext.backends.registry import why_no_graphs
 
         return why_no_graphs(_device())

@@ -46,7 +46,7 @@ def test_first_forward_is_eager_and_later_ones_compiled(open_session, small):
     )
     assert status.kinds_needed == len(session.kinds) > 5
     assert {kind.state for kind in session.kinds} == {KindState.READY}
-    assert {event.what for event in session.journal.events} == {"build", "built"}
+    assert {event.what for event in session.event_log.events} == {"build", "built"}
 
 
 def test_without_a_graph_blocks_are_looked_at_once_a_picture(open_session, small, monkeypatch):
@@ -94,10 +94,10 @@ def test_graphs_change_between_pictures_only(open_session, small, instant):
     small()
     with session.picture():
         before = session.status().kinds_ready
-        wait_for(lambda: sum(e.what == "built" for e in session.journal.events) >= before + 2)
+        wait_for(lambda: sum(e.what == "built" for e in session.event_log.events) >= before + 2)
         small()
         assert session.status().kinds_ready == session.count("built") == before
-        assert not [e for e in session.journal.events if e.what == "loaded"]  # once is enough
+        assert not [e for e in session.event_log.events if e.what == "loaded"]  # once is enough
         with session.picture():  # nested ones are one
             small()
         assert session.status().kinds_ready == before
@@ -124,7 +124,7 @@ def test_cancel_is_immediate_and_keeps_what_is_built(open_session, small):
     session.build_in_background()
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds) > kept
-    assert sum(e.what == "built" for e in session.journal.events) == len(session.kinds)
+    assert sum(e.what == "built" for e in session.event_log.events) == len(session.kinds)
 
 
 def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
@@ -135,15 +135,15 @@ def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
     with session.picture():
         small()
         time.sleep(0.5)
-        assert not session.journal.events
-    wait_for(lambda: session.journal.events)
+        assert not session.event_log.events
+    wait_for(lambda: session.event_log.events)
     session.close()
     monkeypatch.setattr(background_builds, "_FIRST_PICTURE_S", 0.1)
     session = open_session()
     compile_pipe(small.pipe, session=session)
     with session.picture():
         small()
-        wait_for(lambda: session.journal.events)
+        wait_for(lambda: session.event_log.events)
 
 
 @pytest.mark.parametrize("children", [0, 2])
@@ -214,7 +214,7 @@ def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
     small()
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds)
-    retried = [e for e in session.journal.events if e.what == "retried"]
+    retried = [e for e in session.event_log.events if e.what == "retried"]
     assert len(retried) == 2
     assert all("SIGKILL" in event.reason for event in retried)
 
@@ -248,7 +248,7 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
         assert again.retry_failed() == 1
         assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("built") == 1
-    assert list(again.builder.verdicts.failures()) == []
+    assert list(again.builder.build_records.failures()) == []
 
 
 def test_a_kind_that_cannot_be_built_is_not_tried_again(open_session, small, monkeypatch, instant):
@@ -317,7 +317,7 @@ def test_the_most_useful_kind_is_built_first(open_session, small, instant):
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
-    built = [e.label for e in session.journal.events if e.what == "built"]
+    built = [e.label for e in session.event_log.events if e.what == "built"]
     weights = [k.weight for label in built[:1] for k in session.kinds if k.label == label]
     assert max(weights) == max(kind.weight for kind in session.kinds)
 

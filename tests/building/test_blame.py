@@ -30,10 +30,10 @@ TIMEOUT_S = 240
 
 def nothing_is_held_against_a_kind(session) -> bool:
     """Whether the store remembers no failure and no bad graph."""
-    verdicts = session.builder.verdicts
+    build_records = session.builder.build_records
     digests = [kind.key.digest for kind in session.kinds]
-    proofs = [proof for digest in digests for proof in verdicts.read(digest).proofs.values()]
-    return not list(verdicts.failures()) and not any(proof.problem for proof in proofs)
+    proofs = [proof for digest in digests for proof in build_records.read(digest).proofs.values()]
+    return not list(build_records.failures()) and not any(proof.problem for proof in proofs)
 
 
 def draw_all(session, small, rounds=3):
@@ -85,7 +85,7 @@ def test_a_block_that_cannot_be_exported_is_given_up_for_this_process(
     )
     draw_all(session, small, rounds=6)
     assert {kind.state for kind in session.kinds} == {KindState.FAILED}
-    tries = [e for e in session.journal.events if e.what == "put off"]
+    tries = [e for e in session.event_log.events if e.what == "put off"]
     assert len(tries) == len(session.kinds)  # one of two
     assert nothing_is_held_against_a_kind(session)
 
@@ -146,7 +146,7 @@ def test_a_kind_outlives_the_block_that_it_was_named_after(open_session, small, 
     assert session.wait_for_builds(TIMEOUT_S)
     assert relative_error(draw_all(session, other), expected) < 1e-4
     assert {kind.state for kind in session.kinds} == {KindState.READY}
-    assert not [e for e in session.journal.events if e.what == "put off"]
+    assert not [e for e in session.event_log.events if e.what == "put off"]
 
 
 class Failing(InstantWorker):
@@ -191,7 +191,7 @@ def test_what_fails_in_a_worker_counts_when_another_one_repeats_it(
         assert nothing_is_held_against_a_kind(session)
     else:
         assert {kind.state for kind in session.kinds} == {KindState.FAILED}
-        failed = {verdict.digest for verdict in session.builder.verdicts.failures()}
+        failed = {verdict.digest for verdict in session.builder.build_records.failures()}
         assert failed == {kind.key.digest for kind in session.kinds}
 
 
@@ -227,7 +227,7 @@ def test_a_graph_that_differs_here_is_not_held_against_it(
         assert nothing_is_held_against_a_kind(session)
         assert session.status().running == "eager"
         session.close()
-    assert sum(e.what == "loaded" for e in session.journal.events) == len(session.kinds)
+    assert sum(e.what == "loaded" for e in session.event_log.events) == len(session.kinds)
     assert all("process of its own" in kind.reason for kind in session.kinds)
     sound = open_session()
     other = SmallUNet(seed=5)
@@ -287,15 +287,15 @@ def test_records_of_the_version_that_blamed_everybody_are_dropped(open_session, 
     session = open_session()
     compile_pipe(small.pipe, session=session)
     draw_all(session, small)
-    verdicts, digest = session.builder.verdicts, session.kinds[0].key.digest
-    verdicts.record_failure(digest, "x", "another's patch", attempts=1, version="9")
+    build_records, digest = session.builder.build_records, session.kinds[0].key.digest
+    build_records.record_failure(digest, "x", "another's patch", attempts=1, version="9")
     proofs = {"good": "", "bad": "differs from eager"}
     for machine, problem in proofs.items():
-        verdicts.record_load_check(
+        build_records.record_load_check(
             digest, "x", machine=machine, payload_sha256="0" * 64, problem=problem
         )
-    verdicts.record_failure(digest, "x", "another's patch", attempts=1, version="9")
-    path = verdicts._path(digest)
+    build_records.record_failure(digest, "x", "another's patch", attempts=1, version="9")
+    path = build_records._path(digest)
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "schema": 1}))
     found = BuildRecords(session.library.folder).read(digest)

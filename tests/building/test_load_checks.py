@@ -32,7 +32,7 @@ def stored(open_session, small, instant):
 def forget_the_proof(session, kind, payload=None):
     """As if another machine had built the graph."""
     stored = session.library.get(kind.key)
-    (session.library.folder.verdicts / f"{kind.key.digest}.json").unlink()
+    (session.library.folder.build_records / f"{kind.key.digest}.json").unlink()
     session.library.put(
         kind.key,
         payload or stored.payload,
@@ -59,11 +59,11 @@ def test_a_sound_graph_is_proved_once(stored, open_session):
     session = open_session(build="never")
     draw_with(session)
     assert session.count("loaded") == len(session.kinds)
-    assert sum(e.what == "proved" for e in session.journal.events) == 2
+    assert sum(e.what == "proved" for e in session.event_log.events) == 2
     again = open_session(build="never")
     draw_with(again)
     assert again.count("loaded") == len(again.kinds)
-    assert not [e for e in again.journal.events if e.what in ("prove", "proved")]
+    assert not [e for e in again.event_log.events if e.what in ("prove", "proved")]
 
 
 def test_what_an_archive_claims_to_be_proved_is_not_believed(stored, open_session, tmp_path):
@@ -116,7 +116,7 @@ def test_a_bad_graph_is_marked_and_built_anew(stored, open_session, monkeypatch,
     draw_with(session)
     assert session.count("built") == 1
     assert session.count("loaded") == len(session.kinds) - 1
-    (event,) = [e for e in session.journal.events if e.what == "bad"]
+    (event,) = [e for e in session.event_log.events if e.what == "bad"]
     assert worker.error.message in event.reason
     again = open_session()
     draw_with(again)
@@ -132,7 +132,7 @@ def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session, m
     from onediff_ext.engine.machine import machine_digest
 
     machine = machine_digest(one.device)
-    stored.builder.verdicts.record_load_check(
+    stored.builder.build_records.record_load_check(
         one.key.digest, one.label, machine=machine, payload_sha256=digest
     )
     session = open_session()
@@ -148,7 +148,7 @@ def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session, m
     draw_with(session)
     assert session.count("built") == 1
     assert {kind.state for kind in session.kinds} == {KindState.READY}
-    assert [e.label for e in session.journal.events if e.what == "bad"] == [one.label]
+    assert [e.label for e in session.event_log.events if e.what == "bad"] == [one.label]
 
 
 @pytest.mark.skipif(

@@ -486,12 +486,12 @@ def test_batches_that_do_not_fit_into_memory_are_halved(
 
     img2img = ImageGenerator.img2img
 
-    def limited(painter: ImageGenerator, settings: Any, images: Any, *others: Any) -> Any:
+    def limited(image_generator: ImageGenerator, settings: Any, images: Any, *others: Any) -> Any:
         if images.shape[0] * images.shape[-1] > 128:
             if error == "OutOfMemoryError":
                 raise torch.OutOfMemoryError("no memory")
             raise RuntimeError(f"{error}: can't allocate memory: you tried to allocate 1 bytes")
-        return img2img(painter, settings, images, *others)
+        return img2img(image_generator, settings, images, *others)
 
     folder = save_pictures(tmp_path / "in", **dict.fromkeys("abcde", (64, 64)), large=(136, 64))
     expected = run(folder, "-o", tmp_path / "expected", "--eager")

@@ -139,9 +139,9 @@ def test_nothing_is_collected_while_the_checkpoint_is_loaded(
         collecting.append(gc.isenabled())
         return own_open(path)
 
-    def noted_draw(painter: ImageGenerator, *arguments: object) -> object:
+    def noted_draw(image_generator: ImageGenerator, *arguments: object) -> object:
         collecting.append(gc.isenabled())
-        return own_draw(painter, *arguments)
+        return own_draw(image_generator, *arguments)
 
     monkeypatch.setattr(load, "open_tensor_file", noted_open)
     monkeypatch.setattr(ImageGenerator, "txt2img", noted_draw)

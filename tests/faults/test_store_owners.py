@@ -122,12 +122,12 @@ def test_a_folder_of_another_user_is_refused_with_what_mends_it(
 
 @needs_root
 def test_a_record_of_another_user_is_not_believed(library: GraphLibrary) -> None:
-    verdicts = BuildRecords(library.folder)
-    verdicts.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
-    path = library.folder.verdicts / f"{KEY.digest}.json"
-    assert verdicts.proof(KEY.digest, "m", "0" * 64) is not None
+    build_records = BuildRecords(library.folder)
+    build_records.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
+    path = library.folder.build_records / f"{KEY.digest}.json"
+    assert build_records.proof(KEY.digest, "m", "0" * 64) is not None
     os.chown(path, STRANGER, STRANGER)
-    assert verdicts.proof(KEY.digest, "m", "0" * 64) is None
+    assert build_records.proof(KEY.digest, "m", "0" * 64) is None
 
 
 @needs_root

@@ -78,13 +78,13 @@ def test_no_file_of_another_kind_holds_the_store_up(library: GraphLibrary, what:
 @pytest.mark.parametrize("what", WHATS)
 def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, what: str) -> None:
     put(library)
-    verdicts, records = BuildRecords(library.folder), CheckpointRecords(library.folder)
+    build_records, records = BuildRecords(library.folder), CheckpointRecords(library.folder)
     history = BuildHistory(library.folder)
-    verdicts.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
+    build_records.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
     history.record_build("m", "L", 1.0)
     records.record("0" * 64, name="n", path="p", architecture="a", kinds={})
     names = [
-        library.folder.verdicts / f"{KEY.digest}.json",
+        library.folder.build_records / f"{KEY.digest}.json",
         library.folder.checkpoints / f"{'0' * 64}.json",
         library.folder.home / "history.json",
         library.folder.home / "content-hashes.json",
@@ -95,8 +95,8 @@ def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, wha
         make(path, what)
     other = GraphLibrary(library.folder.root, MB)
     assert other.get(KEY) is not None
-    assert verdicts.read(KEY.digest).proofs == {}
-    assert list(verdicts.failures()) == []
+    assert build_records.read(KEY.digest).proofs == {}
+    assert list(build_records.failures()) == []
     assert records.list() == []
     assert history.build_seconds("m", ["L"]) == [None]
     assert {problem.path for problem in other.verify()} == {*names[:5]}
@@ -207,20 +207,20 @@ SHAPES += [{"m": {"L": ["x"]}}, {"m": {"payload_sha256": 1}}, float("inf"), 10**
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape)[:20])
 def test_verdicts_of_any_shape_are_read(library: GraphLibrary, field: str, shape: object) -> None:
     put(library)
-    verdicts = BuildRecords(library.folder)
-    verdicts.record_failure(KEY.digest, "L", "reason", attempts=1, version="1")
-    verdicts.record_eviction(KEY.digest, "pruned")
-    path = library.folder.verdicts / f"{KEY.digest}.json"
+    build_records = BuildRecords(library.folder)
+    build_records.record_failure(KEY.digest, "L", "reason", attempts=1, version="1")
+    build_records.record_eviction(KEY.digest, "pruned")
+    path = library.folder.build_records / f"{KEY.digest}.json"
     record = json.loads(path.read_text())
     values = [shape]
     if isinstance(record[field], dict):
         values += [{**record[field], name: shape} for name in ("at", *record[field])]
     for value in values:
         path.write_text(json.dumps({**record, field: value}))
-        verdict = verdicts.read(KEY.digest)
+        verdict = build_records.read(KEY.digest)
         assert isinstance(verdict.proofs, dict)
         assert verdict.failure is None or isinstance(verdict.failure.at, float)
-        list(verdicts.failures())
+        list(build_records.failures())
         library.delete(KEY.digest)
         library.explain(KEY)
 
@@ -275,15 +275,15 @@ def test_no_command_hands_escape_sequences_to_the_terminal(
     library = GraphLibrary(tmp_path / "store", MB)
     key = KindKey({"class": NASTY, NASTY: "x"})
     graph = put(library, NASTY, key)
-    verdicts = BuildRecords(library.folder)
-    verdicts.record_load_check(
+    build_records = BuildRecords(library.folder)
+    build_records.record_load_check(
         key.digest, NASTY, machine="m", payload_sha256="0" * 64, problem=NASTY
     )
     if action in ("retry", "status"):
         library.delete(key.digest)
         from onediff_ext import __version__
 
-        verdicts.record_failure(key.digest, NASTY, NASTY, attempts=1, version=__version__)
+        build_records.record_failure(key.digest, NASTY, NASTY, attempts=1, version=__version__)
     CheckpointRecords(library.folder).record(
         "0" * 64, name=NASTY, path=NASTY, architecture=NASTY, kinds={key.digest: 1}
     )

@@ -63,14 +63,14 @@ def _body(value: list[Any]) -> None:
 
     request = Request({"type": "http", "headers": headers}, receive)
     body: Any = None
-    refusal: HTTPException | None = None
+    refusal_reason: HTTPException | None = None
     try:
         body = asyncio.run(read_body(request, tuple(BY_NAME)))
     except HTTPException as exc:
-        refusal = exc
-    if refusal is not None:
-        assert 400 <= refusal.status_code < 500
-        assert refusal.detail.encode("utf-8")
+        refusal_reason = exc
+    if refusal_reason is not None:
+        assert 400 <= refusal_reason.status_code < 500
+        assert refusal_reason.detail.encode("utf-8")
         return
     assert isinstance(body, dict)
     assert kind.partition(";")[0].strip().lower() == "application/json"
@@ -80,12 +80,12 @@ def _body(value: list[Any]) -> None:
 
 def _choices(values: Any) -> None:
     """Whatever is sent as choices: choices that infotext gives back, or an OptionError."""
-    choices, refusal = None, ""
+    choices, refusal_reason = None, ""
     try:
         choices = Choices.parse(from_arguments(values if isinstance(values, list) else [values]))
     except OptionError as exc:
-        refusal = str(exc)
-    assert len(refusal) < 1000
+        refusal_reason = str(exc)
+    assert len(refusal_reason) < 1000
     if choices is None:
         return
     entries = choices.infotext()

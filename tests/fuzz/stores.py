@@ -73,7 +73,7 @@ def _records(value: list[Any]) -> None:
         for path, record in (
             (folder.checkpoints / f"{DIGEST}.json", checkpoint),
             (folder.home / "history.json", history),
-            (folder.verdicts / f"{DIGEST}.json", verdict),
+            (folder.build_records / f"{DIGEST}.json", verdict),
             (folder.home / "content-hashes.json", hashes),
         ):
             path.parent.mkdir(exist_ok=True)

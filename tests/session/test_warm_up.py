@@ -62,7 +62,7 @@ def test_a_second_one_builds_nothing(warm):
     session, warm_up = warm()
     report = warm_up.run()
     assert (report.built, report.loaded) == (0, len(session.kinds))
-    assert not [e for e in session.journal.events if e.what == "build"]
+    assert not [e for e in session.event_log.events if e.what == "build"]
 
 
 def test_cancelled_while_building(warm):
@@ -131,7 +131,7 @@ def test_restart_reads_ahead_and_the_first_forward_is_compiled(warm, open_sessio
     compile_pipe(other.pipe, session=again)
     other()
     assert again.count("loaded") == kinds == len(again.kinds)
-    assert {e.reason for e in again.journal.events} == {"read ahead"}
+    assert {e.reason for e in again.event_log.events} == {"read ahead"}
     start = time.monotonic()
     assert again.status().running == "compiled"
     assert time.monotonic() - start < 1

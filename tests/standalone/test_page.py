@@ -41,11 +41,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     patch = pytest.MonkeyPatch()
     patch.setattr(tempfile, "tempdir", str(temporary))
     options = CompileOptions(store=folder / "store", build="wait")
-    studio = StandaloneApp(torch.device("cpu"), torch.float32, options)
-    studio.load(DEMO)
-    made = make_page(studio, folder / "out")
+    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app.load(DEMO)
+    made = make_page(standalone_app, folder / "out")
     launch(made, Serving(open_browser=False), wait=False)
-    yield SimpleNamespace(studio=studio, url=made.blocks.local_url, folder=folder)
+    yield SimpleNamespace(standalone_app=standalone_app, url=made.blocks.local_url, folder=folder)
     made.blocks.close(verbose=False)
     patch.undo()
 
@@ -155,7 +155,7 @@ def test_an_emptied_box_is_an_error_that_says_so() -> None:
 
 
 def test_what_cannot_be_loaded_leaves_the_checkpoint(page: SimpleNamespace, client: Any) -> None:
-    before = page.studio.painter
+    before = page.standalone_app.image_generator
     odd = ["/nowhere/model.safetensors", "x" * 300, "/dev/zero", "a\0b", str(page.folder)]
     if hasattr(os, "mkfifo"):
         os.mkfifo(page.folder / "pipe.safetensors")
@@ -167,7 +167,7 @@ def test_what_cannot_be_loaded_leaves_the_checkpoint(page: SimpleNamespace, clie
     for name in [*odd, "x:y:z", "x" * 5000 + ":0.5"]:
         said, *_ = client.predict(loaded, name, False, api_name="/load")
         assert "onediff-bad" in said
-    assert page.studio.painter is before
+    assert page.standalone_app.image_generator is before
 
 
 def test_cancel_ends_the_loading(page: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,21 +175,21 @@ def test_cancel_ends_the_loading(page: SimpleNamespace, monkeypatch: pytest.Monk
     from onediff_ext.store import ContentHashes
 
     def hashed(_: Any, path: Path) -> str:
-        page.studio.cancel()  # as the button does, while a large file is read
+        page.standalone_app.cancel()  # as the button does, while a large file is read
         return "ab" * 32
 
-    before = page.studio.painter
+    before = page.standalone_app.image_generator
     monkeypatch.setattr(ContentHashes, "content_hash", hashed)
     with pytest.raises(CancelledError):
-        page.studio.load(before.checkpoint.path)
-    assert page.studio.painter is before
+        page.standalone_app.load(before.checkpoint.path)
+    assert page.standalone_app.image_generator is before
 
 
 def test_cancel_ends_the_drawing(page: SimpleNamespace, client: Any) -> None:
     job = client.submit(*arguments(steps=100), 64, 64, api_name="/txt2img")
-    while not page.studio.is_busy:
+    while not page.standalone_app.is_busy:
         assert not job.done()
-    page.studio.cancel()
+    page.standalone_app.cancel()
     assert "Cancelled" in job.result(timeout=60)[1]
 
 

@@ -28,16 +28,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
 
     folder = tmp_path_factory.mktemp("page")
     options = CompileOptions(store=folder / "store", build="never")
-    studio = StandaloneApp(torch.device("cpu"), torch.float32, options)
-    studio.load(DEMO)
+    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app.load(DEMO)
     serving = parse_serving(
         host="127.0.0.1", port=None, open_browser=False, auth=["someone:se:cret"],
         allowed_hosts=["Pictures.example"],
     )  # fmt: skip
     assert not serving.is_local
-    made = make_page(studio, folder / "out", is_local=serving.is_local)
+    made = make_page(standalone_app, folder / "out", is_local=serving.is_local)
     launch(made, serving, wait=False)
-    yield SimpleNamespace(blocks=made.blocks, url=made.blocks.local_url, studio=studio)
+    yield SimpleNamespace(
+        blocks=made.blocks, url=made.blocks.local_url, standalone_app=standalone_app
+    )
     made.blocks.close(verbose=False)
 
 
@@ -96,8 +98,8 @@ def test_no_import_and_no_folders(page: SimpleNamespace) -> None:
 def test_no_other_files_are_loaded(
     page: SimpleNamespace, client: Any, checkpoint: str | None, loras: str, tmp_path: Path
 ) -> None:
-    before = page.studio.painter
-    known = str(page.studio.loaded().checkpoint.path)
+    before = page.standalone_app.image_generator
+    known = str(page.standalone_app.loaded().checkpoint.path)
     try:
         said, *_ = client.predict(
             known if checkpoint == "" else checkpoint, loras, False, api_name="/load"
@@ -105,4 +107,4 @@ def test_no_other_files_are_loaded(
     except Exception as exc:  # gradio's own check of the list
         said = str(exc)
     assert "others can reach it" in said or "not in the list of choices" in said
-    assert page.studio.painter is before
+    assert page.standalone_app.image_generator is before

@@ -35,9 +35,9 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     monkeypatch.setattr(port_module, "pipe_warm_up", counted)
     model = save_ldm(models.sd15(), tmp_path / "small.safetensors")
     options = CompileOptions(store=tmp_path / "store", workers=1)
-    studio = StandaloneApp(torch.device("cpu"), torch.float32, options)
-    studio.load(model)
-    port = StandalonePanelHost(studio, tmp_path / "out")
+    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app.load(model)
+    port = StandalonePanelHost(standalone_app, tmp_path / "out")
     choices = Choices.parse(
         {"enabled": True, "preset": "Custom", "backend": "eager", "vae": "ignore all",
          "sizes": "64x64, 72x64"}
@@ -45,7 +45,7 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     had_its_turn = threading.Event()
 
     def picture() -> None:
-        with studio.turn():
+        with standalone_app.turn():
             had_its_turn.set()
 
     thread = threading.Thread(target=picture, daemon=True)
@@ -61,4 +61,4 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     assert len(passes) > 1
     assert summary.startswith("2 sizes, ")
     assert "cancelled" not in summary
-    assert not studio.is_waited_for()
+    assert not standalone_app.is_waited_for()

@@ -29,35 +29,37 @@ NOTE = "VAE decoded in fp32: its numbers run over in fp16"
 
 
 @pytest.fixture
-def studio(tmp_path: Path) -> StandaloneApp:
+def standalone_app(tmp_path: Path) -> StandaloneApp:
     """A studio in fp16 with a checkpoint whose decoder runs over."""
     pipe = models.sd15()
     pipe.vae = overflowing_vae("decoder")
     model = save_ldm(pipe, tmp_path / "overflowing.safetensors")
     options = CompileOptions(store=tmp_path / "store", build="never")
-    studio = StandaloneApp(torch.device("cpu"), torch.float16, options)
-    studio.load(model)
-    return studio
+    standalone_app = StandaloneApp(torch.device("cpu"), torch.float16, options)
+    standalone_app.load(model)
+    return standalone_app
 
 
-def draw(studio: StandaloneApp, folder: Path) -> str:
-    return from_text(studio, Choices(), SETTINGS, 64, 64, 1, 5, folder, lambda step, of: None).said
+def draw(standalone_app: StandaloneApp, folder: Path) -> str:
+    return from_text(
+        standalone_app, Choices(), SETTINGS, 64, 64, 1, 5, folder, lambda step, of: None
+    ).said
 
 
-def test_the_line_below_a_picture_says_it(studio: StandaloneApp, tmp_path: Path) -> None:
-    assert draw(studio, tmp_path).endswith(f"{NOTE}.")
-    first = studio.loaded().checkpoint.path
-    studio.load(save_ldm(models.sd15(seed=1), tmp_path / "good.safetensors"))
-    assert NOTE not in draw(studio, tmp_path)
-    studio.load(first)
-    decoder = studio.loaded().pipe.vae.decoder
+def test_the_line_below_a_picture_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
+    assert draw(standalone_app, tmp_path).endswith(f"{NOTE}.")
+    first = standalone_app.loaded().checkpoint.path
+    standalone_app.load(save_ldm(models.sd15(seed=1), tmp_path / "good.safetensors"))
+    assert NOTE not in draw(standalone_app, tmp_path)
+    standalone_app.load(first)
+    decoder = standalone_app.loaded().pipe.vae.decoder
     dtypes = []
     decoder.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
-    draw(studio, tmp_path)
+    draw(standalone_app, tmp_path)
     assert dtypes == [torch.float32]  # it is not tried in fp16 a second time
 
 
-def test_a_folders_progress_says_it(studio: StandaloneApp, tmp_path: Path) -> None:
+def test_a_folders_progress_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
     job = Img2ImgJob(
         inputs=[save_pictures(tmp_path / "in", a=(64, 64))],
         output_dir=tmp_path / "out",
@@ -66,13 +68,15 @@ def test_a_folders_progress_says_it(studio: StandaloneApp, tmp_path: Path) -> No
         seed=0,
         size_rule=parse_size_rule("own"),
     )
-    assert [progress.note for progress in run_folder(studio, Choices(), job)][-1].endswith(NOTE)
+    assert [progress.note for progress in run_folder(standalone_app, Choices(), job)][-1].endswith(
+        NOTE
+    )
 
 
 def test_nan_of_the_unet_is_an_error_with_the_next_step(
-    studio: StandaloneApp, tmp_path: Path
+    standalone_app: StandaloneApp, tmp_path: Path
 ) -> None:
-    studio.loaded().pipe.unet.conv_out.bias.data[0] = torch.nan
+    standalone_app.loaded().pipe.unet.conv_out.bias.data[0] = torch.nan
     with pytest.raises(PictureError, match="The UNet's numbers ran over") as raised:
-        draw(studio, tmp_path)
+        draw(standalone_app, tmp_path)
     assert "--dtype bf16" in raised.value.hint

@@ -45,10 +45,10 @@ class StillPanelHost(PanelHost):
     def picture_folders(self) -> Sequence[Path]:
         return [self.root / "pictures"]
 
-    def why_off(self) -> str | None:
+    def off_reason(self) -> str | None:
         return "There is no GPU here."
 
-    def lacks(self) -> str | None:
+    def missing_reason(self) -> str | None:
         return self.lacking
 
     def why_no_import(self) -> str | None:

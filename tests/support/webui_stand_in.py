@@ -125,7 +125,7 @@ class EagerHost(WebUIHost):
     def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
         return []
 
-    def refusal(self, job: Any) -> str | None:
+    def refusal_reason(self, job: Any) -> str | None:
         return self.reason
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:

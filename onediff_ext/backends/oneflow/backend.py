@@ -29,7 +29,7 @@ class OneFlowBackend(Backend):
     capturable = False  # it works on streams of its own
 
     @property
-    def spent(self) -> bool:  # type: ignore[override]
+    def needs_restart(self) -> bool:  # type: ignore[override]
         return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
 
     def unavailable_reason(self, device: torch.device) -> str | None:

@@ -80,7 +80,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     backend = make_backend(request["backend"])
 
     def failed(text: str, blame: str) -> dict[str, object]:
-        return {"error": text, "blame": blame, "spent": backend.spent}
+        return {"error": text, "blame": blame, "spent": backend.needs_restart}
 
     try:
         program = load_program(Path(request["program"]).read_bytes(), device)

@@ -54,7 +54,7 @@ class BlockTree:
         code: Of this process.
 
     Attributes:
-        refusal: Why no graph may stand for this block, or None.
+        refusal_reason: Why no graph may stand for this block, or None.
         entries: The parts of the kind's key that the block itself gives.
         names: Full names of the weights, in the order of `weights()`.
         drops: Whether something inside computes otherwise in training mode. Forge leaves
@@ -72,7 +72,7 @@ class BlockTree:
         trusted_patchers: tuple[str, ...] = (),
         code: PythonCode | None = None,
     ) -> None:
-        self.refusal: str | None = None
+        self.refusal_reason: str | None = None
         self._parts, self._transient, self._interfering = parts, ignored_attrs, dynamic_weight_attrs
         self._patchers = trusted_patchers
         self._packages = ("torch.nn.modules", *packages)
@@ -120,7 +120,7 @@ class BlockTree:
             if found is None:
                 self._visit(prefix + name, child, lines, inner=True)
                 continue
-            reason = found.refusal(child)
+            reason = found.refusal_reason(child)
             if reason is not None:
                 self._refuse(f"{prefix}{name}: {reason}")
             base = found.base(child)
@@ -150,7 +150,7 @@ class BlockTree:
     def _describe_weights(self, lines: list[str]) -> None:
         weights, dtypes = [], set()
         for slot in self.slots:
-            weight = None if self.refusal else slot.outline()
+            weight = None if self.refusal_reason else slot.outline()
             if weight is None:
                 continue
             if type(weight) not in (torch.Tensor, nn.Parameter):
@@ -206,8 +206,8 @@ class BlockTree:
                 self._refuse(f"{what} holds a function of {home_of(value)} ({name})")
 
     def _refuse(self, reason: str) -> None:
-        if self.refusal is None:
-            self.refusal = reason
+        if self.refusal_reason is None:
+            self.refusal_reason = reason
 
     def holds(self, moment: Hashable = None) -> bool:
         """Whether the block still is what it was: modules, hooks, attributes, code.

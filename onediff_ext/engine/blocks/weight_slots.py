@@ -32,7 +32,7 @@ class WrapperRule(ABC):
         """The wrapped module, whose graph serves."""
 
     @abstractmethod
-    def refusal(self, module: nn.Module) -> str | None:
+    def refusal_reason(self, module: nn.Module) -> str | None:
         """Why this wrapper cannot be expressed as another weight, or None."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class WeightSlot:
         rule, wrapper = self._wrapped
         made_from = (generation, rule.state(wrapper))
         if self._value is None or made_from != self.made_from:
-            if rule.refusal(wrapper) is not None:
+            if rule.refusal_reason(wrapper) is not None:
                 return None
             if is_observed():
                 raise WeightsChangedError("A weight has changed since the forward before it.")

@@ -345,9 +345,9 @@ class CapturedForward:
                 return "something changes the model at every call"
             self._wasted, self._paused, self._pause = _WASTED_LIMIT - 1, 0, 2 * self._pause
         snapshot = self._snapshots.get(self.variant)
-        if snapshot is None or (snapshot.refusal and not snapshot.holds()):
+        if snapshot is None or (snapshot.refusal_reason and not snapshot.holds()):
             snapshot = self._new_snapshot()
-        return snapshot.refusal
+        return snapshot.refusal_reason
 
     def _unchanged(self, capture: CapturedGraph) -> bool:
         if self._graphs() == capture.graphs and capture.snapshot.holds():
@@ -412,7 +412,7 @@ class CapturedForward:
 
 def retry_of(snapshot: Snapshot, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
     """How a forward of this model may be tried again when it ran out of memory."""
-    if snapshot.refusal is not None:
+    if snapshot.refusal_reason is not None:
         return Retry.NOT
     known = not isinstance(read_call(args, kwargs), str)
     return Retry.IN_HALVES if known and snapshot.is_per_image else Retry.WHOLE

@@ -80,7 +80,7 @@ class Snapshot:
         known: What its modules may be.
 
     Attributes:
-        refusal: Why no capture of this model would be safe, or None.
+        refusal_reason: Why no capture of this model would be safe, or None.
         is_per_image: Whether the images of a batch do not depend on each other.
     """
 
@@ -101,7 +101,7 @@ class Snapshot:
         self._interferes = interfering_in(modules, self._interfering)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._places = self._where()
-        self.refusal = (
+        self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, id(m) in wrapped) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
             or next(

@@ -100,7 +100,7 @@ class DeepCache:
         *,
         evaluations: int | None = None,
         first: int = 0,
-        refusal: str | None = None,
+        refusal_reason: str | None = None,
     ) -> None:
         """Begin a picture, a pass of one, or a run of a sampler; features of another are void.
 
@@ -109,7 +109,7 @@ class DeepCache:
             evaluations: How many there will be, if known: `start`, `end` and the nonuniform
                 schedule are shares of it.
             first: Number of the first one: another model may have drawn those before.
-            refusal: Why this picture has to do without; it becomes `reason`.
+            refusal_reason: Why this picture has to do without; it becomes `reason`.
 
         Raises:
             OptionError: The depth leaves nothing out.
@@ -125,7 +125,7 @@ class DeepCache:
         self._index, self._total, self._position = first - 1, evaluations, 0
         self._told = False
         self.counts.clear()
-        self.reason, self.peak_bytes = refusal, 0
+        self.reason, self.peak_bytes = refusal_reason, 0
 
     def begin_evaluation(self) -> None:
         """Say that the sampler asks for another prediction, until the next time that it is said."""

@@ -76,7 +76,7 @@ def prepare_export(
     gone = "The model is gone."
     for block in blocks:
         tree = look_at(block, family, rules, code)
-        if tree.refusal is None and tree.is_built_as(identified):  # type: ignore[arg-type]
+        if tree.refusal_reason is None and tree.is_built_as(identified):  # type: ignore[arg-type]
             break
         gone = "The block has changed since its kind was named."
     else:

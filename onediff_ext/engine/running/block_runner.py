@@ -370,15 +370,15 @@ class BlockRunner:
             tree = self._look()
         if tree.drops and self.block.training:
             return Refusal("the model is in training mode")
-        if tree.refusal is not None:
-            return Refusal(tree.refusal)
+        if tree.refusal_reason is not None:
+            return Refusal(tree.refusal_reason)
         generation = self._generation()
         weights = tree.weights(generation)
         if weights is None:
             tree = self._look()
-            weights = None if tree.refusal else tree.weights(generation)
+            weights = None if tree.refusal_reason else tree.weights(generation)
             if weights is None:
-                return Refusal(tree.refusal or "weights change while they are read")
+                return Refusal(tree.refusal_reason or "weights change while they are read")
         inputs = [normalise(t) for t in call.tensors]
         problem = boundary_problem(inputs, call, weights)
         if problem is not None:

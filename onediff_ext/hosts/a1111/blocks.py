@@ -39,12 +39,12 @@ class AttentionSetting:
 
     Args:
         upcast: Whether queries, keys and values are computed in float32.
-        refusal: Why attention cannot be a graph's just now (a hypernetwork that changes
+        refusal_reason: Why attention cannot be a graph's just now (a hypernetwork that changes
             the context, a foreign implementation), or None.
     """
 
     upcast: Callable[[], bool] = lambda: False
-    refusal: Callable[[], str | None] = lambda: None
+    refusal_reason: Callable[[], str | None] = lambda: None
 
 
 class _LdmFamily(BlockFamily):
@@ -133,7 +133,7 @@ class TransformerFamily(TransformerBlocks, _LdmFamily):
         for attention in (block.attn1, block.attn2):
             if type(attention).__name__ not in _ATTENTION:
                 return Refusal(f"attention of class {type(attention).__name__} is not known")
-        reason = self.attention.refusal()
+        reason = self.attention.refusal_reason()
         if reason is not None:
             return Refusal(reason)
         ahead = not getattr(block, "disable_self_attn", False)

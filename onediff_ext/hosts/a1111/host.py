@@ -38,7 +38,7 @@ class A1111Host(WebUIHost):
         from modules import shared
 
         setting = AttentionSetting(
-            upcast=lambda: bool(shared.opts.upcast_attn), refusal=attention_refusal
+            upcast=lambda: bool(shared.opts.upcast_attn), refusal_reason=attention_refusal
         )
         return ldm_families(LAYER_STATE, setting)
 
@@ -76,7 +76,7 @@ class A1111Host(WebUIHost):
             found += control_components(control_models(model.model.diffusion_model))
         return found
 
-    def refusal(self, job: Any) -> str | None:
+    def refusal_reason(self, job: Any) -> str | None:
         return job_refusal(_loaded_model(), job)
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:

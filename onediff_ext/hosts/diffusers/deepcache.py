@@ -152,7 +152,7 @@ class _Switch:
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
         last, self._last = self._last, timestep
         if last is None or not _same_picture(last, timestep):
-            cache.begin_picture(evaluations=_evaluations(timestep), refusal=self._why_not())
+            cache.begin_picture(evaluations=_evaluations(timestep), refusal_reason=self._why_not())
         elif _same_evaluation(last, timestep):
             return
         cache.begin_evaluation()

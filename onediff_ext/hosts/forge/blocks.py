@@ -44,13 +44,13 @@ class AttentionRules:
     """How the host computes attention, asked at each call.
 
     Args:
-        refusal: Why attention cannot be a graph's just now (an implementation that is not
+        refusal_reason: Why attention cannot be a graph's just now (an implementation that is not
             the host's own, or one that rounds differently), or None.
         upcasts: Whether scores are computed in float32, given the precision that the block
             was made with (None is the model's own) and the dtype of its input.
     """
 
-    refusal: Callable[[], str | None] = lambda: None
+    refusal_reason: Callable[[], str | None] = lambda: None
     upcasts: Callable[[torch.dtype | None, torch.dtype], bool] = lambda _wanted, _dtype: False
 
 
@@ -219,7 +219,7 @@ class ForgeTransformer(TransformerBlocks, _ForgeFamily):
         x, context = named["x"], named.get("context")
         if context is not None and not _tensors(context):
             return _UNKNOWN
-        reason = _patched(named.get("transformer_options") or {}) or self.attention.refusal()
+        reason = _patched(named.get("transformer_options") or {}) or self.attention.refusal_reason()
         if reason is not None:
             return Refusal(reason)
         wanted = getattr(block.attn1, "attn_precision", None)
@@ -303,7 +303,7 @@ class ForgeVaeAttention(_VaeFamily):
         named = _named(("x",), args, kwargs)
         if named is None or not _tensors(named.get("x")):
             return _UNKNOWN
-        reason = self.attention.refusal()
+        reason = self.attention.refusal_reason()
         return BlockCall((named["x"],), (IMAGE,)) if reason is None else Refusal(reason)
 
     def run(

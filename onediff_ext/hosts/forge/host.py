@@ -73,7 +73,7 @@ class ForgeHost(WebUIHost):
             if name not in ignores and isinstance(module, nn.Module)
         ]
 
-    def refusal(self, job: Any) -> str | None:  # noqa: ARG002
+    def refusal_reason(self, job: Any) -> str | None:  # noqa: ARG002
         objects = _objects(self.loaded_model())
         if objects is None:
             return None  # the host loads one before it samples

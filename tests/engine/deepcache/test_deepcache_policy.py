@@ -193,7 +193,7 @@ def test_a_call_that_is_not_known_is_a_plain_one_and_time_goes_on():
 
 
 def test_a_picture_that_is_refused_is_drawn_plainly_and_says_why():
-    host = Host(3, refusal="nothing to win")
+    host = Host(3, refusal_reason="nothing to win")
     assert host.calls(3) == "..."
     assert host.cache.reason == "nothing to win"
     host.cache.begin_picture()

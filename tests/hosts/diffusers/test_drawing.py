@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from onediff_ext.hosts.diffusers.drawing import image_generator
 from onediff_ext.hosts.diffusers.drawing.image_generator import (
     DrawSettings,
     ImageGenerator,
+    _pictures,
+    _StepClock,
 )
 from onediff_ext.hosts.diffusers.drawing.sampler_noise import noise_sent_ahead
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
@@ -32,7 +33,7 @@ FEW = ("--steps", "2", "--strength", "1")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def painter(command_line: CommandLine, name: str = "sd15") -> ImageGenerator:
+def image_generator(command_line: CommandLine, name: str = "sd15") -> ImageGenerator:
     from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 
     return ImageGenerator(load_checkpoint(command_line.checkpoint(name)))
@@ -64,9 +65,7 @@ def test_one_step_is_in_hand_while_the_next_one_is_prepared(
     _Event.log, _Event.count = [], 0
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = image_generator._StepClock(
-        torch.device("cuda"), lambda number: _Event.log.append(f"{number} told")
-    )
+    clock = _StepClock(torch.device("cuda"), lambda number: _Event.log.append(f"{number} told"))
     for step in range(3):
         assert clock("pipe", step, "timestep", {"latents": step}) == {"latents": step}
     assert _Event.log == [
@@ -79,7 +78,7 @@ def test_one_step_is_in_hand_while_the_next_one_is_prepared(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_timed(device: str) -> None:
-    clock = image_generator._StepClock(torch.device(device), lambda _: None)
+    clock = _StepClock(torch.device(device), lambda _: None)
     for _ in range(3):
         torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
         clock({})
@@ -141,7 +140,7 @@ def test_pixels_are_rounded_as_diffusers_does(device: str, dtype: torch.dtype) -
     pixels = torch.cat([halves, torch.rand(1537, generator=torch.Generator().manual_seed(0))])
     pixels = pixels[: 2 * 3 * 16 * 16].reshape(2, 3, 16, 16).to(device, dtype)
     expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels))
-    found = image_generator._pictures(pixels)
+    found = _pictures(pixels)
     assert [image.tobytes() for image in found] == [image.tobytes() for image in expected]
     assert [image.size for image in found] == [(16, 16)] * 2
 
@@ -156,7 +155,7 @@ def test_pipelines_are_those_of_diffusers(command_line: CommandLine, name: str, 
         "img2img": diffusers.AutoPipelineForImage2Image,
         "inpaint": diffusers.AutoPipelineForInpainting,
     }[task]
-    ours = painter(command_line, name)
+    ours = image_generator(command_line, name)
     if ours.checkpoint.architecture == "sdxl-refiner":
         pytest.skip("it has one task only")
     found, expected = ours._pipe(task), auto.from_pipe(ours.pipe)
@@ -172,7 +171,7 @@ def test_pipelines_are_those_of_diffusers(command_line: CommandLine, name: str, 
 def test_models_are_not_looked_through_before_each_picture(
     command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = painter(command_line)
+    ours = image_generator(command_line)
     settings = DrawSettings(steps=1, strength=1.0)
     ours.img2img(settings, [gradient(64, 64)], [0])
     looked, modules = [], torch.nn.Module.modules
@@ -229,7 +228,10 @@ def test_a_prompt_is_encoded_once_for_a_job(
 
 
 def test_prompts_are_encoded_anew_after_a_job(command_line: CommandLine) -> None:
-    ours, settings = painter(command_line), DrawSettings(steps=1, strength=1.0, prompt="a cat")
+    ours, settings = (
+        image_generator(command_line),
+        DrawSettings(steps=1, strength=1.0, prompt="a cat"),
+    )
 
     def draw() -> bytes:
         (image,) = ours.img2img(settings, [gradient(64, 64)], [0]).images
@@ -255,11 +257,11 @@ def test_a_picture_is_written_while_the_next_one_is_drawn(
     second_begins, met = threading.Event(), []
     own_draw, own_write = ImageGenerator.img2img, img2img_job.write_png
 
-    def draw(painter: ImageGenerator, *arguments: Any) -> Any:
-        if painter.__dict__.setdefault("_drawn", []):
+    def draw(image_generator: ImageGenerator, *arguments: Any) -> Any:
+        if image_generator.__dict__.setdefault("_drawn", []):
             second_begins.set()
-        painter.__dict__["_drawn"].append(1)
-        return own_draw(painter, *arguments)
+        image_generator.__dict__["_drawn"].append(1)
+        return own_draw(image_generator, *arguments)
 
     def write(*arguments: Any, **named: Any) -> None:
         met.append(second_begins.wait(20))
@@ -281,11 +283,11 @@ def test_the_next_picture_is_made_ready_while_one_is_drawn(
     third_is_ready, met, threads = threading.Event(), [], []
     own_draw, own_preprocess = ImageGenerator.img2img, VaeImageProcessor.preprocess
 
-    def draw(painter: ImageGenerator, settings: Any, images: Any, *others: Any) -> Any:
+    def draw(image_generator: ImageGenerator, settings: Any, images: Any, *others: Any) -> Any:
         assert isinstance(images, torch.Tensor)
         if images.shape[-1] == 72:
             met.append(third_is_ready.wait(20))
-        return own_draw(painter, settings, images, *others)
+        return own_draw(image_generator, settings, images, *others)
 
     def preprocess(processor: Any, images: Any, *others: Any, **named: Any) -> Any:
         threads.append(threading.current_thread())
@@ -306,7 +308,7 @@ def test_the_next_picture_is_made_ready_while_one_is_drawn(
 
 @pytest.mark.parametrize("name", ["sd15", "sd15_inpaint"])
 def test_what_was_read_ahead_draws_the_same_picture(command_line: CommandLine, name: str) -> None:
-    ours, settings = painter(command_line, name), DrawSettings(steps=2, strength=0.6)
+    ours, settings = image_generator(command_line, name), DrawSettings(steps=2, strength=0.6)
     images = [gradient(64, 72), gradient(64, 72).rotate(180)]
     plain = ours.img2img(settings, images, [0, 1]).images
     ahead = ours.img2img(settings, ours.read(images), [0, 1]).images

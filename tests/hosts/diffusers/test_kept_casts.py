@@ -105,27 +105,27 @@ def test_a_job_draws_what_single_pictures_are(
 
     checkpoint = load_checkpoint(command_line.checkpoint("sdxl"), dtype=torch.float16)
     checkpoint.pipeline.vae.register_to_config(force_upcast=True)
-    painter = ImageGenerator(checkpoint)
+    image_generator = ImageGenerator(checkpoint)
     settings = DrawSettings(steps=2, strength=0.5, prompt="a cat")
     walks: list[object] = []
     own = nn.Module.to
 
     def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is painter.pipe.vae:
+        if module is image_generator.pipe.vae:
             walks.append(args)
         return own(module, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "to", noted)
 
     def draw() -> list[bytes]:
-        drawn = [painter.img2img(settings, [gradient(64, 72)], [seed]) for seed in (0, 1)]
+        drawn = [image_generator.img2img(settings, [gradient(64, 72)], [seed]) for seed in (0, 1)]
         found = [image.tobytes() for one in drawn for image in one.images if image is not None]
         assert len(found) == 2
         return found
 
     expected = draw()
     assert len(walks) == 8
-    with painter.one_job():
+    with image_generator.one_job():
         assert draw() == expected
     assert len(walks) == 8
-    assert painter.pipe.vae.dtype == torch.float16
+    assert image_generator.pipe.vae.dtype == torch.float16

@@ -352,20 +352,20 @@ def test_weights_elsewhere(host: ForgeStandIn, acceleration: Acceleration, drawn
 @pytest.mark.parametrize("storage", ["nf4", "gguf"])
 def test_quantised_models(host: ForgeStandIn, adapter: WebUIHost, storage: str) -> None:
     host.engine.forge_objects.unet.model.storage_dtype = storage
-    assert adapter.refusal(None) == f"weights are stored as {storage}"
+    assert adapter.refusal_reason(None) == f"weights are stored as {storage}"
 
 
 def test_models_of_other_classes(host: ForgeStandIn, adapter: WebUIHost) -> None:
     flux = type("IntegratedFluxTransformer2DModel", (torch.nn.Module,), {})
     host.engine.forge_objects.unet.model.diffusion_model = flux()
-    assert "IntegratedFluxTransformer2DModel" in str(adapter.refusal(None))
+    assert "IntegratedFluxTransformer2DModel" in str(adapter.refusal_reason(None))
 
 
 def test_online_loras_of_the_whole_model() -> None:
     with running("forge") as host:
-        assert ForgeHost().refusal(None) is None
+        assert ForgeHost().refusal_reason(None) is None
         host.engine.forge_objects.unet.online = True
-        assert "at each call" in str(ForgeHost().refusal(None))
+        assert "at each call" in str(ForgeHost().refusal_reason(None))
 
 
 # ------------------------------------------------------------------ undoing
@@ -418,7 +418,7 @@ def test_before_the_first_checkpoint(
     host.start_without_model()
     assert adapter.checkpoint() is None
     assert adapter.models(frozenset()) == []
-    assert adapter.refusal(None) is None
+    assert adapter.refusal_reason(None) is None
     adapter.step(BatchShape(64, 64), torch.Generator())
     adapter.vae_step()
     p = job()

@@ -141,7 +141,7 @@ def _read_header(path: Path, handle: BinaryIO) -> TensorFile:
         raise _what_it_is(path, handle, exc) from exc
 
 
-def _what_it_is(path: Path, handle: BinaryIO, refusal: Exception) -> CheckpointError:
+def _what_it_is(path: Path, handle: BinaryIO, refusal_reason: Exception) -> CheckpointError:
     """What a file is that the library has refused."""
     size_bytes = handle.seek(0, os.SEEK_END)
     if size_bytes == 0:
@@ -161,7 +161,7 @@ def _what_it_is(path: Path, handle: BinaryIO, refusal: Exception) -> CheckpointE
                 _DOWNLOAD_AGAIN,
             )
         return CheckpointError(
-            f"{path} has a damaged safetensors header: {refusal}.", _DOWNLOAD_AGAIN
+            f"{path} has a damaged safetensors header: {refusal_reason}.", _DOWNLOAD_AGAIN
         )
     if start[:2] == b"PK" or start[:1] == b"\x80":
         return _pickle_error(path)

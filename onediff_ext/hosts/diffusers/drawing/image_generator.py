@@ -212,8 +212,8 @@ class ImageGenerator:
     def ignored_text(self, settings: DrawSettings) -> list[str]:
         """A warning for each setting that is left out, wholly or, as a long prompt, in part."""
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
-        refusal = self.deepcache_refusal(settings)
-        warnings = [] if refusal is None else [f"{refusal}; drawn without."]
+        refusal_reason = self.deepcache_refusal(settings)
+        warnings = [] if refusal_reason is None else [f"{refusal_reason}; drawn without."]
         for what, prompt in (
             ("prompt", settings.prompt),
             ("negative prompt", settings.negative_prompt),

@@ -121,7 +121,7 @@ def plan_job(job: Img2ImgJob, report: Report) -> Plan:
 def run_job(
     job: Img2ImgJob,
     plan: Plan,
-    painter: ImageGenerator,
+    image_generator: ImageGenerator,
     report: RunReport,
     skipped: Report,
     *,
@@ -145,15 +145,15 @@ def run_job(
     results: dict[int, PictureResult] = {}
 
     def write(size: tuple[int, int], part: tuple[LoadedPicture, ...], drawn: Drawn) -> None:
-        written = _write(job, painter, part, drawn, targets, results, skipped)
+        written = _write(job, image_generator, part, drawn, targets, results, skipped)
         on_batch(BatchDone(*size, drawn, written))
 
     try:
-        with painter.one_job(), Writing() as writing:
-            for group, batch, images in read_ahead(_batches(job, plan, painter, skipped)):
+        with image_generator.one_job(), Writing() as writing:
+            for group, batch, images in read_ahead(_batches(job, plan, image_generator, skipped)):
                 size = (group.canvas_width_px, group.canvas_height_px)
                 had = reuse.before()
-                for part, drawn in _draw(job, painter, batch, images, skipped):
+                for part, drawn in _draw(job, image_generator, batch, images, skipped):
                     report.take_notes(drawn.notes)
                     report.reused += reuse.after(*size, had)
                     writing.put(partial(write, size, part, drawn))
@@ -163,17 +163,17 @@ def run_job(
 
 
 def _batches(
-    job: Img2ImgJob, plan: Plan, painter: ImageGenerator, skipped: Report
+    job: Img2ImgJob, plan: Plan, image_generator: ImageGenerator, skipped: Report
 ) -> Iterator[tuple[Group, tuple[LoadedPicture, ...], Any]]:
     """Each group's batches, and what the painter takes of them."""
     for group in group_by_canvas([result.planned for result in plan.todo]):
         for batch in read_batches(group, job.batch_size, report=skipped):
-            yield group, batch, painter.read([loaded.canvas for loaded in batch])
+            yield group, batch, image_generator.read([loaded.canvas for loaded in batch])
 
 
 def _draw(
     job: Img2ImgJob,
-    painter: ImageGenerator,
+    image_generator: ImageGenerator,
     batch: tuple[LoadedPicture, ...],
     images: Any,
     skipped: Report,
@@ -184,7 +184,7 @@ def _draw(
     seeds = [job.seed_of(loaded.planned) for loaded in batch]
     try:
         prompts = [job.settings_of(loaded.planned).prompt for loaded in batch]
-        drawn = painter.img2img(job.settings, images, seeds, prompts)
+        drawn = image_generator.img2img(job.settings, images, seeds, prompts)
     except (RuntimeError, MemoryError) as exc:
         if not is_out_of_memory(exc):
             raise
@@ -201,13 +201,13 @@ def _draw(
         return
     logger.info("A batch of %d does not fit into memory: halved", len(batch))
     half = len(batch) // 2
-    yield from _draw(job, painter, batch[:half], images[:half], skipped)
-    yield from _draw(job, painter, batch[half:], images[half:], skipped)
+    yield from _draw(job, image_generator, batch[:half], images[:half], skipped)
+    yield from _draw(job, image_generator, batch[half:], images[half:], skipped)
 
 
 def _write(
     job: Img2ImgJob,
-    painter: ImageGenerator,
+    image_generator: ImageGenerator,
     batch: tuple[LoadedPicture, ...],
     drawn: Drawn,
     targets: dict[int, PlannedResult],
@@ -225,7 +225,7 @@ def _write(
         write_png(
             target.path,
             result,
-            infotext=_infotext(job, painter, planned, result),
+            infotext=_infotext(job, image_generator, planned, result),
             digest=target.digest,
             alpha=None if alpha is None else to_target(alpha, planned.fit),
         )
@@ -256,10 +256,10 @@ def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, obje
 
 
 def _infotext(
-    job: Img2ImgJob, painter: ImageGenerator, planned: PlannedPicture, result: Image.Image
+    job: Img2ImgJob, image_generator: ImageGenerator, planned: PlannedPicture, result: Image.Image
 ) -> str:
     return infotext(
-        painter,
+        image_generator,
         job.settings_of(planned),
         job.seed_of(planned),
         result,
@@ -268,7 +268,7 @@ def _infotext(
 
 
 def infotext(
-    painter: ImageGenerator,
+    image_generator: ImageGenerator,
     settings: DrawSettings,
     seed: int,
     result: Image.Image,
@@ -278,7 +278,9 @@ def infotext(
     from onediff_ext import __version__
 
     sampler, schedule = infotext_names(settings.scheduler)
-    with_deepcache = settings.deepcache.is_on and painter.deepcache_refusal(settings) is None
+    with_deepcache = (
+        settings.deepcache.is_on and image_generator.deepcache_refusal(settings) is None
+    )
     fields: dict[str, object] = {
         "Steps": settings.steps,
         "Sampler": sampler,
@@ -286,7 +288,7 @@ def infotext(
         "CFG scale": settings.guidance,
         "Seed": seed,
         "Size": f"{result.width}x{result.height}",
-        "Model": painter.checkpoint.name,
+        "Model": image_generator.checkpoint.name,
         "OneDiff DeepCache": settings.deepcache.label if with_deepcache else None,
         **extra,
         "Version": f"onediff-ext {__version__}",

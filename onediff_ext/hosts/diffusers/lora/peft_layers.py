@@ -26,7 +26,7 @@ class PeftLoraRule(WrapperRule):
         base: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         return base
 
-    def refusal(self, module: Any) -> str | None:
+    def refusal_reason(self, module: Any) -> str | None:
         cls = type(module)
         if not cls.__module__.startswith("peft.tuners.lora") or cls.__name__ not in (
             "Linear",
