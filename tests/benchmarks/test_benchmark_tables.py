@@ -1,4 +1,4 @@
-"""The README's tables and plots: made from result files, and up to date."""
+"""Tables and plots of README and docs: made from result files, and up to date."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unet(*rows: dict, **more: object) -> dict:
     return {"model": "sdxl", "fingerprint": FINGERPRINT, "rows": list(rows), **more}
 
 
-def test_the_readme_is_up_to_date() -> None:
+def test_all_pages_are_up_to_date() -> None:
     assert tables.main(check=True) == 0, "run python -m benchmarks.tables"
 
 
