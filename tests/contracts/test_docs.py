@@ -65,3 +65,23 @@ def test_a_backend(example: ModuleType) -> None:
         torch.testing.assert_close(graph([*tree.weights(), *inputs]), block(*inputs))
     with pytest.raises(BackendError):
         backend.load(b"foreign", CPU)
+
+
+@pytest.mark.parametrize("example", ["adding-a-host.md"], indirect=True)
+def test_a_host(example: ModuleType, tmp_path: Path) -> None:
+    from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+    from tests.support import models
+
+    ui = example.SmallUI(models.unet(seed=0))
+    job = example.Job(ui, 64, 96)
+    expected = job.draw()
+    before = dict(vars(ui.unet))
+    graphs = GraphsForJobs(example.SmallUIHost(ui))
+    for _ in range(3):
+        torch.testing.assert_close(example.draw(graphs, job, tmp_path / "store"), expected)
+        assert vars(ui.unet).keys() == before.keys()
+    assert graphs.status().running == "compiled"
+    ui.uses_offloading = True
+    torch.testing.assert_close(example.draw(graphs, job, tmp_path / "store"), expected)
+    assert graphs.status().reasons == ("weights move while drawing",)
+    graphs.close()
