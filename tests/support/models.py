@@ -347,6 +347,17 @@ BUILDERS = {
 }
 """Name -> builder, for tests over every architecture."""
 
+_LEVELS = {"sd2": 2, "sd2_inpaint": 2, "sdxl_refiner": 4}
+
+
+def one_width(name: str, seed: int = 0) -> Any:
+    """A pipeline of any architecture whose levels are equally wide, with one head everywhere.
+
+    Its kinds of block are few, and architectures share most of them: tests with a real compiler
+    build ten graphs in all instead of ten for each architecture.
+    """
+    return BUILDERS[name](seed, widths=(64,) * _LEVELS.get(name, 3), heads=1)
+
 
 def unet_inputs(
     unet: UNet2DConditionModel,

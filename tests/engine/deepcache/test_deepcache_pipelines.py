@@ -124,8 +124,8 @@ def test_every_size_runs_without_a_rebuild_after_the_first(layout: str, make_ses
 
 
 def test_compiled_blocks_draw_what_eager_blocks_draw(make_session):
-    reference = enable_deepcache(models.sd15(), "3 depth=1")
-    pipe = models.sd15()
+    reference = enable_deepcache(models.one_width("sd15"), "3 depth=1")
+    pipe = models.one_width("sd15")
     session = make_session("inductor")
     compile_pipe(pipe, session=session, deepcache="3 depth=1")
     draw(pipe)  # builds
