@@ -16,7 +16,7 @@ from onediff_ext.core.status import Status
 from onediff_ext.ui.choices import Choices, from_arguments
 from onediff_ext.ui.fields import FIELDS
 from tests.ui.still_port import StillPort
-from tests.ui_strings import texts_of
+from tests.ui_strings import messages_of, texts_of, texts_of_html
 
 gradio = pytest.importorskip("gradio", reason="the panel needs gradio, which is not installed")
 LOCALIZATIONS = sorted((Path(__file__).resolve().parents[2] / "localizations").glob("*.json"))
@@ -86,12 +86,15 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
 
     with gradio.Blocks() as batch:
         BatchScript().ui(True)
-    texts = {TITLE, *texts_of(page.blocks), *texts_of(batch)}
+    texts = {TITLE, *texts_of(page.blocks), *texts_of(batch), *texts_of_html()}
     for setting in SETTINGS:
         texts |= {setting.label, *setting.choices}
         texts |= {f"({setting.help})"} if setting.help else set()
+    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {page.port.why_off()}
+    messages = {*messages_of("ui"), *messages_of("webui")}
+    assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))
-    assert {text for text in texts - set(known) if not _is_the_same_everywhere(text)} == set()
+    assert {*texts, *messages} - set(known) == set()
     assert all(known.values())
 
 
@@ -108,7 +111,7 @@ def _is_the_same_everywhere(text: str) -> bool:
         "own",
         "Number",
     }
-    return text in names or any(character.isdigit() for character in text) or "{" in text
+    return text in {*names, "–"} or any(character.isdigit() for character in text) or "{" in text
 
 
 def test_there_are_chinese_and_japanese() -> None:
