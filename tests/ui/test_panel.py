@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +196,20 @@ def test_library_shows_exports_imports_and_deletes(
     assert "Tick" in untrusted[2]  # and no command line
     client.predict(everything, handle_file(path), True, api_name="/on_import")
     assert len(port.library().entries()) == 1
+
+
+def test_exports_do_not_add_up(
+    client: Any, port: StillPort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    port.library().put(
+        KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    for _ in range(3):
+        assert "ready" in client.predict("Everything", api_name="/on_export")[1]
+    assert len(list(folder.glob("onediff-export-*"))) == 1
 
 
 def test_what_is_no_local_page_has_no_import(port: StillPort, tmp_path: Path) -> None:
