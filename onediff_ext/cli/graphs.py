@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,19 +194,23 @@ def _explain_graph(library: GraphLibrary, prefix: str) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from onediff_ext.store.verification import DAMAGED, MISPLACED
+
     library = _library(arguments)
     problems = library.verify(repair=arguments.repair)
     for problem in problems:
-        deleted = " (deleted)" if problem.removed and problem.path.name != "schema.json" else ""
-        print(printable(f"{problem.path.name}: {problem.reason}{deleted}"))
+        remedy = f" ({problem.remedy})" if problem.remedy else ""
+        print(printable(f"{problem.path.name}: {problem.reason}{remedy}"))
     bad = {problem.path for problem in problems}
     sound = sum(graph.path not in bad for graph in library.entries())
-    damaged = sum(problem.is_damage for problem in problems)
-    others = len(problems) - damaged
-    print(f"{sound} sound, {damaged} damaged" + (f", {others} of other versions" * bool(others)))
-    if damaged and not arguments.repair:
+    states = Counter({DAMAGED: 0})
+    states.update(problem.state for problem in problems)
+    print(", ".join([f"{sound} sound", *(f"{n} {state}" for state, n in states.items())]))
+    if states[DAMAGED] and not arguments.repair:
         print("Run `onediff-ext graphs verify --repair` to delete those; they are built again.")
-    return 1 if any(not problem.removed for problem in problems) else 0
+    if states[MISPLACED] and not arguments.repair:
+        print("Run `onediff-ext graphs verify --repair` to move graphs back to their place.")
+    return 1 if any(not problem.remedy for problem in problems) else 0
 
 
 def _prune(arguments: argparse.Namespace) -> int:

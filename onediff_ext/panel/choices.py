@@ -150,6 +150,15 @@ class Choices:
         return entries
 
 
+def is_nested(value: object) -> bool:
+    """Whether a value from JSON holds values that hold others: no field has one."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(part, (Mapping, list, tuple)) for part in value
+    )
+
+
 def from_infotext(field: Field, entries: Mapping[str, Any]) -> Any:
     """What an infotext says of a field; None when it has nothing of OneDiff."""
     if "OneDiff" not in entries:
@@ -197,6 +206,8 @@ def _checked(field: Field, value: Any) -> Any:
             f"{field.label}: a text of {len(value):,} characters is too long.",
             f"Use {MAX_SIZES_CHARS:,} at most.",
         )
+    if is_nested(value):  # such a value may be too deep to be shown
+        raise OptionError(f"{field.label}: the value is nested.", "Use a text or a number.")
     if field.form == CHECKBOX:
         if isinstance(value, str):
             return value.strip().lower() in ("1", "true", "on", "yes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections import Counter
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
@@ -15,19 +16,24 @@ _SUFFIX = ".onediff-graphs.zip"
 
 
 def verify(library: GraphLibrary) -> str:
-    """Check every byte of every graph, and delete what is damaged.
+    """Check every byte of every graph and whether each record can be read, and mend the store.
+
+    Damaged files, and graphs that others may have written, are deleted; a damaged
+    `schema.json` is written again, and misplaced graphs are moved back. Files of other
+    versions stay.
 
     Raises:
-        StoreError: Something damaged cannot be deleted.
+        StoreError: The store cannot be read, or not be mended.
     """
     count = len(library.entries())
     problems = library.verify(repair=True)
     if not problems:
         return f"{counted(count, 'graph')} checked: all sound."
-    removed = sum(problem.removed for problem in problems)
-    lines = "; ".join(f"{p.path.stem[:12]}… {p.reason}" for p in problems[:5])
-    left = counted(len(problems) - removed, "graph")
-    return f"{counted(removed, 'graph')} removed, {left} left alone: {lines}."
+    remedies = Counter(problem.remedy or "left alone" for problem in problems)
+    done = ", ".join(f"{counted(n, 'file')} {remedy}" for remedy, n in remedies.items())
+    lines = "; ".join(f"{_short(p.path.name)} {p.reason}" for p in problems[:5])
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return f"{done}: {lines}{more}."
 
 
 def delete(library: GraphLibrary, name: str) -> str:
@@ -79,3 +85,7 @@ def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, t
     report = library.import_archive(Path(path), trust=trust)
     kept = f", {len(report.kept)} were here already" if report.kept else ""
     return f"{counted(len(report.imported), 'graph')} imported{kept}."
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:12]}…"

@@ -71,11 +71,17 @@ def build_library(port: PanelHost, elem_id: Callable[[str], str]) -> None:
             return [gr.update(), gr.update(), html.message(f'Tick "{_SURE}" first.'), gr.update()]
         return [*attempt(name, lambda: library_actions.delete(port.library(), name)), False]
 
+    exports: list[tempfile.TemporaryDirectory[str]] = []
+
     def on_export(name: str) -> list[Any]:
+        # Gradio has its own copy of the one before. Kept ones would fill the disk, press by press.
+        while exports:
+            exports.pop().cleanup()
         # In the temporary folder: Gradio hands out no other file.
-        folder = Path(tempfile.mkdtemp(prefix="onediff-export-"))
+        folder = tempfile.TemporaryDirectory(prefix="onediff-export-")
+        exports.append(folder)
         try:
-            path = library_actions.export(port.library(), name, folder)
+            path = library_actions.export(port.library(), name, Path(folder.name))
         except OneDiffError as exc:
             return [gr.update(), html.error(exc)]
         return [gr.update(value=str(path), visible=True), html.message(f"{path.name} is ready.")]

@@ -65,32 +65,55 @@ def build_infotext(
             )
         if value is not None:
             entries.append(f"{name}: {_quoted(str(value))}")
-    negative = _trimmed(negative_prompt)
+    negative = _as_read(_trimmed(negative_prompt))
     lines = [_trimmed(prompt), f"{_NEGATIVE} {negative}" if negative else "", ", ".join(entries)]
-    return "\n".join(line for line in lines if line)
+    text = "\n".join(line for line in lines if line)
+    # A prompt that ends like a list of fields is none when another line follows.
+    return text if entries or _entries_of(text) is None else f"{text}\n{_NEGATIVE}"
 
 
 def parse_infotext(text: str) -> Infotext:
     """Read an infotext, ours or the WebUI's. Any text is one: at worst all prompt."""
-    *lines, last = _trimmed(text).split("\n")
-    entries = _ENTRY.findall(last) if len(last) <= _MAX_FIELDS_CHARS else []
-    if len(entries) < _MIN_FIELDS and not last.startswith(_FIRST_FIELD):
-        lines, entries = [*lines, last], []
+    lines, entries = _trimmed(text).split("\n"), _entries_of(text)
+    if entries is not None:
+        lines.pop()
     prompts: tuple[list[str], list[str]] = ([], [])
     is_negative = False
     for line in lines:
+        line = line.strip()
         if line.startswith(_NEGATIVE):
             is_negative, line = True, line[len(_NEGATIVE) :]
         prompts[is_negative].append(line.strip())
     return Infotext(
         "\n".join(prompts[False]).strip(),
         "\n".join(prompts[True]).strip(),
-        {name: _unquoted(value) for name, value in entries},
+        {name: _unquoted(value) for name, value in entries or ()},
     )
+
+
+def _entries_of(text: str) -> list[tuple[str, str]] | None:
+    """The (name, value) pairs of an infotext's last line; None when it is no list of fields."""
+    last = _trimmed(text).rpartition("\n")[2]
+    entries: list[tuple[str, str]] = _ENTRY.findall(last) if len(last) <= _MAX_FIELDS_CHARS else []
+    is_list = len(entries) >= _MIN_FIELDS or last.startswith(_FIRST_FIELD)
+    return entries if is_list else None
 
 
 def _trimmed(text: str) -> str:
     return text.replace("\r\n", "\n").strip()
+
+
+def _as_read(negative: str) -> str:
+    """A negative prompt without what readers drop: the format's own words before its further
+    lines."""
+    first, *more = negative.split("\n")
+    return "\n".join([first, *map(_without_words, more)]).strip()
+
+
+def _without_words(line: str) -> str:
+    while (stripped := line.strip()).startswith(_NEGATIVE):
+        line = stripped[len(_NEGATIVE) :].strip()
+    return line
 
 
 def _quoted(value: str) -> str:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import nearest_side_px
@@ -15,13 +14,10 @@ from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSetti
 from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
 from onediff_ext.panel.choices import Choices
 from onediff_ext.pictures.fitting import from_canvas, to_canvas
-from onediff_ext.pictures.formats import picture_errors
+from onediff_ext.pictures.reading import read_picture
 from onediff_ext.pictures.sizing import fit_size, parse_size_rule
 from onediff_ext.pictures.writing import write_png
 from onediff_ext.standalone.app import StandaloneApp
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 MAX_SEED = 2**32 - 1
 OnStep = Callable[[int, int], None]  # step, of how many
@@ -85,7 +81,7 @@ def from_picture(
     standalone_app: StandaloneApp,
     choices: Choices,
     settings: DrawSettings,
-    picture: Image.Image | None,
+    picture: Path | None,
     size_rule: str,
     batch: int,
     seed: int,
@@ -100,10 +96,9 @@ def from_picture(
     if picture is None:
         raise OptionError("There is no picture to start from.", "Drop one into the box above.")
     settings.check_img2img_steps()
-    with picture_errors():
-        picture = picture.convert("RGB")
-    fit = fit_size(parse_size_rule(size_rule), picture.width, picture.height)
-    canvas = to_canvas(picture, fit)
+    image = read_picture(picture).image
+    fit = fit_size(parse_size_rule(size_rule), image.width, image.height)
+    canvas = to_canvas(image, fit)
     seeds = list(range(seed, seed + batch))
 
     def job(image_generator: ImageGenerator) -> Drawn:

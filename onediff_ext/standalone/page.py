@@ -193,9 +193,11 @@ def _text(defaults: PageDefaults) -> dict[str, Any]:
 
 
 def _image(defaults: PageDefaults) -> dict[str, Any]:
+    # As a path: Gradio would decode any format that Pillow knows, EPS and its program included.
     source = gr.Image(
         label="Picture",
-        type="pil",
+        type="filepath",
+        image_mode=None,
         height=240,
         elem_id="onediff_source",
         sources=["upload", "clipboard"],

@@ -68,9 +68,13 @@ class StoreFolder:
         if schema is None:
             self.is_schema_damaged = True
             schema = _schema_of_graphs(self.root)
-        own = self.root / f"schema-{STORE_SCHEMA}"
-        self._home = self.root if schema == STORE_SCHEMA else own
+        self._home = self.root if schema == STORE_SCHEMA else self.aside
         return self._home
+
+    @property
+    def aside(self) -> Path:
+        """Where this version keeps its part while the root belongs to another one."""
+        return self.root / f"schema-{STORE_SCHEMA}"
 
     @property
     def graphs(self) -> Path:
@@ -103,7 +107,7 @@ class StoreFolder:
 
     def other_versions_graphs(self) -> list[Path]:
         """Return the graph folders that belong to other versions."""
-        ours = {self.home, self.root / f"schema-{STORE_SCHEMA}"}
+        ours = {self.home, self.aside}
         homes = [self.root, *self.root.glob("schema-*")] if os.path.isdir(self.root) else []
         return [home / "graphs" for home in homes if home not in ours]
 

@@ -190,10 +190,11 @@ class GraphLibrary:
 
         Args:
             repair: Delete the damaged ones and what others may have written; write a damaged
-                `schema.json` again. Files of another version stay.
+                `schema.json` again; move graphs back that were stored elsewhere while it was
+                damaged. Files of another version stay.
 
         Raises:
-            StoreReadOnlyError: `repair` cannot delete.
+            StoreReadOnlyError: `repair` cannot delete or move.
         """
         return list(find_problems(self.folder, repair))
 

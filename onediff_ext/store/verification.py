@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from onediff_ext.core.errors import GraphCorruptError, StoreError, UntrustedGraphError
+from onediff_ext.store.durable_write import sync_folder
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_file import UnknownSchemaError
 from onediff_ext.store.json_records import RecordError, read_record, record_paths
 from onediff_ext.store.stored_graph import graph_paths, open_graph
 from onediff_ext.store.write_errors import mapped_write_errors
+
+DAMAGED, OF_OTHERS, MISPLACED = "damaged", "of other versions", "misplaced"
+_DELETED = "deleted"
 
 
 @dataclass(frozen=True)
@@ -22,21 +27,22 @@ class StoreProblem:
     Args:
         path: The file.
         reason: What is wrong with it.
-        removed: Whether it was deleted.
-        is_damage: Whether it is of no use to anybody; files of other versions are sound.
+        remedy: What was done about it, such as ``"deleted"``; ``""`` for nothing.
+        state: ``"damaged"`` when it is of no use to anybody; else sound, but ``"of other
+            versions"`` or ``"misplaced"``.
     """
 
     path: Path
     reason: str
-    removed: bool
-    is_damage: bool = True
+    remedy: str = ""
+    state: str = DAMAGED
 
 
 def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
-    """Check every graph and record; with `repair`, delete the damaged ones.
+    """Check every graph and record; with `repair`, delete damaged ones and move misplaced ones.
 
     Raises:
-        StoreReadOnlyError: `repair` cannot delete.
+        StoreReadOnlyError: `repair` cannot delete or move.
         UntrustedGraphError: The store's folders are not ours alone.
     """
     if not folder.exists():
@@ -49,20 +55,22 @@ def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
         except FileNotFoundError:
             continue  # just removed by somebody else
         except (GraphCorruptError, UntrustedGraphError) as exc:
-            yield StoreProblem(path, exc.message, repair and remove_if_unusable(folder, path, True))
+            removed = repair and remove_if_unusable(folder, path, with_untrusted=True)
+            yield StoreProblem(path, exc.message, _DELETED * removed)
         except UnknownSchemaError as exc:
-            yield StoreProblem(path, exc.message, False, is_damage=False)
+            yield StoreProblem(path, exc.message, state=OF_OTHERS)
         except OSError as exc:
-            yield StoreProblem(path, f"unreadable ({exc.strerror or exc})", False)
+            yield StoreProblem(path, f"unreadable ({exc.strerror or exc})")
     for path in _record_paths(folder):
         try:
             read_record(path)
         except FileNotFoundError:
             continue
         except RecordError as exc:
-            yield StoreProblem(path, exc.message.rstrip("."), repair and _delete(path))
+            yield StoreProblem(path, exc.message.rstrip("."), _DELETED * (repair and _delete(path)))
         except OSError as exc:
-            yield StoreProblem(path, f"unreadable ({exc.strerror or exc})", False)
+            yield StoreProblem(path, f"unreadable ({exc.strerror or exc})")
+    yield from _misplaced(folder, repair)
 
 
 def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = False) -> bool:
@@ -106,9 +114,40 @@ def _schema_problem(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]
     if folder.is_schema_damaged:
         if repair and folder.home == folder.root:
             folder.prepare()
-            yield StoreProblem(path, "damaged; it was written again", True)
+            yield StoreProblem(path, "damaged", "written again")
         else:
-            yield StoreProblem(path, "damaged; it is written again with the next graph", False)
+            yield StoreProblem(path, "damaged; it is written again with the next graph")
+
+
+def _misplaced(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
+    """Our graphs in `schema-1`, which is ours only while the root is another version's.
+
+    Versions that took a flipped bit in `schema.json` for another schema went on there.
+    """
+    aside = folder.aside
+    if folder.home == aside or aside.is_symlink():
+        return
+    for path in graph_paths(aside / "graphs"):
+        remedy = _move_home(folder, path) if repair else ""
+        yield StoreProblem(path, "kept apart while schema.json was damaged", remedy, MISPLACED)
+    if repair and aside.is_dir() and not any(graph_paths(aside / "graphs")):
+        shutil.rmtree(
+            aside, ignore_errors=True
+        )  # records and locks, which come again by themselves
+
+
+def _move_home(folder: StoreFolder, path: Path) -> str:
+    if remove_if_unusable(folder, path, with_untrusted=True):
+        return _DELETED
+    target = folder.graphs / path.name
+    with folder.locks.guard(), mapped_write_errors(target):
+        if not is_sound(path):
+            return ""  # of another version
+        if is_sound(target):
+            return _DELETED * _delete(path)
+        os.replace(path, target)
+        sync_folder(folder.graphs)
+    return "moved back"
 
 
 def _record_paths(folder: StoreFolder) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from onediff_ext import __version__
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.choices import Choices, from_arguments, is_nested
 from onediff_ext.panel.fields import BY_NAME
 from onediff_ext.panel.graph_rows import graph_groups
 from onediff_ext.webui.host_access import ApiAccess
@@ -61,7 +61,7 @@ def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str)
     async def warm_up(request: Request) -> Response:
         body = await read_body(request, tuple(BY_NAME))
         sizes = body.get("sizes")
-        if isinstance(sizes, list):
+        if isinstance(sizes, list) and not is_nested(sizes):
             body["sizes"] = ", ".join(map(str, sizes))
         try:
             choices = Choices.parse(from_arguments([body]))

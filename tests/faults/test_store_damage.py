@@ -74,7 +74,7 @@ def test_a_folder_in_a_graphs_place(library: GraphLibrary) -> None:
     assert library.get(KEY) is None
     assert "no regular file" in library.explain(KEY)
     assert library.entries() == []
-    assert [problem.removed for problem in library.verify(repair=True)] == [False]
+    assert [problem.remedy for problem in library.verify(repair=True)] == [""]
     library.prune(limit_bytes=0)
 
 

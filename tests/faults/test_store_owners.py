@@ -81,7 +81,7 @@ def test_a_graph_that_all_may_write_is_not_loaded(library: GraphLibrary, bits: i
     assert [problem.reason for problem in other.verify()] == [
         "the file may be written by everybody"
     ]
-    assert [problem.removed for problem in other.verify(repair=True)] == [True]
+    assert [problem.remedy for problem in other.verify(repair=True)] == ["deleted"]
     put(other)
     assert again(library).get(KEY) is not None
 

@@ -178,6 +178,46 @@ def test_a_damaged_schema_of_another_version_stays_theirs(tmp_path: Path) -> Non
     assert GraphLibrary(root, MB).get(KEY) is not None
 
 
+def test_graphs_of_a_store_that_a_flipped_bit_had_split_come_together_again(tmp_path: Path) -> None:
+    root, apart, other_key = tmp_path / "store", tmp_path / "apart", KindKey({"class": "Other"})
+    put(GraphLibrary(root, MB))
+    put(GraphLibrary(apart, MB), label="its twin")
+    moved = put(GraphLibrary(apart, MB), key=other_key).path
+    damaged = moved.with_name("0" * 64 + ".graph")
+    damaged.write_bytes(b"no graph")
+    apart.rename(root / "schema-1")  # where earlier versions went on
+    (root / "schema.json").write_bytes(b'{"schema": 3}')
+    library = GraphLibrary(root, MB)
+    assert library.get(other_key) is None
+    found = {problem.path: problem for problem in library.verify()}
+    assert [problem.state for problem in found.values()].count("misplaced") == 3
+    assert moved.name in {path.name for path in found}
+    remedies = {p.path.name: p.remedy for p in GraphLibrary(root, MB).verify(repair=True)}
+    assert remedies == {
+        "schema.json": "written again",
+        moved.name: "moved back",
+        damaged.name: "deleted",
+        f"{KEY.digest}.graph": "deleted",  # the root's own stays
+    }
+    assert not (root / "schema-1").exists()
+    library = GraphLibrary(root, MB)
+    assert library.verify() == []
+    kept, back = library.get(KEY), library.get(other_key)
+    assert kept is not None
+    assert back is not None
+    assert (kept.label, back.label) == ("L", "L")
+
+
+def test_what_lies_apart_beside_another_versions_store_stays_there(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    (root / "schema.json").write_bytes(encode_schema(9))
+    path = put(GraphLibrary(root, MB)).path
+    assert path.parent == root / "schema-1" / "graphs"
+    assert GraphLibrary(root, MB).verify(repair=True) == []
+    assert path.exists()
+
+
 def test_a_lost_or_damaged_schema_is_written_again_with_the_next_graph(tmp_path: Path) -> None:
     root = tmp_path / "store"
     put(GraphLibrary(root, MB))
@@ -194,7 +234,7 @@ def test_a_flipped_schema_number_of_a_graph_is_damage(library: GraphLibrary) -> 
         damaged[bit // 8] ^= 1 << bit % 8
         graph.path.write_bytes(damaged)
         (problem,) = library.verify()
-        assert problem.is_damage
+        assert problem.state == "damaged"
         assert library.get(KEY) is None
         assert not graph.path.exists()
 

@@ -88,8 +88,18 @@ def test_verifying_removes_what_is_damaged(library: GraphLibrary) -> None:
     assert library_actions.verify(library) == "3 graphs checked: all sound."
     path = library.entries()[0].path
     path.write_bytes(path.read_bytes()[:-3])
-    assert library_actions.verify(library).startswith("1 graph removed, 0 graphs left alone")
+    assert library_actions.verify(library).startswith("1 file deleted: ")
     assert len(library.entries()) == 2
+
+
+def test_verifying_says_what_became_of_each_file(library: GraphLibrary) -> None:
+    path = library.entries()[0].path
+    path.write_bytes(path.read_bytes()[:8] + (9).to_bytes(4, "little") + b"of another version")
+    (library.folder.root / "schema.json").write_bytes(b"damaged")
+    (library.folder.root / "history.json").write_bytes(b"damaged")
+    said = library_actions.verify(GraphLibrary(library.folder.root, 10**9))
+    assert said.startswith("1 file written again, 1 file left alone, 1 file deleted: schema.json ")
+    assert "graph" not in said.partition(":")[0]
 
 
 def test_export_and_import_need_trust(library: GraphLibrary, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
 from tests.support.still_panel_host import StillPanelHost
-from tests.support.ui_strings import texts_of
+from tests.support.ui_strings import messages_of, texts_of, texts_of_html
 
 gradio = pytest.importorskip("gradio", reason="the panel needs gradio, which is not installed")
 LOCALIZATIONS = sorted((Path(__file__).resolve().parents[2] / "localizations").glob("*.json"))
@@ -86,12 +87,15 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
 
     with gradio.Blocks() as batch:
         BatchScript().ui(True)
-    texts = {TITLE, *texts_of(page.blocks), *texts_of(batch)}
+    texts = {TITLE, *texts_of(page.blocks), *texts_of(batch), *texts_of_html()}
     for setting in SETTINGS:
         texts |= {setting.label, *setting.choices}
         texts |= {f"({setting.help})"} if setting.help else set()
+    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {page.port.why_off()}
+    messages = {*messages_of("ui"), *messages_of("webui")}
+    assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))
-    assert {text for text in texts - set(known) if not _is_the_same_everywhere(text)} == set()
+    assert {*texts, *messages} - set(known) == set()
     assert all(known.values())
 
 
@@ -108,7 +112,7 @@ def _is_the_same_everywhere(text: str) -> bool:
         "own",
         "Number",
     }
-    return text in names or any(character.isdigit() for character in text) or "{" in text
+    return text in {*names, "–"} or any(character.isdigit() for character in text) or "{" in text
 
 
 def test_there_are_chinese_and_japanese() -> None:
@@ -192,6 +196,20 @@ def test_library_shows_exports_imports_and_deletes(
     assert "Tick" in untrusted[2]  # and no command line
     client.predict(everything, handle_file(path), True, api_name="/on_import")
     assert len(port.library().entries()) == 1
+
+
+def test_exports_do_not_add_up(
+    client: Any, port: StillPanelHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    port.library().put(
+        KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    for _ in range(3):
+        assert "ready" in client.predict("Everything", api_name="/on_export")[1]
+    assert len(list(folder.glob("onediff-export-*"))) == 1
 
 
 def test_what_is_no_local_page_has_no_import(port: StillPanelHost, tmp_path: Path) -> None:

@@ -115,3 +115,21 @@ def test_any_text_can_be_read(text: str) -> None:
 
 def test_a_long_prompt_is_read_quickly() -> None:
     assert parse_infotext("word " * 20_000).prompt.startswith("word word")
+
+
+def test_a_line_with_space_before_it_starts_the_negative_prompt() -> None:
+    assert parse_infotext("a cat\n  Negative prompt: blurry") == Infotext("a cat", "blurry")
+
+
+def test_a_negative_prompt_is_written_as_it_is_read() -> None:
+    negative = "Negative prompt: ugly\nNegative prompt: Negative prompt: bad\nNegative prompt:"
+    text = build_infotext("a cat", negative)
+    assert text == "a cat\nNegative prompt: Negative prompt: ugly\nbad"
+    read = parse_infotext(text)
+    assert read.negative_prompt == "Negative prompt: ugly\nbad"
+
+
+@pytest.mark.parametrize("prompts", [("{}", ""), ("a cat", "{}"), ("a cat\n{}", "bad\n{}")])
+def test_a_prompt_that_looks_like_fields_stays_a_prompt(prompts: tuple[str, str]) -> None:
+    given = tuple(text.format("Steps: 2, ab: 1, cd: 2") for text in prompts)
+    assert parse_infotext(build_infotext(*given)) == Infotext(*given)

@@ -98,6 +98,43 @@ def test_a_picture_from_a_picture_at_an_odd_size(page: SimpleNamespace, client: 
     assert "no picture" in nothing[1]
 
 
+def test_an_uploaded_picture_is_read_as_those_of_folders_are(
+    page: SimpleNamespace, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradio_client import handle_file
+    from PIL import EpsImagePlugin
+
+    programs = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: programs.append(1))
+    for suffix in (".eps", ".png"):  # by its name, and by another one
+        source = page.folder / f"drawing{suffix}"
+        Image.new("RGB", (72, 64)).save(source, "EPS")
+        said = client.predict(
+            *arguments(), handle_file(str(source)), 0.9, "own", api_name="/img2img"
+        )[1]
+        assert "onediff-bad" in said
+    assert programs == []
+    turned = Image.new("RGB", (80, 72))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(page.folder / "turned.jpg", exif=exif)
+    source = handle_file(str(page.folder / "turned.jpg"))
+    infotext = client.predict(*arguments(), source, 0.9, "own", api_name="/img2img")[2]
+    assert "Size: 72x80" in infotext
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "../../etc/hostname", "/dev/zero"])
+def test_no_file_of_the_machine_stands_for_an_upload(
+    page: SimpleNamespace, client: Any, path: str
+) -> None:
+    import httpx
+
+    given = [*arguments(), {"path": path, "meta": {"_type": "gradio.FileData"}}, 0.9, "own"]
+    call = httpx.post(f"{page.url}gradio_api/call/img2img", json={"data": given})
+    ended = httpx.get(f"{page.url}gradio_api/call/img2img/{call.json()['event_id']}", timeout=60)
+    assert "event: error" in ended.text
+
+
 def test_a_folder_of_several_sizes(page: SimpleNamespace, client: Any) -> None:
     source = page.folder / "in"
     source.mkdir()

@@ -160,7 +160,7 @@ def test_another_schema_is_a_miss_and_stays(library: GraphLibrary) -> None:
     assert library.get(key_of(1)) is None
     assert "schema 9; this one reads 1" in library.explain(key_of(1))
     assert library.entries() == []
-    assert [problem.removed for problem in library.verify(repair=True)] == [False]
+    assert [problem.remedy for problem in library.verify(repair=True)] == [""]
     assert library.prune(limit_bytes=0, older_than_s=0).digests == ()
     assert graph.path.exists()
     assert library.prune(other_versions=True).digests == (graph.digest,)
@@ -188,10 +188,10 @@ def test_a_store_of_another_version_is_left_alone(tmp_path: Path) -> None:
 def test_verify_reports_and_repairs(library: GraphLibrary) -> None:
     sound, bad = put(library, key_of(1)), put(library, key_of(2))
     bad.path.write_bytes(b"")
-    problem = StoreProblem(bad.path, "the file does not start like a graph", False)
+    problem = StoreProblem(bad.path, "the file does not start like a graph")
     assert library.verify() == [problem]
     assert bad.path.exists()
-    assert [found.removed for found in library.verify(repair=True)] == [True]
+    assert [found.remedy for found in library.verify(repair=True)] == ["deleted"]
     assert library.verify() == []
     assert [graph.key for graph in library.entries()] == [sound.key]
 

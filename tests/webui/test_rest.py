@@ -106,6 +106,16 @@ def test_nothing_imports_graphs_over_the_network(client: Any) -> None:
 START = json.dumps({"sizes": "512x768"})
 
 
+@pytest.mark.parametrize("name", ["sizes", "components", "preset", "deepcache"])
+def test_no_depth_of_nesting_is_a_fault_of_ours(client: Any, host: Any, name: str) -> None:
+    for depth in (1, 2, *range(940, 1000)):  # somewhere there, what can be read cannot be shown
+        for nested in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            content = f'{{"{name}": [{nested}]}}'
+            answer = client.post("/onediff/v1/warmup", content=content, headers=JSON)
+            assert answer.status_code in (400, 422), (depth, nested[:10])
+    assert host.adapter.steps == []
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "status", "said"),
     [

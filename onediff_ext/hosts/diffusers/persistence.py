@@ -71,10 +71,14 @@ def save_pipe(
 
 
 def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
-    """Take the graphs of `save_pipe` into the store and use them in a pipeline.
+    """Take the graphs of `save_pipe` into the store, for a pipeline to use.
 
     Graphs are native code. Load only folders whose origin you trust as much as you
     would a program: calling this function is that decision.
+
+    This returns before they are used: a worker tries each imported graph once on this
+    machine, when it would otherwise build, and blocks run eager until then. Graphs that
+    the store already has stay as they are.
 
     Args:
         pipe: Compiled or not; an uncompiled one is compiled with default options.
@@ -84,9 +88,9 @@ def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
         The same pipeline.
 
     Raises:
-        StoreError: The folder holds no saved graphs, or they are damaged. Graphs of
-            another machine or version are no error: they are simply not found, and
-            built when needed.
+        StoreError: The folder holds no saved graphs, they are damaged, or the store has
+            no room for them. Graphs of another machine or version are no error: they are
+            not found, and built when needed.
     """
     archive = Path(dir) / _ARCHIVE
     if not archive.exists():
