@@ -46,7 +46,7 @@ def status_line(status: Status, wanted: bool = False) -> str:
     elif not wanted and not status.building:
         state, line = "off", "off"
     return (
-        f'<span class="onediff-status" data-state="{escape(state)}">'
+        f'<span class="onediff-status" data-state="{escape(state)}" title="{escape(line)}">'
         f'<span class="onediff-dot"></span><span>{escape(line)}</span></span>'
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import socket
 import time
 import urllib.error
@@ -33,6 +34,9 @@ DEFAULTS: Mapping[str, Any] = {
     "sampler_name": "Euler a",
 }
 
+
+# What makes the graphs of jobs that do not say so; "eager" builds them within seconds.
+_BACKEND = {"backend": name} if (name := os.environ.get("ONEDIFF_WEBUI_BACKEND")) else {}
 
 _API_STARTS_WITHIN_S = 30
 _BY_NAME = {"denoising strength curve", "append interrogated prompt at each iteration"}
@@ -120,7 +124,7 @@ class WebUI:
             job: Fields of the API, on top of `DEFAULTS`; pictures may be arrays.
         """
         chosen = accelerated if isinstance(accelerated, Mapping) else {"enabled": accelerated}
-        always_on = {"OneDiff": {"args": [dict(chosen)]}, **(scripts or {})}
+        always_on = {"OneDiff": {"args": [{**_BACKEND, **chosen}]}, **(scripts or {})}
         body = {**DEFAULTS, **job, "alwayson_scripts": always_on}
         if body.get("enable_hr") and self.host() == "forge":
             body["hr_additional_modules"] = ["Use same choices"]  # its API fails without

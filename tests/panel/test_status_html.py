@@ -22,6 +22,12 @@ def test_ticked_before_the_first_picture() -> None:
     assert "nothing drawn with it yet" in html.status_line(Status(), True)
 
 
+def test_a_line_that_the_header_cuts_has_a_tooltip() -> None:
+    status = Status("eager", reasons=('a "hook" of <another> extension',))
+    line = html.status_line(status, True)
+    assert 'title="eager: a &quot;hook&quot; of &lt;another&gt; extension"' in line
+
+
 def test_building_shows_even_when_unticked() -> None:
     status = Status("eager", 3, 0, 16, building=True)
     assert 'data-state="building"' in html.status_line(status, False)
