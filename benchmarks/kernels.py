@@ -103,8 +103,10 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    from onediff_ext.backends.inductor.kernels import register_kernels
     from onediff_ext.engine.quantization import quantise_rows, unavailable_reason
 
+    register_kernels()
     ops = torch.ops.onediff
     noise = torch.Generator(device).manual_seed(0)
 

@@ -20,8 +20,9 @@ TOKENS = [(2, 77, 1280), (1, 1, 320), (3, 45, 640), (2, 1024, 160)]
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    from onediff_ext.backends.inductor.kernels import int8_rows  # noqa: F401
+    from onediff_ext.backends.inductor.kernels import register_kernels
 
+    register_kernels()
     return torch.ops.onediff
 
 
