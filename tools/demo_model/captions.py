@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from backgrounds import COLORS
+from tools.demo_model.backgrounds import COLORS
 
 NO_ARTICLE = {
     *("grapes", "cherries", "pancakes", "fries", "french fries", "glasses", "scissors", "socks"),

@@ -1,6 +1,6 @@
 """Put the trained parts together: the checkpoint, its .yaml, and the reference thumbnails.
 
-python export.py --sprites S.npz --parts PARTS --output onediff_ext/assets/demo
+python -m tools.demo_model.export --sprites S.npz --parts PARTS --output onediff_ext/assets/demo
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from concepts import read_concepts
 from diffusers import EulerDiscreteScheduler
-from latents import SIZES, TOKENIZER, load_tokenizer, make_scenes, tokenize
-from models import build_text_encoder, build_unet, build_vae, load_parts, text_core
 from PIL import Image
-from sample import to_image
-from scenes import SceneDrawer, plain_scene
 
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
+from tools.demo_model.concepts import read_concepts
+from tools.demo_model.latents import SIZES, TOKENIZER, load_tokenizer, make_scenes, tokenize
+from tools.demo_model.models import build_text_encoder, build_unet, build_vae, load_parts, text_core
+from tools.demo_model.sample import to_image
+from tools.demo_model.scenes import SceneDrawer, plain_scene
 
 THUMBNAIL_PX = 32
 PER_ROW = 16

@@ -8,12 +8,13 @@ from pathlib import Path
 from random import Random
 
 import torch
-from concepts import read_concepts
 from diffusers import AutoencoderKL
-from models import SCALE_FACTOR
-from scenes import Scene, SceneDrawer, make_scene
 from torch import Tensor
 from transformers import CLIPTokenizer
+
+from tools.demo_model.concepts import read_concepts
+from tools.demo_model.models import SCALE_FACTOR
+from tools.demo_model.scenes import Scene, SceneDrawer, make_scene
 
 TOKENIZER = Path(__file__).parents[2] / "onediff_ext" / "assets" / "tokenizer"
 """CLIP's tokenizer, which the package ships."""

@@ -9,13 +9,14 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     UNet2DConditionModel,
 )
-from filters import edges
-from latents import load_tokenizer, make_scenes, tokenize
-from models import SCALE_FACTOR
 from PIL import Image
-from scenes import SceneDrawer
 from torch import Tensor
 from transformers import CLIPTextModel
+
+from tools.demo_model.filters import edges
+from tools.demo_model.latents import load_tokenizer, make_scenes, tokenize
+from tools.demo_model.models import SCALE_FACTOR
+from tools.demo_model.scenes import SceneDrawer
 
 PROMPTS = (
     *("a cat", "a dog on a blue background", "a rocket at night", "a fox in the snow"),

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from backgrounds import COLORS, NAMES, draw_backgrounds
-from captions import plural, say_objects, say_scene, with_article
-from concepts import Concept
 from torch import Tensor
 from torch.nn import functional
+
+from tools.demo_model.backgrounds import COLORS, NAMES, draw_backgrounds
+from tools.demo_model.captions import plural, say_objects, say_scene, with_article
+from tools.demo_model.concepts import Concept
 
 MOST_OBJECTS = 3
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
-from filters import edges, sketch
-from latents import BlockKind, Bucket
-from models import encode_text
 from safetensors.torch import save_file
 from torch import Tensor
-from train_diffusion import Predict, Schedule, Trainer
 from transformers import CLIPTextModel
+
+from tools.demo_model.filters import edges, sketch
+from tools.demo_model.latents import BlockKind, Bucket
+from tools.demo_model.models import encode_text
+from tools.demo_model.train_diffusion import Predict, Schedule, Trainer
 
 SKETCH = BlockKind(style=sketch, batch_share=0.25)
 EDGES = BlockKind(hint=edges, batch_share=0.25)

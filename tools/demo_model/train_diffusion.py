@@ -9,10 +9,11 @@ from random import Random
 
 import torch
 from diffusers import UNet2DConditionModel
-from latents import Bucket
-from models import alphas_cumprod, encode_text
 from torch import Tensor, nn
 from transformers import CLIPTextModel
+
+from tools.demo_model.latents import Bucket
+from tools.demo_model.models import alphas_cumprod, encode_text
 
 Predict = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(noisy latents [B, 4, h, w], times [B], token ids [B, 77], hints [B, 3, H, W]) -> noise."""

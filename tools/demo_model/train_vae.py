@@ -8,13 +8,14 @@ from pathlib import Path
 from random import Random
 
 import torch
-from concepts import read_concepts
 from diffusers import AutoencoderKL
-from models import SCALE_FACTOR, build_vae, save_parts
-from scenes import SceneDrawer, make_scene
 from torch import Tensor
 from torch.nn import functional
-from train_diffusion import compile_blocks
+
+from tools.demo_model.concepts import read_concepts
+from tools.demo_model.models import SCALE_FACTOR, build_vae, save_parts
+from tools.demo_model.scenes import SceneDrawer, make_scene
+from tools.demo_model.train_diffusion import compile_blocks
 
 SIZES = ((128, 128, 14000, 96), (256, 192, 4000, 32), (256, 256, 3000, 24))
 """Height, width, how many scenes, batch size."""
