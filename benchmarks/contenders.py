@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,8 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
 from onediff_ext.hosts.diffusers.probe import probe
 
-Step = Callable[..., Any]
+Step = Any
+"""A callable that takes the UNet's arguments."""
 
 # Dynamo gives up on a code object after 8 graphs and runs it eager without a word.
 PEER_RECOMPILE_LIMIT = 64
@@ -116,7 +116,7 @@ class Compiled(_Dynamo):
 
     def __init__(self, name: str, *, dynamic: bool = False, **arguments: Any) -> None:
         self.name, self.static = name, not dynamic
-        self._arguments = {"dynamic": dynamic, **arguments}
+        self._arguments: dict[str, Any] = {"dynamic": dynamic, **arguments}
 
     def make(self, unet: Any, store: Path) -> Step:
         self._raise_limits()
@@ -173,11 +173,12 @@ class TorchTensorRT(_Dynamo):
 
         self._raise_limits()
         precisions = {torch.float32, next(unet.parameters()).dtype}
+        options: dict[str, Any] = {"truncate_double": True, "enabled_precisions": precisions}
         return torch.compile(
             unet,
             backend="torch_tensorrt",
             dynamic=False,
-            options={"truncate_double": True, "enabled_precisions": precisions},
+            options=options,
         )
 
 

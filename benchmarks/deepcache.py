@@ -39,7 +39,7 @@ from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
 SETTINGS = ("off", "2", "3", "5", "3 depth=1", "3 depth=2", "5 depth=2")
 SIZES = {"sd15": (512, 512), "sdxl": (1024, 1024)}
 ARCHITECTURES = {"sd15": "sd1", "sdxl": "sdxl"}
-TINY = {
+TINY: dict[str, dict[str, Any]] = {
     "sd15": {"block_out_channels": (32, 32, 64, 64), "cross_attention_dim": 64},
     "sdxl": {
         "block_out_channels": (32, 64, 64),
@@ -137,8 +137,12 @@ def make_models(model: str, device: torch.device, dtype: torch.dtype, *, tiny: b
     torch.manual_seed(0)
     # SDXL's VAE runs over in float16 with its own weights; bfloat16 is as fast.
     vae_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-    made = []
-    for cls, config, kind in ((UNet2DConditionModel, unet, dtype), (AutoencoderKL, vae, vae_dtype)):
+    made: list[Any] = []
+    plans: list[tuple[Any, dict[str, Any], torch.dtype]] = [
+        (UNet2DConditionModel, unet, dtype),
+        (AutoencoderKL, vae, vae_dtype),
+    ]
+    for cls, config, kind in plans:
         torch.set_default_dtype(kind)
         try:
             with torch.device(device):
@@ -157,7 +161,7 @@ class Picture:
         from diffusers import EulerDiscreteScheduler
 
         self.models, self.device, self._steps = models, device, steps
-        self.scheduler = EulerDiscreteScheduler(
+        self.scheduler: Any = EulerDiscreteScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
         )
         models.scheduler = self.scheduler

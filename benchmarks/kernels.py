@@ -140,8 +140,10 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
     def number(found: Any) -> torch.Tensor:
         """Of 8 bits and their scales, which come last."""
-        return found[-2].double() * found[-1].double()
+        value: torch.Tensor = found[-2].double() * found[-1].double()
+        return value
 
+    shape: Sequence[int]
     for shape in IMAGES:
         x = (random(*shape) + 1).contiguous(memory_format=torch.channels_last)
         yield Case(

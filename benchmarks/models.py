@@ -102,6 +102,7 @@ def make_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
         parts[name.replace("text_encoder", "tokenizer")] = make_tokenizer(pad)
     _liven_unet(parts["unet"])
     _liven_vae(parts["vae"])
+    pipe: Any
     if "text_encoder_2" in parts:
         pipe = diffusers.StableDiffusionXLPipeline(**parts, add_watermarker=False)
     else:
@@ -125,7 +126,7 @@ def _text_encoder(
     torch.manual_seed(2 + number)
     cls = CLIPTextModelWithProjection if number else CLIPTextModel
     with torch.device(device):
-        made = cls(CLIPTextConfig(**config))
+        made: Any = cls(CLIPTextConfig(**config))
     return made.to(dtype).eval().requires_grad_(False)
 
 

@@ -234,12 +234,13 @@ def full_disk() -> Iterator[None]:
     def full(*arguments: Any) -> int:  # noqa: ARG001
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = durable_write.os
-    durable_write.os = SimpleNamespace(**{**vars(os), "write": full})  # type: ignore[assignment]
+    module: Any = durable_write
+    before = module.os
+    module.os = SimpleNamespace(**{**vars(os), "write": full})
     try:
         yield
     finally:
-        durable_write.os = before
+        module.os = before
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def main() -> None:
 
 
 def _measure(flow: Any, name: str, size: int) -> dict[str, Any]:
-    unet = models.BUILDERS[name]().unet
+    pipe: Any = models.BUILDERS[name]()
+    unet = pipe.unet
     inputs = models.unet_inputs(unet, 2, size, size)
     expected = unet(**inputs).sample
     row = {"model": name, "latent": size, "torch_s": _best(lambda: unet(**inputs))}
@@ -101,13 +102,14 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
             more = dict(zip(added, tensors[3:], strict=True))
             named = {"added_cond_kwargs": more or None, "return_dict": False}
             held = dict(zip(names, weights, strict=True))
-            return torch.func.functional_call(unet, held, tensors[:3], named)[0]
+            output: torch.Tensor = torch.func.functional_call(unet, held, tensors[:3], named)[0]
+            return output
 
     exported = torch.export.export(Whole(), (weights, *tensors), strict=False)
     program = FlowProgram(exported.run_decompositions({}).graph_module)
     crossed = [tensor_exchange.to_flow(flow, tensor) for tensor in (*weights, *tensors)]
 
-    class Holder(flow.nn.Module):
+    class Holder(flow.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             for i, weight in enumerate(crossed[: len(weights)]):
@@ -117,7 +119,7 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
             held = [getattr(self, f"w{i}") for i in range(len(weights))]
             return program.run(flow, [*held, *tensors])
 
-    class Graph(flow.nn.Graph):
+    class Graph(flow.nn.Graph):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.holder = Holder()

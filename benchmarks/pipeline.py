@@ -223,7 +223,7 @@ class Run:
             for key in ("graphs", "fallbacks", "warnings", "recompiles", "peak_bytes")
             if key in found
         }
-        earlier = self.figures["contenders"].get(name, {"runs": []})
+        earlier: dict[str, Any] = self.figures["contenders"].get(name, {"runs": []})
         self.figures["contenders"][name] = {
             "measured": now(), "runs": [*earlier["runs"], run], **facts,
         }  # fmt: skip
@@ -291,6 +291,7 @@ class Run:
         }
         log = logs / f"{name}.txt"
         start = time.perf_counter()
+        status: int | str
         with log.open("w", encoding="utf-8") as stream:
             try:
                 status = subprocess.run(
@@ -344,7 +345,7 @@ def compare_with_eager(
 
 
 def _drawing_s(figures: dict[str, Any], name: str) -> float:
-    return sum(row["ms_mean"] for row in figures["rows"] if row["contender"] == name)
+    return sum(float(row["ms_mean"]) for row in figures["rows"] if row["contender"] == name)
 
 
 def _make_model(arguments: argparse.Namespace) -> int:

@@ -214,10 +214,10 @@ def _marker(style: Style, colour: str, x: float, y: float, page: str) -> str:
 
 
 def _legend(series: dict[str, list[Point]], page: str) -> Iterator[str]:
-    colours, x, y = PAGES[page], RIGHT + 26, TOP + 12
+    colours, x, y = PAGES[page], float(RIGHT + 26), float(TOP + 12)
     for name in series:
         style = STYLES[name]
-        yield from _series(style, getattr(style, page), [(x, y), (x + 15, y), (x + 30, y)][::2], "")
+        yield from _series(style, getattr(style, page), [(x, y), (x + 30, y)], "")
         ours = name.startswith("ours-")
         yield _text(x + 40, y + 4, style.title, colours["text"], weight=600 if ours else 400)
         y += 23

@@ -218,7 +218,7 @@ def summary(
         return [one[0] - one[-1] for one in seconds]
 
     def first(role: str, key: str = "seconds") -> float:
-        return statistics.median(row[key] for row in firsts[role])
+        return statistics.median(float(row[key]) for row in firsts[role])
 
     return {
         "what": "first pictures",

@@ -44,7 +44,9 @@ def gather(
         for name in names:
             contenders.setdefault(f"{name}{suffix}", {"ended": end, "measured": now()})
         done = {(row["contender"], row["width"], row["height"]) for row in rows}
-        for name in names if unfinished is not None else ():
+        for name in names:
+            if unfinished is None:
+                break
             if (name, unfinished["width"], unfinished["height"]) not in done:
                 rows.append({
                     "contender": name, "dtype": dtype, **unfinished, "stopped": end,

@@ -197,7 +197,7 @@ def pipeline_table(figures: Figures) -> str:
 def start_up_table(figures: Figures) -> str:
     """The first pictures of a new machine and of a restart."""
     seconds, times = "{:.1f}".format, "{:.2f}".format
-    lines = [
+    lines: list[list[Any]] = [
         ["eager: start to first picture, s", seconds(figures["eager_start_first_picture_s"])],
         ["restart: start to first picture, s", seconds(figures["restart_first_picture_s"])],
         ["a size's first picture over its later ones, s", times(figures["new_size_costs_s"])],

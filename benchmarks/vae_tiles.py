@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.any_size import DTYPES
 from benchmarks.fingerprint import fingerprint
+from benchmarks.models import DTYPES
 from onediff_ext.core.shapes import parse_sizes
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, tile_side, tiles_of
@@ -60,7 +60,7 @@ def measure(vae: Any, photo: str, image: Image.Image) -> list[dict[str, object]]
     for most in TILE_CELLS:
         if most >= max(z.shape[-2:]):
             continue
-        side = tile_side(*z.shape[-2:], most)
+        side = tile_side(z.shape[-2], z.shape[-1], most)
         with tiles_of(vae, side):
             tiled = vae.decode(z).sample.float().clamp(-1, 1)
         difference = tiled - whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ CLIP_FOLDER = "extensions/onediff-ext/onediff_ext/assets/tokenizer"
 names it; A1111 reads both from one folder, so the config is written beside the tokenizer."""
 
 
-def silence_unseen_tokens(text_encoder: torch.nn.Module) -> int:
+def silence_unseen_tokens(text_encoder: Any) -> int:
     """Zero the embeddings of tokens that no caption has, so that they say nothing; their count."""
     tokenizer = load_tokenizer()
     captions = {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 from transformers import CLIPTokenizer
 
@@ -64,24 +64,26 @@ class BlockKind:
     batch_share: float = 1.0
 
 
-def load_tokenizer() -> CLIPTokenizer:
+def load_tokenizer() -> Any:
     """CLIP's tokenizer from the files that the package ships."""
     return CLIPTokenizer.from_pretrained(str(TOKENIZER), local_files_only=True)
 
 
-def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
+def tokenize(tokenizer: Any, captions: list[str]) -> Tensor:
     """Token ids [N, 77]."""
-    return tokenizer(
+    token_ids: Tensor = tokenizer(
         captions, padding="max_length", max_length=77, truncation=True, return_tensors="pt"
     ).input_ids
+    return token_ids
 
 
 @torch.no_grad()
-def encode_pictures(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
+def encode_pictures(vae: Any, pictures: Tensor) -> Tensor:
     """Latents [B, 4, H/8, W/8] of deviation 1, from pictures [B, 3, H, W] in 0..1."""
     with torch.autocast(pictures.device.type, torch.bfloat16):
         posterior = vae.encode(pictures * 2 - 1).latent_dist
-    return (posterior.mean * SCALE_FACTOR).half()
+    latents: Tensor = (posterior.mean * SCALE_FACTOR).half()
+    return latents
 
 
 def make_scenes(height_px: int, width_px: int, count: int, seed: int) -> list[Scene]:
@@ -91,7 +93,7 @@ def make_scenes(height_px: int, width_px: int, count: int, seed: int) -> list[Sc
 
 
 def make_buckets(
-    vae: AutoencoderKL,
+    vae: Any,
     drawer: SceneDrawer,
     device: torch.device,
     share: float = 1.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -24,7 +25,7 @@ PART_BYTES = 15_000_000
 """The size of one stored part: what the device machine sends back is limited for each file."""
 
 
-def build_vae() -> AutoencoderKL:
+def build_vae() -> Any:
     """4 latent channels, 8 pixels a cell; LDM: ch 64, ch_mult [1, 1, 1, 2]."""
     return AutoencoderKL(
         block_out_channels=(64, 64, 64, 128),
@@ -37,7 +38,7 @@ def build_vae() -> AutoencoderKL:
     )
 
 
-def build_text_encoder() -> CLIPTextModel:
+def build_text_encoder() -> Any:
     """CLIP's text transformer, 3 layers of width 96, with CLIP's own vocabulary."""
     return CLIPTextModel(
         CLIPTextConfig(
@@ -54,7 +55,7 @@ def build_text_encoder() -> CLIPTextModel:
     )
 
 
-def build_unet() -> UNet2DConditionModel:
+def build_unet() -> Any:
     """SD1's four levels, 8 heads; LDM: model_channels 64, channel_mult [1, 2, 2, 1]."""
     return UNet2DConditionModel(
         sample_size=32,
@@ -65,12 +66,12 @@ def build_unet() -> UNet2DConditionModel:
     )
 
 
-def text_core(text_encoder: CLIPTextModel) -> nn.Module:
+def text_core(text_encoder: Any) -> Any:
     """What holds the weights: transformers 4 and early 5 keep them one level down."""
     return getattr(text_encoder, "text_model", text_encoder)
 
 
-def encode_text(text_encoder: CLIPTextModel, token_ids: Tensor) -> Tensor:
+def encode_text(text_encoder: Any, token_ids: Tensor) -> Tensor:
     """The same as the model's own forward, less its mask-making, which a capture can't hold.
 
     Args:
@@ -83,7 +84,8 @@ def encode_text(text_encoder: CLIPTextModel, token_ids: Tensor) -> Tensor:
     hidden = core.embeddings(input_ids=token_ids)
     for layer in core.encoder.layers:
         hidden = layer(hidden, attention_mask=None, is_causal=True)
-    return core.final_layer_norm(hidden)
+    context: Tensor = core.final_layer_norm(hidden)
+    return context
 
 
 def alphas_cumprod(device: torch.device | str) -> Tensor:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
-from transformers import CLIPTextModel
 
 from tools.demo_model.models import (
     build_text_encoder,
@@ -96,9 +95,7 @@ def run_main(arguments: argparse.Namespace, device: torch.device) -> None:
     print(f"done after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def load_finished(
-    arguments: argparse.Namespace, device: torch.device
-) -> tuple[UNet2DConditionModel, CLIPTextModel, AutoencoderKL]:
+def load_finished(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, Any, Any]:
     """The trained UNet, text encoder and VAE, frozen."""
     from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 

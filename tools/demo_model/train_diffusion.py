@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextModel
 
 from tools.demo_model.latents import Bucket
 from tools.demo_model.models import alphas_cumprod, encode_text
@@ -169,11 +168,14 @@ class Trainer:
             torch._foreach_copy_([weight.detach() for weight in self.weights], self.averages)
 
 
-def predictor(unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> Predict:
+def predictor(unet: Any, text_encoder: Any) -> Predict:
     """The whole model as one function."""
 
     def predict(noisy: Tensor, times: Tensor, token_ids: Tensor, _hints: Tensor | None) -> Tensor:
-        return unet(noisy, times, encode_text(text_encoder, token_ids), return_dict=False)[0]
+        noise: Tensor = unet(noisy, times, encode_text(text_encoder, token_ids), return_dict=False)[
+            0
+        ]
+        return noise
 
     return predict
 

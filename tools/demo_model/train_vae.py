@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn import functional
 
@@ -58,7 +58,7 @@ def draw_pool(drawer: SceneDrawer, height_px: int, width_px: int, count: int, se
 
 
 @torch.no_grad()
-def fold_scale(vae: AutoencoderKL, pictures: Tensor) -> None:
+def fold_scale(vae: Any, pictures: Tensor) -> None:
     """Make latents of mean 0 and, times 0.18215, deviation 1: a change of the 1x1 convolutions.
 
     Args:
@@ -80,8 +80,8 @@ def fold_scale(vae: AutoencoderKL, pictures: Tensor) -> None:
 
 
 def train_vae(
-    vae: AutoencoderKL, sprites: Tensor, output: Path, plan: Plan, limit_s: float, compiled: bool
-) -> AutoencoderKL:
+    vae: Any, sprites: Tensor, output: Path, plan: Plan, limit_s: float, compiled: bool
+) -> Any:
     """Train from a fixed seed, fold the scale in, save; returns the VAE of averaged weights."""
     torch.manual_seed(plan.seed)
     device = sprites.device
@@ -129,7 +129,7 @@ def train_vae(
     return average
 
 
-def _reconstruct(vae: AutoencoderKL, pictures: Tensor) -> tuple[Tensor, Tensor]:
+def _reconstruct(vae: Any, pictures: Tensor) -> tuple[Tensor, Tensor]:
     posterior = vae.encode(pictures).latent_dist
     mean, logvar = posterior.mean.float(), posterior.logvar.float()
     latents = mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)

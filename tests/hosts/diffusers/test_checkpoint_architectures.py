@@ -13,14 +13,14 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.checkpoints.architectures import ARCHITECTURES, read_architecture
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import (
+from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import unet_config
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import (
     UNET_PREFIX,
     VAE_PREFIX,
     below,
     deduce_text_encoder,
     deduce_vae,
 )
-from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import unet_config
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import LdmHints
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import (
     to_clip_text,

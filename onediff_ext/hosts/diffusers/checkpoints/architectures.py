@@ -75,15 +75,3 @@ def _read(label: str) -> Architecture:
         text_encoders={name: config[name] for name in names if name in config},
         noise=config["noise"],
     )
-
-
-def label_of(unet_config: Any, has_first_text_encoder: bool) -> str:
-    """Name the architecture of a diffusers UNet from its config.
-
-    Args:
-        unet_config: `unet.config`.
-        has_first_text_encoder: The pipeline's `text_encoder` is there; SDXL's refiner has none.
-    """
-    if unet_config.get("addition_embed_type") == "text_time":
-        return "sdxl" if has_first_text_encoder else "sdxl-refiner"
-    return "sd2" if unet_config.get("use_linear_projection") else "sd1"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture, read_architecture
-from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import (
+from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import detect_architecture
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import (
     GUIDANCE_KEYS,
     UNET_PREFIX,
     VAE_PREFIX,
@@ -55,29 +55,6 @@ class Placement:
     device: str | torch.device = "cpu"
 
 
-def find_architecture(file: TensorFile) -> Architecture:
-    """Tell which architecture a checkpoint has.
-
-    Raises:
-        CheckpointError: The file is something else than a checkpoint.
-    """
-    shapes = file.shapes
-    if f"{UNET_PREFIX}input_blocks.0.0.weight" not in shapes:
-        what, hint = describe_keys(shapes)
-        raise CheckpointError(f"{file.path} is {what}, not a checkpoint.", hint)
-    if any(key.startswith("conditioner.embedders.1.") for key in shapes):
-        return read_architecture("sdxl")
-    if any(key.startswith("conditioner.embedders.0.model.") for key in shapes):
-        return read_architecture("sdxl-refiner")
-    if f"{UNET_PREFIX}label_emb.0.0.weight" in shapes:
-        return read_architecture("sdxl")
-    linear = any(
-        key.startswith(UNET_PREFIX) and key.endswith(".proj_in.weight") and len(shape) == 2
-        for key, shape in shapes.items()
-    )
-    return read_architecture("sd2" if linear else "sd1")
-
-
 def read_components(
     file: TensorFile, hints: LdmHints, place: Placement, vae_file: TensorFile | None = None
 ) -> dict[str, Any]:
@@ -95,7 +72,7 @@ def read_components(
     Raises:
         CheckpointError: A component is missing or damaged.
     """
-    architecture = find_architecture(file)
+    architecture = detect_architecture(file)
     parts: dict[str, Any] = {}
     for text_place in TEXT_ENCODERS[architecture.label]:
         name = text_place.component

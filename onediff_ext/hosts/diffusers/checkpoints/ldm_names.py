@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import (
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import (
     GUIDANCE_KEYS,
     UNET_PREFIX,
     VAE_PREFIX,

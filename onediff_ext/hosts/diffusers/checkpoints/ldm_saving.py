@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.architectures import label_of, read_architecture
+from onediff_ext.hosts.diffusers.checkpoints.architectures import read_architecture
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import LdmHints
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import (
     to_clip_text,
@@ -61,7 +62,7 @@ def save_ldm(
     for name in ("unet", "vae", "scheduler"):
         if parts.get(name) is None:
             raise CheckpointError(f"The pipeline has no {name}.", "Save a whole pipeline.")
-    label = label_of(parts["unet"].config, parts.get("text_encoder") is not None)
+    label = architecture_of_unet(parts["unet"].config, parts.get("text_encoder") is not None)
     hints = collect_hints(parts, label)
     tensors = {
         **to_ldm_unet(parts["unet"].state_dict(), parts["unet"].config),

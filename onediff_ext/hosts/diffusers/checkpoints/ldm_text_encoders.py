@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import Shapes, count_items
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import Shapes, count_items
 
 OPEN_CLIP_LAYERS = "transformer.resblocks."
 

@@ -13,10 +13,13 @@ import torch
 from onediff_ext.core.errors import CheckpointError, OneDiffError
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.engine.out_of_memory import is_out_of_memory
-from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture, label_of
+from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import (
+    architecture_of_unet,
+    detect_architecture,
+)
 from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import (
     Placement,
-    find_architecture,
     read_components,
 )
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import LdmHints, read_hints
@@ -128,7 +131,7 @@ def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedChe
 
 
 def _read_file(file: TensorFile, vae_file: TensorFile | None, place: Placement) -> Any:
-    architecture = find_architecture(file)
+    architecture = detect_architecture(file)
     hints = read_hints(file)
     parts = read_components(file, hints, place, vae_file)
     noise = _noise(architecture, hints, parts["unet"])
@@ -187,7 +190,7 @@ def _loaded(path: Path, pipeline: Any) -> LoadedCheckpoint:
     has_first = getattr(pipeline, "text_encoder", None) is not None
     return LoadedCheckpoint(
         path=path,
-        architecture=label_of(unet, has_first),
+        architecture=architecture_of_unet(unet, has_first),
         pipeline=pipeline,
         prediction_type=noise.get("prediction_type", "epsilon"),
         zero_snr=bool(noise.get("rescale_betas_zero_snr", False)),

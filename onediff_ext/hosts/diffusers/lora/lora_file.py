@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.architectures import label_of
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
 
@@ -93,7 +93,7 @@ def _check_fit(pipe: Any, file: TensorFile) -> None:
     Raises:
         CheckpointError: It does not fit.
     """
-    label = label_of(pipe.unet.config, getattr(pipe, "text_encoder", None) is not None)
+    label = architecture_of_unet(pipe.unet.config, getattr(pipe, "text_encoder", None) is not None)
     context_width = pipe.unet.config.cross_attention_dim
     second = getattr(pipe, "text_encoder_2", None)
     text_widths = [
