@@ -223,9 +223,10 @@ class Run:
             for key in ("graphs", "fallbacks", "warnings", "recompiles", "peak_bytes")
             if key in found
         }
-        earlier: dict[str, Any] = self.figures["contenders"].get(name, {"runs": []})
+        earlier = self.figures["contenders"].get(name)
+        runs = [] if earlier is None else earlier["runs"]
         self.figures["contenders"][name] = {
-            "measured": now(), "runs": [*earlier["runs"], run], **facts,
+            "measured": now(), "runs": [*runs, run], **facts,
         }  # fmt: skip
         for row in rows:
             row |= {"contender": name, "dtype": self.base["dtype"]}

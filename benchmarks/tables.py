@@ -186,7 +186,7 @@ def pipeline_table(figures: Figures) -> str:
     sizes = len({(row["width"], row["height"]) for row in figures["rows"]})
     batch = figures["batch_size"]
     intro = (
-        f"{TITLES.get(figures['model'], figures['model'])}, image to image from the command line:"
+        f"{_title(figures)}, image to image from the command line:"
         f" {figures['pictures']} pictures of {sizes} sizes, {figures['unet_steps']} UNet steps"
         f" each, {'one' if batch == 1 else batch} at a time; whole processes from start to end,"
         " imports and loading of the model included (`python -m benchmarks.pipeline`):"
@@ -214,7 +214,7 @@ def start_up_table(figures: Figures) -> str:
         "The first pictures on a new machine and after a restart, each a new process"
         f" (`python -m benchmarks.start_up`, pictures of {figures['steps']} steps):"
     )
-    return f"{intro}\n\n" + _table(["", TITLES.get(figures["model"], figures["model"])], lines)
+    return f"{intro}\n\n" + _table(["", _title(figures)], lines)
 
 
 def never_wait_table(figures: Figures) -> str:
@@ -304,6 +304,11 @@ def one_set_table(figures: list[Figures]) -> str:
     ]
     lines = [[label, *(cell(found) for found in figures)] for label, cell in cells]
     return _table(["", "SDXL", "SD1.5"], lines)
+
+
+def _title(figures: Figures) -> str:
+    model = str(figures["model"])
+    return TITLES.get(model, model)
 
 
 def _table(header: list[str], lines: list[list[Any]]) -> str:

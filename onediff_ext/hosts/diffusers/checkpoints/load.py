@@ -1,4 +1,4 @@
-"""Load a checkpoint, one file or a diffusers folder, with no network."""
+"""Load a checkpoint, a single file or a diffusers folder, without a network."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint, ready to make pictures.
+    """A loaded checkpoint with its pipeline.
 
     Args:
         path: The file or folder.
         architecture: "sd1", "sd2", "sdxl" or "sdxl-refiner".
-        pipeline: A diffusers pipeline: text to image, for 9-channel UNets inpainting, for the
-            refiner image to image.
+        pipeline: A diffusers pipeline: text to image; inpainting for 9-channel UNets; image to
+            image for the refiner.
         prediction_type: "epsilon" or "v_prediction".
         zero_snr: The noise levels end in pure noise.
         is_inpaint: The UNet also takes a mask and the masked image.
@@ -82,14 +82,14 @@ def load_checkpoint(
     Args:
         path: A .safetensors file in the original (LDM) layout, or a diffusers folder.
         dtype: Of the weights; None keeps the file's.
-        device: As torch takes it.
-        vae_path: A VAE .safetensors file in the original layout, in place of the checkpoint's.
+        device: Any device that torch accepts.
+        vae_path: A VAE .safetensors file in the original layout that replaces the checkpoint's.
 
     Raises:
-        CheckpointError: It cannot be loaded; message and hint say why and what to do.
+        CheckpointError: The checkpoint cannot be loaded; message and hint say why and what to do.
     """
     path = Path(path).expanduser()
-    if not os.path.exists(path):  # Path's own test raises for a name that is too long
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise CheckpointError(
             f"There is no checkpoint {path}.", "Check the path; nothing is downloaded."
         )
@@ -120,7 +120,7 @@ def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedChe
         return _loaded(path, _read_file(file, vae_file, place))
     except (OneDiffError, MemoryError):
         raise
-    except Exception as exc:  # torch, diffusers and transformers, at shapes that make no model
+    except Exception as exc:  # torch, diffusers and transformers raise any type here
         if is_out_of_memory(exc):
             raise
         reason = str(exc).strip().splitlines()[:1] or [type(exc).__name__]
@@ -136,7 +136,7 @@ def _read_file(file: TensorFile, vae_file: TensorFile | None, place: Placement) 
     parts = read_components(file, hints, place, vae_file)
     noise = _noise(architecture, hints, parts["unet"])
     if architecture.label == "sd2" and hints.sample_size is None:
-        # SD2 that predicts noise was trained on 512x512, the other on 768x768.
+        # SD2 with noise prediction was trained on 512x512, with v-prediction on 768x768.
         size = 96 if noise["prediction_type"] == "v_prediction" else 64
         parts["unet"].register_to_config(sample_size=size)
         parts["vae"].register_to_config(sample_size=8 * size)
