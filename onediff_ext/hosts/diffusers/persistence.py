@@ -1,4 +1,4 @@
-"""`save_pipe` and `load_pipe`: the graphs of one pipeline as a folder to take along."""
+"""`save_pipe` and `load_pipe`: export and import the graphs of one pipeline as a folder."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def save_pipe(
 ) -> Path:
     """Write the graphs that a compiled pipeline uses into a folder.
 
-    The store keeps them anyway; this is for taking them to another machine of the
-    same kind. Components that have not run yet are run once on noise, and what is
-    missing is built.
+    The store keeps them anyway; the folder is for another machine of the same kind.
+    Components that have not run yet run once on noise, and missing graphs are built.
 
     Args:
-        pipe: A pipeline that went through `compile_pipe`.
-        dir: The folder; made if it does not exist.
+        pipe: A pipeline compiled by `compile_pipe`.
+        dir: The folder; created if it does not exist.
         ignores: Components whose graphs are left out, as in `compile_pipe`.
-        overwrite: Whether a folder that holds saved graphs may be written again.
+        overwrite: Allow a folder that already holds saved graphs.
 
     Returns:
         The folder.
 
     Raises:
-        OptionError: The pipeline is not compiled, or `overwrite` forbids.
+        OptionError: The pipeline is not compiled, or the folder holds graphs and `overwrite` is
+            False.
         StoreError: The folder cannot be written.
     """
     compiled = compiled_state(pipe)
@@ -71,13 +71,13 @@ def save_pipe(
 
 
 def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
-    """Take the graphs of `save_pipe` into the store and use them in a pipeline.
+    """Import the graphs of `save_pipe` into the store and use them in a pipeline.
 
-    Graphs are native code. Load only folders whose origin you trust as much as you
-    would a program: calling this function is that decision.
+    Graphs are native code. Calling this function trusts the folder like a program, so load only
+    folders from a trusted source.
 
     Args:
-        pipe: Compiled or not; an uncompiled one is compiled with default options.
+        pipe: Any pipeline; it is compiled with default options if it is not compiled yet.
         dir: A folder that `save_pipe` wrote.
 
     Returns:
@@ -85,7 +85,7 @@ def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
 
     Raises:
         StoreError: The folder holds no saved graphs, or they are damaged. Graphs of
-            another machine or version are no error: they are simply not found, and
+            another machine or version raise nothing: they do not match, and graphs are
             built when needed.
     """
     archive = Path(dir) / _ARCHIVE

@@ -1,4 +1,4 @@
-"""A VAE that is looked after while a picture is drawn: it must fit, and give numbers."""
+"""Guards a VAE while a picture is drawn: tiles when memory is short, a wider dtype on overflow."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def wider_dtype(device: torch.device) -> torch.dtype:
-    """What to use where float16's range does not reach: bfloat16 where the device has it, since it
-    is as fast as float16; else float32."""
+    """Return the dtype to use when float16 overflows.
+
+    bfloat16 where the device supports it, because it is as fast as float16; else float32.
+    """
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
 
 
 class GuardedVae:
-    """Encodes and decodes for a pipeline, in tiles and in another dtype where that is needed.
+    """Encodes and decodes for a pipeline, with tiles and a wider dtype where needed.
 
-    diffusers itself runs a VAE in float32 in SDXL's pipelines, if it is float16 and its config
-    says ``force_upcast``; SD1's and SD2's pipelines do not look at that. Whatever dtype a
-    VAE is called in: what runs over in float16 is done again in a wider dtype, and that part of
-    the VAE starts in it from then on. Its weights are in that dtype for the call only.
+    diffusers runs a float16 VAE in float32 in SDXL's pipelines if its config says
+    ``force_upcast``; SD1's and SD2's pipelines ignore that entry. This class works in any dtype:
+    a call that overflows in float16 is repeated in a wider dtype, and that part of the VAE uses
+    the wider dtype from then on. Weights have that dtype only during the call.
 
     Args:
-        pipe: Its ``vae`` is used, its captures may be dropped.
-        tiling: As `VaeFallbacks` takes it.
-        overflowing: Parts ("encoder", "decoder") that are known to run over in float16; those
-            that turn out to are added.
-        memory: What there is on the device; None is what torch says.
+        pipe: Its ``vae`` is used; its CUDA graphs may be dropped.
+        tiling: See `VaeFallbacks`.
+        overflowing: Parts ("encoder", "decoder") that are known to overflow in float16; newly
+            found parts are added.
+        memory: Memory of the device; None asks torch.
 
     Raises:
         OptionError: `tiling` is unknown.
@@ -60,7 +62,7 @@ class GuardedVae:
 
     @contextmanager
     def drawing(self) -> Iterator[VaeRun]:
-        """Within this ``with`` block, one batch of pictures is drawn by the pipeline."""
+        """Guard the VAE while the pipeline draws one batch, within this ``with`` block."""
         run = VaeRun(self._vae, self._fitting, self._overflowing)
         with Patches() as patches:
             patches.set(self._vae, "encode", run.encode)
@@ -69,10 +71,10 @@ class GuardedVae:
 
 
 class VaeRun:
-    """What stands for a VAE's ``encode`` and ``decode`` while one batch is drawn.
+    """Replaces a VAE's ``encode`` and ``decode`` while one batch is drawn.
 
     Attributes:
-        notes: What the user should know, each kind of note once.
+        notes: Notes for the user, one for each kind.
     """
 
     def __init__(self, vae: Any, fitting: VaeFallbacks, overflowing: set[str]) -> None:
@@ -83,17 +85,17 @@ class VaeRun:
         self.notes: list[VaeNote] = []
 
     def error(self, index: int) -> PictureError | None:
-        """Why there is no picture of this index of the batch, or None."""
+        """Return why the picture of this index failed, or None."""
         return self._errors[index] if index < len(self._errors) else None
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """As AutoencoderKL has it: pictures [B, 3, H, W] → a distribution of latents."""
+        """AutoencoderKL's `encode`: pictures [B, 3, H, W] → a distribution of latents."""
 
         def own(pictures: torch.Tensor) -> Any:
             return self._own_encode(pictures, return_dict=False)[0]
 
         posterior = self._careful("encoder", own, x)
-        # moments [B, 2C, H/8, W/8]; only float16 can be helped, so only there is waited for it
+        # moments [B, 2C, H/8, W/8]; checking waits for the device, so check only float16
         if x.dtype == torch.float16 and not all(_finite(posterior.parameters)):
             posterior = self._wider("encoder", own, x)
         self._encoded.append(posterior.parameters.isfinite().all())
@@ -106,13 +108,13 @@ class VaeRun:
         return AutoencoderKLOutput(latent_dist=posterior)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True, **others: Any) -> Any:
-        """As AutoencoderKL has it: latents [B, C, H/8, W/8] → pictures [B, 3, H, W]."""
+        """AutoencoderKL's `decode`: latents [B, C, H/8, W/8] → pictures [B, 3, H, W]."""
 
         def own(latents: torch.Tensor) -> Any:
             return self._own_decode(latents, return_dict=False, **others)[0]
 
         pixels = self._careful("decoder", own, z)
-        good = _finite(pixels)  # the one wait of a batch; pixels are needed next anyway
+        good = _finite(pixels)  # the only wait of a batch; pixels are needed next anyway
         if not all(good):
             usable = _finite(z)
             again = [i for i, ok in enumerate(good) if usable[i] and not ok]
@@ -143,7 +145,7 @@ class VaeRun:
             return self._fitting.run(part, own, given.to(dtype), self._note)
 
     def _small(self, part: str) -> nn.Module | None:
-        """The convolution between a part and the latents."""
+        """Return the convolution between a part and the latents."""
         name = "quant_conv" if part == "encoder" else "post_quant_conv"
         found: nn.Module | None = getattr(self._vae, name, None)
         return found
@@ -175,15 +177,14 @@ class VaeRun:
 
 
 def _finite(tensor: torch.Tensor) -> list[bool]:
-    """For each of a batch, whether all its numbers are; waits for the device."""
+    """Return for each item of a batch whether all its values are finite; waits for the device."""
     flags: list[bool] = tensor.isfinite().flatten(1).all(1).tolist()
     return flags
 
 
 @contextmanager
 def _in_dtype(module: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
-    """Within this ``with`` block a model has its weights in another dtype; the very same tensors
-    are put back after it."""
+    """Cast a model's weights within this ``with`` block; the original tensors return after it."""
     own = [] if module is None else [(p, p.data) for p in module.parameters()]
     try:
         for parameter, weight in own:
