@@ -217,8 +217,8 @@ class Run:
             "start_up_s": start_up_s(times, rows),
             "pictures_per_minute": 60 * len(times) / wall_s,
         }
-        found = read_result(report) or {}
-        facts = {
+        found: dict[str, Any] = read_result(report) or {}
+        facts: dict[str, Any] = {
             key: found[key]
             for key in ("graphs", "fallbacks", "warnings", "recompiles", "peak_bytes")
             if key in found

@@ -15,18 +15,18 @@ from onediff_ext.engine.backend_port import Backend, Graph
 from onediff_ext.engine.export.exporter import load_program, save_program
 from onediff_ext.engine.torch_versions import too_old_for_graphs
 
-# Raised whenever a stored program would be run in another way.
+# Raise this whenever a stored program would run differently.
 _SCHEMA = "1"
 
 
 class OneFlowBackend(Backend):
-    """Keeps exported programs; OneFlow makes a graph of one at the first call of each shape.
+    """Stores exported programs; OneFlow plans a graph at the first call of each shape.
 
-    OneFlow 0.9 cannot save a planned graph, so that the program is all there is to keep.
+    OneFlow 0.9 cannot save a planned graph, so only the program is stored.
     """
 
     name = "oneflow"
-    capturable = False  # it works on streams of its own
+    capturable = False  # it uses its own streams
 
     @property
     def needs_restart(self) -> bool:  # type: ignore[override]
@@ -44,7 +44,7 @@ class OneFlowBackend(Backend):
 
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:  # noqa: ARG002
         try:
-            # Functional operators, and autocast as casts that stand in the program.
+            # Use functional operators, and make autocast's casts explicit.
             program = program.run_decompositions({})
         except Exception as exc:
             raise BackendError(f"The program cannot be simplified: {exc}") from exc
