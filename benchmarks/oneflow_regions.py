@@ -1,14 +1,14 @@
-"""How much of a UNet one OneFlow graph should hold: whole UNets against blocks, on a CPU.
+"""How large a OneFlow graph should be: whole UNets against blocks, on a CPU.
 
   python -m benchmarks.oneflow_regions [--json FILE]     needs onediff-ext[oneflow]
 
-Both run the same small UNet at the same size. "Whole" is one graph that holds the weights;
-"blocks" is one graph for each kind of block, which takes them, with the rest in torch. Times
-are processor seconds, since other work on the machine moves those least.
+Both run the same small UNet at the same size. "Whole" is one graph that contains the weights.
+"blocks" is one graph for each block kind with weights as inputs, and the rest in torch. Times are
+processor seconds, which depend least on other work on the machine.
 
-"weights" is about blocks of usual width: what it costs that a graph takes its weights as inputs,
-which are shared with torch (`crossing_s`) and then copied by OneFlow (`copy_s`, the same copy by
-torch), as against the whole call (`call_s`).
+"weights" measures the cost of weights as inputs, for blocks of usual width: sharing them with torch
+(`crossing_s`) and OneFlow's copy (`copy_s`, the same copy in torch), against the whole call
+(`call_s`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _blocks(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor
             if type(module) is family.block_class():
                 module.forward = _replaced(plans, programs, module, family)
     unet(**inputs)  # exports, plans
-    # Export apart, as for the whole UNet.
+    # Export separately, as for the whole UNet.
     plan_s = round(sum(seconds for _, seconds in programs.values()), 2)
     step_s = _best(lambda: unet(**inputs))
     error = _error(unet(**inputs).sample, expected)
@@ -173,7 +173,7 @@ def _replaced(
 
 
 def _wide_blocks() -> list[tuple[str, Any, Any, tuple[Any, ...]]]:
-    """Blocks of SD1.5's second level at 512x512, with CFG: name, family, block, inputs."""
+    """Return blocks of SD1.5's second level at 512x512 with CFG: name, family, block, inputs."""
     from diffusers.models.attention import BasicTransformerBlock
     from diffusers.models.resnet import ResnetBlock2D
 

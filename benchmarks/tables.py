@@ -39,11 +39,11 @@ Figures = dict[str, Any]
 
 
 class NotMeasured(Exception):  # noqa: N818
-    """A result file is not there."""
+    """A result file is missing."""
 
 
 def main(check: bool = False) -> int:
-    """Rewrite the README, or with `check` only say whether it is up to date."""
+    """Rewrite the README; with `check`, only report whether it is up to date."""
     readme = ROOT / "README.md"
     before = readme.read_text(encoding="utf-8")
     after = with_tables(before, RESULTS)
@@ -54,7 +54,7 @@ def main(check: bool = False) -> int:
 
 
 def with_tables(text: str, results: Path) -> str:
-    """The text with each marked section made anew; what is not measured leaves its section empty.
+    """Return the text with new marked sections; a section without figures becomes empty.
 
     Args:
         text: With ``<!-- figures: NAME -->`` and ``<!-- end -->`` around each section.
@@ -105,7 +105,7 @@ def with_tables(text: str, results: Path) -> str:
 
 
 def unet_table(figures: Figures, dtype: str = "float16") -> str:
-    """Milliseconds of a UNet step, a column for each contender, and eager's share."""
+    """Milliseconds of a UNet step, a column for each contender, and the speed-up."""
     rows = [row for row in figures["rows"] if row["dtype"] == dtype and "ms_median" in row]
     if not rows:
         raise NotMeasured(dtype)
@@ -122,9 +122,9 @@ def unet_table(figures: Figures, dtype: str = "float16") -> str:
 
 
 def first_steps(figures: Figures, dtype: str = "float16") -> str:
-    """How long each contender keeps one waiting, and what could not be measured."""
+    """How long each contender makes the user wait, and contenders without figures."""
     lines, left_out = [], []
-    # Older rows are of contenders that shared a process, and what was compiled in it.
+    # Older rows come from contenders that shared a process and its compiled code.
     measured = [r for r in figures["rows"] if r["dtype"] == dtype and "measured" in r]
     if not measured:
         raise NotMeasured(dtype)
@@ -155,7 +155,7 @@ def first_steps(figures: Figures, dtype: str = "float16") -> str:
 
 
 def vae_table(figures: Figures, part: str = "decode", dtype: str = "bfloat16") -> str:
-    """Milliseconds of the VAE's work on one picture."""
+    """Milliseconds of the VAE for one picture."""
     rows = [r for r in figures["rows"] if r.get("part", "decode") == part and r["dtype"] == dtype]
     if not rows:
         raise NotMeasured(part)
@@ -170,7 +170,7 @@ def vae_table(figures: Figures, part: str = "decode", dtype: str = "bfloat16") -
 
 
 def pipeline_table(figures: Figures) -> str:
-    """Pictures a minute of whole processes."""
+    """Pictures per minute of whole processes."""
     lines = []
     for name, found in figures["contenders"].items():
         known = next((n for n in PIPELINE_NAMES if name == n or name.startswith(f"{n} ")), None)
@@ -218,7 +218,7 @@ def start_up_table(figures: Figures) -> str:
 
 
 def never_wait_table(figures: Figures) -> str:
-    """Pictures drawn while graphs are built and things go wrong."""
+    """Pictures drawn while graphs are built and faults happen."""
     lines = [
         ["pictures, sizes", f"{figures['pictures']}, {figures['sizes']}"],
         ["the slowest picture, times eager's at its size", f"{figures['longest_ratio']:.2f}"],
@@ -236,7 +236,7 @@ def never_wait_table(figures: Figures) -> str:
 
 
 def kernel_table(figures: Figures, dtype: str = "float16") -> str:
-    """Microseconds of our kernels beside Inductor's code for the same."""
+    """Microseconds of our kernels and of Inductor's code for the same operation."""
     us: dict[tuple[str, str], dict[str, float]] = {}
     for row in figures["rows"]:
         if row["dtype"] == dtype:
@@ -289,7 +289,7 @@ def _webui_job(row: Figures) -> tuple[Any, ...]:
 
 
 def one_set_table(figures: list[Figures]) -> str:
-    """What the graphs cost, and that no size costs anything more: SDXL and SD1.5."""
+    """The cost of building and loading graphs, and of new sizes: SDXL and SD1.5."""
     cells: list[tuple[str, Callable[[Figures], Any]]] = [
         ("graphs", lambda r: r["kinds"]),
         ("empty store: all built, s", lambda r: f"{r['ready_s']:.1f}"),

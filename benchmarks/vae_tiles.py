@@ -1,5 +1,7 @@
-"""How far a VAE's pictures in tiles are from whole ones:
-``python -m benchmarks.vae_tiles --json FILE``."""
+"""The difference of a VAE's tiled pictures to whole ones.
+
+python -m benchmarks.vae_tiles --json FILE
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(vae: Any, photo: str, image: Image.Image) -> list[dict[str, object]]:
-    """Encode a photograph, decode it whole and in tiles of each size that it has room for."""
+    """Encode a photograph; decode it whole and in tiles of each size smaller than it."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     picture = pixels.reshape(image.height, image.width, 3).permute(2, 0, 1)[None] / 127.5 - 1
     z = vae.encode(picture.to(vae.device, vae.dtype)).latent_dist.mode()
