@@ -77,6 +77,9 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
     """Return a row for each contender, kernel and shape."""
     from triton.testing import do_bench_cudagraph
 
+    from onediff_ext.backends.inductor.kernels import register_kernels
+
+    register_kernels()
     rows = []
     for case in _cases(dtype, device):
         exact = (case.exact or case.plain)(*(t.double() for t in case.inputs))
@@ -103,10 +106,8 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    from onediff_ext.backends.inductor.kernels import register_kernels
     from onediff_ext.engine.quantization import quantise_rows, unavailable_reason
 
-    register_kernels()
     ops = torch.ops.onediff
     noise = torch.Generator(device).manual_seed(0)
 

@@ -73,7 +73,7 @@ def capability_reason(capability: tuple[int, int]) -> str | None:
 
 
 def import_error_reason(exc: BaseException) -> str:
-    """Return why importing OneFlow failed, and which package fixes it."""
+    """Why importing OneFlow failed, and which package helps."""
     first = (str(exc).strip() or type(exc).__name__).splitlines()[0]
     for library, package in _LIBRARIES.items():
         if library in first:

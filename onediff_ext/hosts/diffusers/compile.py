@@ -231,7 +231,7 @@ def one_picture(pipe: object) -> AbstractContextManager[None]:
 
 
 def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[str, nn.Module]]:
-    """Return (component name, model) of the pipeline's models that can run compiled."""
+    """The pipeline's models that can run compiled, by component name."""
     models: list[tuple[str, nn.Module]] = []
     unet = getattr(pipe, "unet", None)
     if unet is not None and "unet" not in ignored:

@@ -16,8 +16,8 @@ _RESHAPES = (ATEN.reshape.default, ATEN.view.default)
 def rewrite_8_bit_product(node: Any) -> None:
     """Replace the quantisation of an 8-bit product's rows.
 
-    `onediff_ext.engine.quantization.quantise_rows` traces it as: reshape, to float32, division by
-    the scale, rounding, and the cast.
+    `quantise_rows` of the engine traces it as: reshape, to float32, division by the scale,
+    rounding, and the cast.
     """
     cast = node.args[0]
     division, steps = cast, 0

@@ -130,7 +130,7 @@ def _check_fit(pipe: Any, file: TensorFile) -> None:
 
 
 def _first_line(exc: Exception) -> str:
-    # torch's first line only says that errors occurred; the next lines name layers.
+    # torch's first line only says that there were errors; the next ones name layers.
     lines = [line.strip() for line in str(exc).strip().splitlines()]
     if len(lines) > 1 and lines[0].startswith("Error(s) in loading"):
         return f"{len(lines) - 1} of its layers do not fit, such as: {lines[1]}"
