@@ -29,7 +29,7 @@ from onediff_ext.backends.oneflow import tensor_exchange
 from onediff_ext.backends.oneflow.availability import process_reason
 from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.static_graphs import Plans
+from onediff_ext.backends.oneflow.static_graphs import StaticGraphCache
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.export.exporter import export_block
 from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
@@ -138,23 +138,26 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
 
 
 def _blocks(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Any]:
-    plans = Plans(flow)
+    graphs = StaticGraphCache(flow)
     programs: dict[str, tuple[FlowProgram, float]] = {}
     families = (ResnetFamily(), TransformerFamily())
     for module in list(unet.modules()):
         for family in families:
             if type(module) is family.block_class():
-                module.forward = _replaced(plans, programs, module, family)
-    unet(**inputs)  # exports, plans
+                module.forward = _replaced(graphs, programs, module, family)
+    unet(**inputs)  # exports and plans
     # Export separately, as for the whole UNet.
     plan_s = round(sum(seconds for _, seconds in programs.values()), 2)
     step_s = _best(lambda: unet(**inputs))
     error = _error(unet(**inputs).sample, expected)
-    return {"plan_s": plan_s, "step_s": step_s, "error": error, "graphs": len(plans)}
+    return {"plan_s": plan_s, "step_s": step_s, "error": error, "graphs": len(graphs)}
 
 
 def _replaced(
-    plans: Plans, programs: dict[str, tuple[FlowProgram, float]], block: Any, family: Any
+    graphs: StaticGraphCache,
+    programs: dict[str, tuple[FlowProgram, float]],
+    block: Any,
+    family: Any,
 ) -> Any:
     tree = BlockTree(block, family.sources)
     weights = tree.weights() or []
@@ -165,9 +168,9 @@ def _replaced(
         if key not in programs:
             exported = export_block(tree.copy(), family, tree.names, weights, call, CPU)
             program = FlowProgram(exported.run_decompositions({}).graph_module)
-            seconds = _seconds(lambda: plans.run(program, [*weights, *call.tensors]))
+            seconds = _seconds(lambda: graphs.run(program, [*weights, *call.tensors]))
             programs[key] = (program, seconds)
-        return plans.run(programs[key][0], [*weights, *call.tensors])
+        return graphs.run(programs[key][0], [*weights, *call.tensors])
 
     return forward
 
@@ -194,13 +197,13 @@ def _weights(
     weights, call = tree.weights() or [], family.bind(block, inputs, {})
     exported = export_block(tree.copy(), family, tree.names, weights, call, CPU)
     program = FlowProgram(exported.run_decompositions({}).graph_module)
-    plans, arguments = Plans(flow), [*weights, *call.tensors]
-    error = _error(plans.run(program, arguments), block(*inputs))
+    graphs, arguments = StaticGraphCache(flow), [*weights, *call.tensors]
+    error = _error(graphs.run(program, arguments), block(*inputs))
     copies = [torch.empty_like(weight) for weight in weights]
     return {
         "block": name,
         "weights_mib": round(sum(w.numel() * w.element_size() for w in weights) / 2**20, 1),
-        "call_s": _best(lambda: plans.run(program, arguments)),
+        "call_s": _best(lambda: graphs.run(program, arguments)),
         "crossing_s": _best(
             lambda: [tensor_exchange.to_flow(flow, tensor) for tensor in arguments]
         ),

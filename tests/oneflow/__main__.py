@@ -42,7 +42,7 @@ _PLAIN = _files("availability", "launch_order", "table", "graphs_list", "operato
 PARTS = (
     Part("parts", _PLAIN, 60, 600),
     Part("contract", ("tests/contracts/test_backend_contract.py", "-k", "oneflow"), 90, 600),
-    Part("plans", _files("plans"), 180, 900),
+    Part("graphs", _files("static_graphs"), 180, 900),
     Part("models", _files("models"), 240, 1200),
     # The engine's tests of weights, LoRA and checkpoints, through this backend.
     Part(

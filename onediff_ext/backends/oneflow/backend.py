@@ -9,7 +9,7 @@ import torch
 
 from onediff_ext.backends.oneflow.availability import unavailable_reason
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.static_graphs import process_plans
+from onediff_ext.backends.oneflow.static_graphs import process_graphs
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.backend_port import Backend, Graph
 from onediff_ext.engine.export.exporter import load_program, save_program
@@ -30,7 +30,7 @@ class OneFlowBackend(Backend):
 
     @property
     def needs_restart(self) -> bool:  # type: ignore[override]
-        return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
+        return process_graphs.cache_info().currsize > 0 and process_graphs().broken is not None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return too_old_for_graphs() or unavailable_reason(device)
@@ -59,6 +59,6 @@ class OneFlowBackend(Backend):
         program = FlowProgram(graph_module)
 
         def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-            return process_plans().run(program, arguments)
+            return process_graphs().run(program, arguments)
 
         return run

@@ -45,13 +45,13 @@ _Key = tuple[int, tuple[Any, ...]]
 
 
 @dataclass(eq=False)
-class _Plan:
+class _StaticGraph:
     graph: Any
     size_bytes: int
     calls: int = 0
 
 
-class Plans:
+class StaticGraphCache:
     """Plans, keeps and runs the graphs.
 
     Args:
@@ -68,7 +68,7 @@ class Plans:
         self, flow: Any, limit_count: int = LIMIT_COUNT, limit_bytes: int | None = None
     ) -> None:
         self._flow, self._limit_count, self._limit_bytes = flow, limit_count, limit_bytes
-        self._plans: dict[_Key, _Plan] = {}
+        self._graphs: dict[_Key, _StaticGraph] = {}
         self._wasted: set[_Key] = set()  # dropped before they paid off
         # One call at a time: a reset must not happen while another thread runs a graph.
         self._lock = threading.RLock()
@@ -76,12 +76,12 @@ class Plans:
         self.resets = 0
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._graphs)
 
     @property
     def size_bytes(self) -> int:
         """Memory of all graphs in bytes, estimated from the shapes of their tensors."""
-        return sum(plan.size_bytes for plan in self._plans.values())
+        return sum(graph.size_bytes for graph in self._graphs.values())
 
     def run(self, program: FlowProgram, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run a program on torch tensors through a graph, which is planned if it is missing.
@@ -95,11 +95,11 @@ class Plans:
             permuted = tuple(map(tensor_exchange.is_permuted, tensors))
             shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
             key = (program.number, (permuted, shapes))
-            plan = self._plans.get(key)
-            if plan is None:
+            found = self._graphs.get(key)
+            if found is None:
                 return self._first_run(key, program, tensors, permuted)
-            plan.calls += 1
-            return tensor_exchange.to_torch(self._flow, plan.graph(*self._as_flow(tensors)))
+            found.calls += 1
+            return tensor_exchange.to_torch(self._flow, found.graph(*self._as_flow(tensors)))
 
     def drop_all(self) -> bool:
         """Drop all graphs and free their memory.
@@ -108,7 +108,7 @@ class Plans:
             False when other code's graphs are alive, so that no memory can be freed.
         """
         with self._lock:
-            self._plans.clear()
+            self._graphs.clear()
             gc.collect()
             if any(issubclass(type(thing), self._flow.nn.Graph) for thing in gc.get_objects()):
                 return False
@@ -156,7 +156,7 @@ class Plans:
         comparison = compare(found, expected)
         if comparison.problem is not None:
             raise BackendError(f"OneFlow's graph {comparison.problem}, operator by operator")
-        self._plans[key] = _Plan(graph, _size_bytes(graph), calls=1)
+        self._graphs[key] = _StaticGraph(graph, _size_bytes(graph), calls=1)
         return found
 
     def _as_flow(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -167,10 +167,10 @@ class Plans:
 
     def _make_room(self, key: _Key, device: torch.device) -> None:
         limit_bytes = self._limit_bytes or _limit_bytes(device)
-        if len(self._plans) < self._limit_count and self.size_bytes < limit_bytes:
+        if len(self._graphs) < self._limit_count and self.size_bytes < limit_bytes:
             return
-        count = len(self._plans)
-        unpaid = {known for known, plan in self._plans.items() if plan.calls < _WORTH_CALLS}
+        count = len(self._graphs)
+        unpaid = {known for known, graph in self._graphs.items() if graph.calls < _WORTH_CALLS}
         if key in self._wasted and 2 * len(unpaid & self._wasted) > count:
             # The graphs of one picture do not fit together, so each step would plan them again.
             # This kind runs eager and leaves the room to the others.
@@ -224,8 +224,8 @@ def _limit_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def process_plans() -> Plans:
+def process_graphs() -> StaticGraphCache:
     """Return the graphs of this process; the first call imports OneFlow."""
     import oneflow
 
-    return Plans(oneflow)
+    return StaticGraphCache(oneflow)
