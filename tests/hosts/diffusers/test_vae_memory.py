@@ -83,7 +83,7 @@ def test_the_estimate_is_what_operators_make(
 def test_a_device_that_does_not_tell() -> None:
     memory = DeviceMemory(SimpleNamespace())
     assert memory.free_bytes(torch.device("cpu")) is None
-    assert memory.bytes_of_captures() == 0
+    assert memory.cuda_graph_bytes() == 0
 
 
 @pytest.mark.gpu

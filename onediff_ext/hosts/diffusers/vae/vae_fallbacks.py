@@ -117,8 +117,8 @@ class VaeFallbacks:
             return needed_bytes(part, channels, count, cells * cell_px**2, given.dtype)
 
         one, free = needs(1, height * width), self._memory.free_bytes(given.device)
-        if free is not None and free < one <= free + self._memory.bytes_of_captures():
-            self._memory.give_up_captures()
+        if free is not None and free < one <= free + self._memory.cuda_graph_bytes():
+            self._memory.drop_cuda_graphs()
             free = self._memory.free_bytes(given.device)
         ways = []
         # Skip ways that are known not to fit, unless tiling is off.

@@ -54,14 +54,14 @@ class DeviceMemory:
             return None
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + max(0, unused - self.bytes_of_captures())
+        return int(free) + max(0, unused - self.cuda_graph_bytes())
 
-    def bytes_of_captures(self) -> int:
+    def cuda_graph_bytes(self) -> int:
         """Return the bytes that CUDA graphs hold; they can be recorded again."""
         state = compiled_state(self._pipe)
         return 0 if state is None else state.session.captures.size_bytes
 
-    def give_up_captures(self) -> None:
+    def drop_cuda_graphs(self) -> None:
         """Drop all CUDA graphs to free their memory."""
         state = compiled_state(self._pipe)
         if state is not None:
