@@ -1,4 +1,4 @@
-"""The English of the captions: articles, plurals and the ways to say what a scene shows."""
+"""English captions: articles, plurals and several ways to describe a scene."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put the trained parts together: the checkpoint, its .yaml, and the reference thumbnails.
+"""Combine the trained parts: the checkpoint, its .yaml, and the reference thumbnails.
 
 python -m tools.demo_model.export --sprites S.npz --parts PARTS --output onediff_ext/assets/demo
 """
@@ -31,7 +31,7 @@ names it; A1111 reads both from one folder, so the config is written beside the 
 
 
 def silence_unseen_tokens(text_encoder: Any) -> int:
-    """Zero the embeddings of tokens that no caption has, so that they say nothing; their count."""
+    """Zero the embeddings of tokens that no caption has; return their count."""
     tokenizer = load_tokenizer()
     captions = {
         scene.caption
@@ -47,7 +47,7 @@ def silence_unseen_tokens(text_encoder: Any) -> int:
 
 
 def write_references(sprites: torch.Tensor, output: Path) -> None:
-    """Write each concept on white, 32x32, in rows of 16 as one PNG, and the names beside it."""
+    """Write all concepts on white (32x32, rows of 16) as one PNG, and their names as JSON."""
     concepts, drawer = read_concepts(), SceneDrawer(sprites)
     scenes = [plain_scene(index, 128) for index in range(len(concepts))]
     pictures = drawer.draw(scenes, 128, 128)

@@ -20,14 +20,14 @@ TOKENIZER = Path(__file__).parents[2] / "onediff_ext" / "assets" / "tokenizer"
 """CLIP's tokenizer, which the package ships."""
 
 LATENT_PIXELS = 131_072
-"""Latent pixels in a batch: every size costs about the same."""
+"""Latent pixels in a batch, so that batches of all sizes cost about the same."""
 
 SIZES = (
     *((128, 128, 45000, 5), (192, 192, 30000, 4), (256, 256, 24000, 4)),
     *((128, 192, 14000, 1.5), (192, 128, 14000, 1.5), (128, 256, 14000, 1.5)),
     *((256, 128, 14000, 1.5), (192, 256, 10000, 1), (256, 192, 10000, 1)),
 )
-"""Height, width, how many scenes, how often a batch has this size."""
+"""(height, width, number of scenes, weight of this size among batches)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Bucket:
     Attributes:
         latents: [N, 4, H/8, W/8], scaled to deviation 1, fp16.
         token_ids: [N, 77].
-        batch: How many scenes make a batch.
-        weight: How often a batch has this size.
-        hints: What a ControlNet follows, [N, 1, H, W], uint8; None for all else.
+        batch: Scenes in a batch.
+        weight: Weight of this size among batches.
+        hints: Hints for a ControlNet, [N, 1, H, W], uint8; otherwise None.
     """
 
     latents: Tensor
@@ -50,13 +50,13 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class BlockKind:
-    """What is made of the drawn pictures [B, 3, H, W] in 0..1.
+class DatasetVariant:
+    """A variant of the training set, from the drawn pictures [B, 3, H, W] in 0..1.
 
     Attributes:
-        style: Changes them, for a LoRA.
-        hint: Makes a ControlNet's hints [B, 1, H, W] in 0..1.
-        batch_share: Part of the full batch sizes.
+        style: Changes the pictures, for a LoRA.
+        hint: Returns a ControlNet's hints [B, 1, H, W] in 0..1.
+        batch_share: Share of the full batch sizes.
     """
 
     style: Callable[[Tensor], Tensor] | None = None
@@ -97,7 +97,7 @@ def make_buckets(
     drawer: SceneDrawer,
     device: torch.device,
     share: float = 1.0,
-    kind: BlockKind | None = None,
+    kind: DatasetVariant | None = None,
 ) -> list[Bucket]:
     """Draw and encode the whole training set.
 
@@ -105,10 +105,10 @@ def make_buckets(
         vae: Frozen.
         drawer: Holds the sprites on the device.
         device: Where the set stays.
-        share: Part of the full set, for a try on a small machine.
-        kind: The plain pictures, or something made of them.
+        share: Share of the full set, for a test on a small machine.
+        kind: A variant; None for the plain pictures.
     """
-    tokenizer, buckets, kind = load_tokenizer(), [], kind or BlockKind()
+    tokenizer, buckets, kind = load_tokenizer(), [], kind or DatasetVariant()
     for seed, (height_px, width_px, count, weight) in enumerate(SIZES, start=100):
         scenes = make_scenes(height_px, width_px, max(8, int(count * share)), seed)
         pixels = height_px * width_px // 64

@@ -1,6 +1,6 @@
-"""The demo model's parts: Stable Diffusion 1.x's own classes, made narrow.
+"""The demo model's parts: narrow Stable Diffusion 1.x classes.
 
-Every width is a multiple of 32, as the LDM code normalises over 32 groups whatever the width.
+Every width is a multiple of 32, because the LDM code always normalises over 32 groups.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ CONTEXT_WIDTH = 96
 """Width of the text encoder, and so of the UNet's context."""
 
 SCALE_FACTOR = 0.18215
-"""SD1's latent scale; the VAE's weights are rescaled after training to make it right."""
+"""SD1's latent scale; the VAE's weights are rescaled after training to match it."""
 
 PART_BYTES = 15_000_000
-"""The size of one stored part: what the device machine sends back is limited for each file."""
+"""The largest stored part, small enough to copy from a remote machine."""
 
 
 def build_vae() -> Any:
@@ -67,12 +67,12 @@ def build_unet() -> Any:
 
 
 def text_core(text_encoder: Any) -> Any:
-    """What holds the weights: transformers 4 and early 5 keep them one level down."""
+    """Return the module that holds the weights, one level down in transformers 4 and early 5."""
     return getattr(text_encoder, "text_model", text_encoder)
 
 
 def encode_text(text_encoder: Any, token_ids: Tensor) -> Tensor:
-    """The same as the model's own forward, less its mask-making, which a capture can't hold.
+    """Run the model's own forward without creating masks, which a CUDA graph cannot contain.
 
     Args:
         token_ids: [B, 77].
@@ -89,13 +89,13 @@ def encode_text(text_encoder: Any, token_ids: Tensor) -> Tensor:
 
 
 def alphas_cumprod(device: torch.device | str) -> Tensor:
-    """SD1's noise schedule: what is left of the picture's variance at each of 1000 times."""
+    """Return SD1's noise schedule: the remaining share of the picture's variance, [1000]."""
     betas = torch.linspace(0.00085**0.5, 0.0120**0.5, 1000, dtype=torch.float64) ** 2
     return torch.cumprod(1 - betas, 0).float().to(device)
 
 
 def save_parts(modules: dict[str, nn.Module], folder: Path, name: str) -> None:
-    """Save modules as fp16 in files small enough to be sent, "NAME-0.safetensors" and on."""
+    """Save modules as fp16 in files of at most `PART_BYTES`: "NAME-0.safetensors" and so on."""
     part: dict[str, Tensor] = {}
     index = size_bytes = 0
     for prefix, module in modules.items():
@@ -110,7 +110,7 @@ def save_parts(modules: dict[str, nn.Module], folder: Path, name: str) -> None:
 
 
 def load_parts(modules: dict[str, nn.Module], files: Iterable[Path]) -> None:
-    """Load what `save_parts` wrote; every key of every module must be there."""
+    """Load the files of `save_parts`; all keys of all modules must exist."""
     stored: dict[str, Tensor] = {}
     for file in files:
         stored.update(load_file(file))

@@ -1,4 +1,4 @@
-"""Draw prompts with the parts as they are in memory, to look at while training."""
+"""Draw prompts with the parts in memory, to inspect them during training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = (
         "a robot next to a unicorn at night",
     ),
 )
-"""A bit of everything that captions can say."""
+"""Prompts that cover all parts of captions."""
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def draw_controlled_sheet(
     controlnet: Any,
     drawer: SceneDrawer,
 ) -> Image.Image:
-    """Edges of scenes the model did not see, and what prompts make of them."""
+    """Draw edges of unseen scenes, and pictures from these edges with several prompts."""
     scenes = make_scenes(192, 192, 8, seed=999)
     pictures = drawer.draw(scenes, 192, 192)
     hints = edges(pictures).expand(-1, 3, -1, -1)

@@ -1,4 +1,4 @@
-"""Scenes: which objects stand where, before which background, and what the caption says."""
+"""Scenes: objects with positions, a background, and a caption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_OBJECTS = 3
 
 @dataclass(frozen=True)
 class Placement:
-    """One object: its place in concepts.tsv, its centre and its side in pixels."""
+    """One object: its index in concepts.tsv, its centre and its side in pixels."""
 
     concept: int
     x_px: float

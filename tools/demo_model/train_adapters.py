@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tools.demo_model.filters import edges, sketch
-from tools.demo_model.latents import BlockKind, Bucket
+from tools.demo_model.latents import Bucket, DatasetVariant
 from tools.demo_model.models import encode_text
 from tools.demo_model.train_diffusion import Predict, Schedule, Trainer
 
-SKETCH = BlockKind(style=sketch, batch_share=0.25)
-EDGES = BlockKind(hint=edges, batch_share=0.25)
+SKETCH = DatasetVariant(style=sketch, batch_share=0.25)
+EDGES = DatasetVariant(hint=edges, batch_share=0.25)
 
 LORA_RANK = 8
 

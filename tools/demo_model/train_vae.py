@@ -18,7 +18,7 @@ from tools.demo_model.scenes import SceneDrawer, make_scene
 from tools.demo_model.train_diffusion import compile_blocks
 
 SIZES = ((128, 128, 14000, 96), (256, 192, 4000, 32), (256, 256, 3000, 24))
-"""Height, width, how many scenes, batch size."""
+"""(height, width, number of scenes, batch size)."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def draw_pool(drawer: SceneDrawer, height_px: int, width_px: int, count: int, se
 
 @torch.no_grad()
 def fold_scale(vae: Any, pictures: Tensor) -> None:
-    """Make latents of mean 0 and, times 0.18215, deviation 1: a change of the 1x1 convolutions.
+    """Change the 1x1 convolutions so that latents have mean 0 and, times 0.18215, deviation 1.
 
     Args:
-        vae: Changed in place; what it draws stays the same.
-        pictures: [N, 3, H, W] in -1..1, to measure on.
+        vae: Changed in place; its pictures stay the same.
+        pictures: [N, 3, H, W] in -1..1, to measure the latents.
     """
     with torch.autocast(pictures.device.type, torch.bfloat16):
         latents = torch.cat([vae.encode(batch).latent_dist.mean for batch in pictures.split(64)])
@@ -82,7 +82,7 @@ def fold_scale(vae: Any, pictures: Tensor) -> None:
 def train_vae(
     vae: Any, sprites: Tensor, output: Path, plan: Plan, limit_s: float, compiled: bool
 ) -> Any:
-    """Train from a fixed seed, fold the scale in, save; returns the VAE of averaged weights."""
+    """Train from a fixed seed, fold in the scale, save; return the VAE with averaged weights."""
     torch.manual_seed(plan.seed)
     device = sprites.device
     started = time.monotonic()

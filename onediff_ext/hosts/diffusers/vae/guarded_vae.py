@@ -94,10 +94,10 @@ class VaeRun:
         def own(pictures: torch.Tensor) -> Any:
             return self._own_encode(pictures, return_dict=False)[0]
 
-        posterior = self._careful("encoder", own, x)
+        posterior = self._run("encoder", own, x)
         # moments [B, 2C, H/8, W/8]; checking waits for the device, so check only float16
         if x.dtype == torch.float16 and not all(_finite(posterior.parameters)):
-            posterior = self._wider("encoder", own, x)
+            posterior = self._run_wider("encoder", own, x)
         self._encoded.append(posterior.parameters.isfinite().all())
         if posterior.parameters.dtype != x.dtype:
             posterior = type(posterior)(posterior.parameters.to(x.dtype))
@@ -113,16 +113,17 @@ class VaeRun:
         def own(latents: torch.Tensor) -> Any:
             return self._own_decode(latents, return_dict=False, **others)[0]
 
-        pixels = self._careful("decoder", own, z)
+        pixels = self._run("decoder", own, z)
         good = _finite(pixels)  # the only wait of a batch; pixels are needed next anyway
         if not all(good):
             usable = _finite(z)
             again = [i for i, ok in enumerate(good) if usable[i] and not ok]
             if again and z.dtype == torch.float16:
-                pixels[again] = self._wider("decoder", own, z[again]).to(pixels.dtype)
+                pixels[again] = self._run_wider("decoder", own, z[again]).to(pixels.dtype)
                 good = _finite(pixels)
             self._errors = [
-                None if ok else self._why_not(usable[i], z.dtype) for i, ok in enumerate(good)
+                None if ok else self._overflow_error(usable[i], z.dtype)
+                for i, ok in enumerate(good)
             ]
         pixels = pixels.to(z.dtype)
         if not return_dict:
@@ -131,26 +132,26 @@ class VaeRun:
 
         return DecoderOutput(sample=pixels)
 
-    def _careful(self, part: str, own: Any, given: torch.Tensor) -> Any:
+    def _run(self, part: str, own: Any, given: torch.Tensor) -> Any:
         if given.dtype == torch.float16 and part in self._overflowing:
-            return self._wider(part, own, given)
+            return self._run_wider(part, own, given)
         return self._fitting.run(part, own, given, self._note)
 
-    def _wider(self, part: str, own: Any, given: torch.Tensor) -> Any:
+    def _run_wider(self, part: str, own: Any, given: torch.Tensor) -> Any:
         dtype = wider_dtype(given.device)
         self._overflowing.add(part)
         done = part.removesuffix("r") + "d"
         self._note(VaeNote(f"VAE {done} in {_NAMES[dtype]}", "its numbers run over in fp16"))
-        with _in_dtype(getattr(self._vae, part), dtype), _in_dtype(self._small(part), dtype):
+        with _in_dtype(getattr(self._vae, part), dtype), _in_dtype(self._latent_conv(part), dtype):
             return self._fitting.run(part, own, given.to(dtype), self._note)
 
-    def _small(self, part: str) -> nn.Module | None:
+    def _latent_conv(self, part: str) -> nn.Module | None:
         """Return the convolution between a part and the latents."""
         name = "quant_conv" if part == "encoder" else "post_quant_conv"
         found: nn.Module | None = getattr(self._vae, name, None)
         return found
 
-    def _why_not(self, has_latents: bool, dtype: torch.dtype) -> PictureError:
+    def _overflow_error(self, has_latents: bool, dtype: torch.dtype) -> PictureError:
         name = _NAMES.get(dtype, str(dtype))
         if not all(bool(flag) for flag in self._encoded):
             return PictureError(
