@@ -1,4 +1,4 @@
-"""The README's tables and plots: made from result files, and up to date."""
+"""The tables and plots: generated from result files, and up to date."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_missing_file_leaves_its_section_empty(tmp_path: Path) -> None:
     assert tables.with_tables(expected, tmp_path) == expected
 
 
-def test_a_section_is_made_anew_and_again_the_same(tmp_path: Path) -> None:
+def test_a_section_is_replaced_and_stays_the_same(tmp_path: Path) -> None:
     write_result(
         tmp_path / "unet-sdxl-h200.json",
         unet(row("eager", 512, 512, 44.0), row("ours-exact", 512, 512, 11.0)),
@@ -138,7 +138,7 @@ def test_the_pipelines_ratio_is_withheld_when_pictures_differ() -> None:
 
 
 def process(seconds: float, start_s: float) -> dict:
-    """Four pictures of each size, one second apart."""
+    """The figures of a process: four pictures of each size, one second apart."""
     rows = [
         {
             "width": w, "height": h, "seconds": seconds, "since_start_s": start_s + n,

@@ -1,4 +1,4 @@
-"""Tensors cross in shared memory, and the caller's are never written."""
+"""Tensors are passed in shared memory, and the caller's tensors never change."""
 
 from __future__ import annotations
 

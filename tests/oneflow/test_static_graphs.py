@@ -1,4 +1,4 @@
-"""Bounds, the reset, and what is left after a failure; each in a process of its own."""
+"""Limits, the reset, and the state after a failure; each in a separate process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ print(json.dumps([sorted(refused), message, graphs.resets, len(graphs)]))
     assert count == 3
 
 
-def test_graphs_of_somebody_else_are_not_reset_away(flow, run_apart):
+def test_graphs_of_other_code_are_not_reset(flow, run_apart):
     code = """
 class Theirs(oneflow.nn.Graph):
     def build(self, x):
@@ -104,7 +104,7 @@ assert graphs.resets == 0
 
 
 def test_after_a_failed_plan_nothing_is_planned_and_the_rest_goes_on(flow, run_apart):
-    # The kernel of group_norm is missing on a CPU, and only the planner is led to it.
+    # group_norm has no kernel on a CPU; only planning reaches it here.
     code = """
 graphs = StaticGraphCache(oneflow)
 run(graphs, 3)
@@ -204,5 +204,5 @@ def test_thirty_sizes_stay_within_the_bound(flow, run_apart, shared_store):
     memory, resets, fallbacks = json.loads(found.splitlines()[-1])
     assert fallbacks == []
     assert resets >= 2, memory
-    # The stated bound of the graphs, one more graph, and what the process itself takes.
+    # The limit of the graphs, one more graph, and the process itself.
     assert max(memory) < 120 + 250, memory

@@ -1,4 +1,4 @@
-"""Each graph that is loaded is its own, though the system reuses descriptors' numbers."""
+"""Each loaded library is a separate one, although the system reuses descriptor numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a picture's drawing makes a GPU wait, and what of it is done once for a job."""
+"""Drawing: what makes the GPU wait, and what is done once for each job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def image_generator(command_line: CommandLine, name: str = "sd15") -> ImageGener
 
 
 class _Event:
-    """Stands for a CUDA event; the device is as fast as it is asked to be."""
+    """Stands in for a CUDA event of a device with a chosen speed."""
 
     log: list[str]
     count: int
@@ -227,7 +227,7 @@ def test_a_prompt_is_encoded_once_for_a_job(
     assert len(encoded) == 4
 
 
-def test_prompts_are_encoded_anew_after_a_job(command_line: CommandLine) -> None:
+def test_prompts_are_encoded_again_after_a_job(command_line: CommandLine) -> None:
     ours, settings = (
         image_generator(command_line),
         DrawSettings(steps=1, strength=1.0, prompt="a cat"),
