@@ -59,7 +59,7 @@ def check_mergeable(
     if names:
         raise OtherMachineError(
             f"The file's figures are not comparable, they differ in: {', '.join(names)}."
-            " Name another file, or start this one anew with --replace."
+            " Name another file, or replace this one with --replace."
         )
 
 

@@ -15,7 +15,7 @@ from onediff_ext.engine.validity.tensor_contents import content_of
 class PeftLoraRule(WrapperRule):
     """peft's LoRA around a Linear or Conv2d: base weight + Σ scale · B·A.
 
-    A loaded, unfused LoRA so runs through the graph of the bare layer without a rebuild. After it
+    So a loaded, unfused LoRA runs through the graph of the bare layer without a rebuild. After it
     is unloaded, the original weights run again.
     """
 
