@@ -1,8 +1,8 @@
 """One set of graphs for any size: ``python -m benchmarks.any_size --json FILE``.
 
-Draws UNet forwards of random sizes and batches with a store that is empty at first, counts
-recompiles, compares each size with eager, looks at the slowest step of each size and at
-memory, and then starts a second process over the same store.
+Runs UNet forwards of random sizes and batches with an initially empty store. It counts recompiles,
+compares each size with eager, records the slowest step of each size and memory, and then starts a
+second process with the same store.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sizes(count: int, largest_px: int) -> list[tuple[int, int, int]]:
-    """Random (width, height, batch) with sides of multiples of 8, and the named ones."""
+    """Return random (width, height, batch), sides multiples of 8, and then `NAMED_SIZES`."""
     chooser = random.Random(0)
     sides = range(64, largest_px + 1, 8)
     drawn = [
@@ -163,7 +163,6 @@ def _run_again(arguments: argparse.Namespace) -> dict[str, Any]:
     ]  # fmt: skip
     if arguments.dtype is not None:
         command += ["--dtype", arguments.dtype]
-    # No compiler within reach: a load that compiles would fail, not just be slow.
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         return {"error": result.stderr[-2000:]}

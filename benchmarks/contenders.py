@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,10 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
 from onediff_ext.hosts.diffusers.probe import probe
 
-Step = Callable[..., Any]
+Step = Any
+"""A callable that takes the UNet's arguments."""
 
-# Dynamo gives up on a code object after 8 graphs and runs it eager without a word.
+# By default Dynamo silently runs a code object eager after 8 graphs.
 PEER_RECOMPILE_LIMIT = 64
 
 
@@ -25,8 +25,8 @@ class Contender(ABC):
     """One way to run a UNet step.
 
     Attributes:
-        name: As it stands in rows; ours begin with "ours-".
-        static: Compiles for one size, which takes a minute: only some sizes are measured.
+        name: Its name in rows; ours begin with "ours-".
+        static: Compiles for one size, which takes a minute, so only some sizes are measured.
     """
 
     name: str
@@ -34,24 +34,24 @@ class Contender(ABC):
 
     @property
     def is_peer(self) -> bool:
-        """Whether it runs in a process of its own, since compilers share state within one."""
+        """Whether it runs in a separate process, because compilers share state within a process."""
         return True
 
     def missing(self) -> str:
-        """Why it cannot run here: a package that is not installed; else ""."""
+        """Return why it cannot run here (a missing package), or ""."""
         return ""
 
     @abstractmethod
     def make(self, unet: Any, store: Path) -> Step:
-        """A callable that takes the UNet's arguments. `unet` shares its weights with others."""
+        """Return a callable that takes the UNet's arguments; the weights are shared."""
 
     def figures(self) -> dict[str, Any]:
-        """What else is worth keeping: graphs built, captures."""
+        """Return further figures, such as graphs built and CUDA graphs."""
         return {}
 
 
 class Eager(Contender):
-    """The UNet as it is."""
+    """The unchanged UNet."""
 
     name = "eager"
     is_peer = False
@@ -61,7 +61,7 @@ class Eager(Contender):
 
 
 class Ours(Contender):
-    """Graphs of blocks, captures, or both."""
+    """Compiled graphs of blocks, CUDA graphs, or both."""
 
     is_peer = False
 
@@ -76,7 +76,8 @@ class Ours(Contender):
         probe(pipe)
         self._ready_s = time.perf_counter() - start
         probe(pipe)
-        # Steps of one picture, as in use: 8-bit weights, and keys and values, are made with each.
+        # All steps belong to one picture, as in use: 8-bit weights and the text KV cache are made
+        # once for each picture.
         self._picture = one_picture(pipe)
         self._picture.__enter__()
         return unet
@@ -95,7 +96,7 @@ class Ours(Contender):
 
 
 class _Dynamo(Contender):
-    """Whatever goes through Dynamo."""
+    """Contenders that compile through Dynamo."""
 
     def figures(self) -> dict[str, Any]:
         from torch._dynamo.utils import counters
@@ -116,7 +117,7 @@ class Compiled(_Dynamo):
 
     def __init__(self, name: str, *, dynamic: bool = False, **arguments: Any) -> None:
         self.name, self.static = name, not dynamic
-        self._arguments = {"dynamic": dynamic, **arguments}
+        self._arguments: dict[str, Any] = {"dynamic": dynamic, **arguments}
 
     def make(self, unet: Any, store: Path) -> Step:
         self._raise_limits()
@@ -160,7 +161,7 @@ class StableFast(Contender):
 
 
 class TorchTensorRT(_Dynamo):
-    """TensorRT as a backend of `torch.compile`, one size at a time as its documentation has it."""
+    """TensorRT as a backend of `torch.compile`, one size at a time as in its documentation."""
 
     name = "torch-tensorrt"
     static = True
@@ -173,19 +174,20 @@ class TorchTensorRT(_Dynamo):
 
         self._raise_limits()
         precisions = {torch.float32, next(unet.parameters()).dtype}
+        options: dict[str, Any] = {"truncate_double": True, "enabled_precisions": precisions}
         return torch.compile(
             unet,
             backend="torch_tensorrt",
             dynamic=False,
-            options={"truncate_double": True, "enabled_precisions": precisions},
+            options=options,
         )
 
 
 def all_contenders(*, channels_last: bool = True) -> list[Contender]:
-    """Every contender, in the order in which they are measured.
+    """Return all contenders in the order of measurement.
 
     Args:
-        channels_last: Ours bring weights into NHWC.
+        channels_last: Ours convert weights to NHWC.
     """
     layout = {"channels_last": channels_last}
     return [
@@ -205,10 +207,12 @@ def all_contenders(*, channels_last: bool = True) -> list[Contender]:
 
 
 def chosen_contenders(names: str, *, channels_last: bool = True) -> list[Contender]:
-    """The contenders of a comma-separated list; "all", "ours" (with eager) and "peers" are sets.
+    """Return the contenders of a comma-separated list of names and sets.
+
+    The sets are "all", "ours" (with eager) and "peers".
 
     Raises:
-        SystemExit: There is no contender of a name.
+        SystemExit: A name is unknown.
     """
     known = all_contenders(channels_last=channels_last)
     wanted: set[str] = set()
@@ -232,6 +236,6 @@ def _cannot_import(module: str) -> str:
 
     try:
         importlib.import_module(module)
-    except Exception as exc:  # a package built for another torch fails with anything
+    except Exception as exc:  # a package for another torch may raise anything
         return f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"
     return ""

@@ -1,13 +1,13 @@
-"""Seconds a picture with and without DeepCache, at full width with random weights.
+"""Seconds for each picture with and without DeepCache, at full width with random weights.
 
     python -m benchmarks.deepcache --model sdxl --json FILE
 
-One picture is 50 steps with CFG, from noise to pixels (no text encoder). The blocks are
-compiled, and captured where there is a GPU. For each setting: seconds a picture (median of
-`--pictures`), how many times faster than without, full and shallow calls, the feature's memory,
-and the peak of a picture. Parity is that of the compiled run with the same run by plain
-modules at the same setting. How far a picture is from one without DeepCache is noted too, but
-with random weights that says nothing of real ones. ``--tiny`` tries the script on a CPU.
+One picture is 50 steps with CFG, from noise to pixels (no text encoder). The blocks are compiled;
+on a GPU, forwards are also recorded as CUDA graphs. For each setting: seconds for a picture
+(median of `--pictures`), speed-up over no DeepCache, full and shallow calls, memory of the cached
+feature, and peak memory of a picture. Parity compares the compiled run with eager at the same
+setting. The difference to a picture without DeepCache is recorded too, but with random weights it
+says nothing about real models. ``--tiny`` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
 SETTINGS = ("off", "2", "3", "5", "3 depth=1", "3 depth=2", "5 depth=2")
 SIZES = {"sd15": (512, 512), "sdxl": (1024, 1024)}
 ARCHITECTURES = {"sd15": "sd1", "sdxl": "sdxl"}
-TINY = {
+TINY: dict[str, dict[str, Any]] = {
     "sd15": {"block_out_channels": (32, 32, 64, 64), "cross_attention_dim": 64},
     "sdxl": {
         "block_out_channels": (32, 64, 64),
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All settings, in turn, so that a slow moment hits all alike."""
+    """Measure all settings in turn, so that a slow moment affects all of them."""
     device = torch.device(arguments.device)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     given = tuple(int(side) for side in arguments.size.split("x")) if arguments.size else None
@@ -126,7 +126,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_models(model: str, device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Any:
-    """UNet and VAE with random weights, as `compile_pipe` takes them."""
+    """Return UNet and VAE with random weights, in a form that `compile_pipe` accepts."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     architecture = read_architecture(ARCHITECTURES[model])
@@ -135,10 +135,14 @@ def make_models(model: str, device: torch.device, dtype: torch.dtype, *, tiny: b
         unet |= TINY[model]
         vae |= {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
     torch.manual_seed(0)
-    # SDXL's VAE runs over in float16 with its own weights; bfloat16 is as fast.
+    # SDXL's real VAE overflows in float16; bfloat16 is as fast.
     vae_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-    made = []
-    for cls, config, kind in ((UNet2DConditionModel, unet, dtype), (AutoencoderKL, vae, vae_dtype)):
+    made: list[Any] = []
+    plans: list[tuple[Any, dict[str, Any], torch.dtype]] = [
+        (UNet2DConditionModel, unet, dtype),
+        (AutoencoderKL, vae, vae_dtype),
+    ]
+    for cls, config, kind in plans:
         torch.set_default_dtype(kind)
         try:
             with torch.device(device):
@@ -157,7 +161,7 @@ class Picture:
         from diffusers import EulerDiscreteScheduler
 
         self.models, self.device, self._steps = models, device, steps
-        self.scheduler = EulerDiscreteScheduler(
+        self.scheduler: Any = EulerDiscreteScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
         )
         models.scheduler = self.scheduler
@@ -170,7 +174,7 @@ class Picture:
         self._inputs = inputs
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [1, 4, H/8, W/8] and pixels [1, 3, H, W]."""
+        """Return latents [1, 4, H/8, W/8] and pixels [1, 3, H, W]."""
         scheduler, unet, vae = self.scheduler, self.models.unet, self.models.vae
         with torch.no_grad():
             scheduler.set_timesteps(self._steps, device=self.device)
@@ -185,7 +189,7 @@ class Picture:
 
 
 def warm_up(picture: Picture, options: DeepCacheOptions) -> dict[str, Any]:
-    """Draw with a setting until nothing more is built, compared or captured; note what it did."""
+    """Draw with a setting until nothing more is built, compared or captured; return its row."""
     compiled = compiled_state(picture.models)
     assert compiled is not None
     with deepcache_for(picture.models, options):
@@ -213,7 +217,7 @@ def warm_up(picture: Picture, options: DeepCacheOptions) -> dict[str, Any]:
 
 
 def timed(picture: Picture, options: DeepCacheOptions, row: dict[str, Any]) -> float:
-    """Seconds of one picture."""
+    """Draw one picture and return its seconds."""
     device = picture.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -232,7 +236,7 @@ def timed(picture: Picture, options: DeepCacheOptions, row: dict[str, Any]) -> f
 
 
 def captured_reason(models: Any) -> str:
-    """Why the UNet's last forward was not a replay, or ""."""
+    """Return why the UNet's last forward was not replayed from a CUDA graph, or ""."""
     compiled = compiled_state(models)
     captured = compiled.components[0].captured if compiled is not None else None
     return "" if captured is None else captured.reason

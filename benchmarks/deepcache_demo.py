@@ -1,9 +1,9 @@
-"""What DeepCache does to the demo model's pictures: recognised or not, and how far from without.
+"""How DeepCache changes the demo model's pictures: concepts recognised, and difference from off.
 
     python -m benchmarks.deepcache_demo --json FILE
 
-Twelve concepts as in `tests/hosts/diffusers/test_demo_model.py`, 20 steps of DPM++ 2M Karras at
-128x128, not compiled, in float32. CPU seconds are of the process, drawing all twelve at once.
+Twelve concepts as in `tests/support/demo_pictures.py`, 20 steps of DPM++ 2M Karras at 128x128, not
+compiled, in float32. CPU seconds are of the process, which draws all twelve in one batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from onediff_ext.hosts.diffusers.deepcache import (
     disable_deepcache,
     enable_deepcache,
 )
-from tests.hosts.diffusers import test_demo_model as demo
+from tests.support.demo_pictures import (
+    CONCEPTS,
+    draw,
+    load_pipeline,
+    load_references,
+    nearest_concept,
+    prompt_of,
+)
 
 SETTINGS = ("off", "light", "medium", "medium depth=2", "strong", "strong depth=2", "10")
 
@@ -34,28 +41,28 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pipe = demo.load_pipeline()
-    references = demo.load_references()
-    prompts = [demo.prompt_of(name) for name in demo.CONCEPTS]
+    pipe = load_pipeline()
+    references = load_references()
+    prompts = [prompt_of(name) for name in CONCEPTS]
     plain: Any = None
     rows = []
     for setting in SETTINGS:
         enable_deepcache(pipe, setting)
         start = time.process_time()
-        pictures = demo._draw(pipe, prompts, steps=arguments.steps)
+        pictures = draw(pipe, prompts, steps=arguments.steps)
         seconds = time.process_time() - start
         state = deepcache_state(pipe)
         assert state is not None
         counts = dict(state.counts)
         disable_deepcache(pipe)
         plain = pictures if plain is None else plain
-        found = [demo._nearest(picture, references) for picture in pictures]
+        found = [nearest_concept(picture, references) for picture in pictures]
         rows.append(
             {
                 "setting": setting,
                 "counts": counts,
                 "cpu_s": seconds,
-                "recognised": sum(a == b for a, b in zip(found, demo.CONCEPTS, strict=True)),
+                "recognised": sum(a == b for a, b in zip(found, CONCEPTS, strict=True)),
                 "difference": float((pictures - plain).abs().mean()),
             }
         )

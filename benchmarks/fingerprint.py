@@ -1,4 +1,4 @@
-"""What a measured figure was measured on."""
+"""The fingerprint of the machine on which a figure was measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onediff_ext.hosts.diffusers.jobs.run_report import versions
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Machine, versions and day, as they go into every result file."""
+    """Return machine, versions and date for a result file."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "platform": f"{platform.system()} {platform.machine()}",

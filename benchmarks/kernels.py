@@ -1,6 +1,6 @@
-"""Our Triton kernels beside Inductor's own code: ``python -m benchmarks.kernels --json FILE``.
+"""Our Triton kernels against Inductor's own code: ``python -m benchmarks.kernels --json FILE``.
 
-Each is compared with float64 first; times are of CUDA-graph replays, so launches do not count.
+Each kernel is compared with float64 first. Times are of CUDA graph replays, without launches.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Case:
     Args:
         kernel: Its name.
         shape: Of its main input.
-        ours, plain: The kernel, and the same in torch, for Inductor and eager.
-        inputs: Of both.
-        exact: What both are to give, of inputs in float64; `plain` when None.
-        value: From what they give to numbers.
+        ours, plain: The kernel, and the same operation in torch, for Inductor and eager.
+        inputs: Arguments of both.
+        exact: Computes the expected output from inputs in float64; None means `plain`.
+        value: Converts an output to float64.
     """
 
     kernel: str
@@ -74,9 +74,12 @@ class Case:
 
 
 def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each contender, kernel and shape."""
+    """Return a row for each contender, kernel and shape."""
     from triton.testing import do_bench_cudagraph
 
+    from onediff_ext.backends.inductor.kernels import register_kernels
+
+    register_kernels()
     rows = []
     for case in _cases(dtype, device):
         exact = (case.exact or case.plain)(*(t.double() for t in case.inputs))
@@ -137,9 +140,11 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         return (total, *in_fp8(layer_norm(total, w, b), bound))
 
     def number(found: Any) -> torch.Tensor:
-        """Of 8 bits and their scales, which come last."""
-        return found[-2].double() * found[-1].double()
+        """Return the value of 8-bit numbers and scales, which are the last two outputs."""
+        value: torch.Tensor = found[-2].double() * found[-1].double()
+        return value
 
+    shape: Sequence[int]
     for shape in IMAGES:
         x = (random(*shape) + 1).contiguous(memory_format=torch.channels_last)
         yield Case(

@@ -1,4 +1,4 @@
-"""Models with random weights: full width is enough for timing. No file, no download."""
+"""Models with random weights for timing; they need no file and no download."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from onediff_ext.hosts.diffusers.checkpoints.tokenizer import (
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ARCHITECTURES = {"small": "sd1", "tiny": "sdxl", "sd15": "sd1"}
-"""Names that are no architecture's own: two narrow ones for a CPU, and a synonym."""
+"""Extra model names → architecture: two narrow models for a CPU, and a synonym."""
 
-# What makes an architecture narrow; the rest, depths and kinds of block, stays.
+# Widths of the narrow models; depths and block classes stay as in the architecture.
 _NARROW_UNETS: dict[str, dict[str, Any]] = {
     "small": {"block_out_channels": (64, 128, 128, 128), "cross_attention_dim": 128},
     "tiny": {
@@ -43,12 +43,12 @@ _NARROW_TEXT = {
 
 
 def architecture_of(model: str) -> Any:
-    """The published hyper-parameters that a model's name stands for."""
+    """Return the published hyper-parameters for a model's name."""
     return read_architecture(ARCHITECTURES.get(model, model))
 
 
 def make_unet(model: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A UNet with random weights: of an architecture at full width, or a narrow one."""
+    """Return a UNet with random weights, at full width or narrow."""
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def make_unet(model: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def make_vae(model: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """An AutoencoderKL with random weights: of an architecture at full width, or a narrow one."""
+    """Return an AutoencoderKL with random weights, at full width or narrow."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(1)
@@ -74,10 +74,10 @@ def make_vae(model: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def make_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A whole text to image pipeline with random weights, text encoders included.
+    """Return a text to image pipeline with random weights, including text encoders.
 
-    UNet and VAE are scaled so that pictures show something: as they are initialised, the UNet
-    predicts next to no noise and the VAE draws grey, and every comparison would pass.
+    UNet and VAE are scaled so that pictures have contrast. With default initialisation the UNet
+    predicts almost no noise and the VAE draws grey, so every comparison would pass.
     """
     import diffusers
 
@@ -102,6 +102,7 @@ def make_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
         parts[name.replace("text_encoder", "tokenizer")] = make_tokenizer(pad)
     _liven_unet(parts["unet"])
     _liven_vae(parts["vae"])
+    pipe: Any
     if "text_encoder_2" in parts:
         pipe = diffusers.StableDiffusionXLPipeline(**parts, add_watermarker=False)
     else:
@@ -112,7 +113,7 @@ def make_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def twin(module: Any) -> Any:
-    """A copy of a module that shares every tensor with it."""
+    """Return a copy of a module that shares all its tensors."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): t for t in tensors})
 
@@ -125,13 +126,13 @@ def _text_encoder(
     torch.manual_seed(2 + number)
     cls = CLIPTextModelWithProjection if number else CLIPTextModel
     with torch.device(device):
-        made = cls(CLIPTextConfig(**config))
+        made: Any = cls(CLIPTextConfig(**config))
     return made.to(dtype).eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def _liven_unet(unet: Any) -> None:
-    """Let it predict noise of variance one."""
+    """Scale a UNet so that it predicts noise of variance one."""
     from onediff_ext.hosts.diffusers.probe import unet_inputs
 
     predicted = unet(**unet_inputs(unet, torch.Generator().manual_seed(0))).sample
@@ -140,7 +141,7 @@ def _liven_unet(unet: Any) -> None:
 
 @torch.no_grad()
 def _liven_vae(vae: Any) -> None:
-    """Let it draw with contrast, and encode pictures as latents of about variance one."""
+    """Scale a VAE to draw with contrast and to encode latents of about variance one."""
     noise = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     latent = noise.to(vae.device, vae.dtype) / vae.config.scaling_factor
     drawn = vae.decode(latent).sample

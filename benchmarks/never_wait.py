@@ -1,12 +1,12 @@
-"""Nobody waits: ``python -m benchmarks.never_wait --json FILE``.
+"""Drawing never waits for builds: ``python -m benchmarks.never_wait --json FILE``.
 
-Draws 40 pictures of 12 sizes on the CPU with a store that is empty at the start, while the
-graphs are built beside them and things go wrong: a build worker is killed, one runs out of
-memory, the user cancels and goes on, and the disk is full for a while. Each picture is timed
-against eager's time at its size, and compared with eager's picture of the same seed.
+Draws 40 pictures of 12 sizes on the CPU with an initially empty store. Meanwhile graphs are built
+in the background and faults happen: a build worker is killed, one runs out of memory, the user
+cancels and resumes, and the disk is full for a while. Each picture is timed against eager at its
+size and compared with eager's picture of the same seed.
 
-Half of the cores draw, in place of a GPU: builds take only what drawing leaves, and who draws on
-all cores gets no graphs until there is a pause (``--threads``).
+Half of the cores draw, in place of a GPU. Builds use only idle cores, so drawing on all cores
+delays them until there is a pause (``--threads``).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ SIZES = (
     (240, 160), (208, 304), (320, 192), (136, 200), (256, 192), (280, 224),
 )  # fmt: skip
 KILLED, OUT_OF_MEMORY, CANCELLED, RESUMED, DISK_FULL, DISK_FREE = 3, 6, 10, 12, 15, 18
-# Levels of 256 by which a picture of graphs may differ from eager's: rounding of 8 bits.
+# Allowed difference to eager's picture in levels of 256, from rounding to 8 bits.
 ALLOWED_LEVELS = 2
 
 
 def main() -> int:
-    """Run, print, and write the figures."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=40)
     parser.add_argument("--steps", type=int, default=12)
@@ -154,8 +154,8 @@ def _draw_eager(
     plan: list[tuple[int, int]],
     eager_s: dict[tuple[int, int], list[float]],
 ) -> list[Drawn]:
-    """Draw the plan without graphs, and note the times; each size at least twice."""
-    for width, height in SIZES:  # the first picture of a size pays for memory and choices
+    """Draw the plan without graphs and record the times; each size at least twice."""
+    for width, height in SIZES:  # the first picture of a size includes allocations and tuning
         image_generator.txt2img(settings, width, height, [0])
     drawn = []
     for number, (width, height) in enumerate(plan, 1):
@@ -166,16 +166,16 @@ def _draw_eager(
 
 
 def _levels_off(drawn: Drawn, expected: Drawn) -> int:
-    """Largest difference of two pictures, in levels of 256."""
+    """Return the largest difference of two pictures, in levels of 256."""
     ours, theirs = (numpy.asarray(d.images[0], dtype=numpy.int16) for d in (drawn, expected))
     return int(abs(ours - theirs).max())
 
 
 class Faults:
-    """Things that go wrong, each before one picture.
+    """Injects faults, each before one picture.
 
     Attributes:
-        done: What went wrong and when.
+        done: Injected faults, with the picture.
     """
 
     def __init__(self, session: Session) -> None:
@@ -185,7 +185,7 @@ class Faults:
         self.done: list[str] = []
 
     def before(self, number: int) -> None:
-        """Do what is due before a picture."""
+        """Inject the faults that are due before a picture."""
         self._due += {KILLED: ["kill"], OUT_OF_MEMORY: ["memory"]}.get(number, [])
         self._due = [what for what in self._due if not self._hit_a_worker(what, number)]
         if number == CANCELLED:
@@ -202,7 +202,7 @@ class Faults:
             self._note(number, "the disk has room again")
 
     def end(self) -> None:
-        """Undo what is left."""
+        """Undo the remaining faults."""
         self._disk.close()
         self.done += [f"{what}: never, no worker lived at that time" for what in self._due]
 
@@ -214,7 +214,7 @@ class Faults:
         if what == "kill":
             os.kill(pids[0], signal.SIGKILL)
             self._note(number, "a worker was killed")
-        else:  # from now on it gets no memory, and neither do its compilers
+        else:  # the worker and its compilers get no more memory
             used = (
                 int(Path(f"/proc/{pids[0]}/statm").read_text().split()[0]) * resource.getpagesize()
             )
@@ -229,17 +229,18 @@ class Faults:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Every write into the store fails as on a full disk."""
+    """Make every write into the store fail as on a full disk, within this ``with`` block."""
 
     def full(*arguments: Any) -> int:  # noqa: ARG001
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = durable_write.os
-    durable_write.os = SimpleNamespace(**{**vars(os), "write": full})  # type: ignore[assignment]
+    module: Any = durable_write
+    before = module.os
+    module.os = SimpleNamespace(**{**vars(os), "write": full})
     try:
         yield
     finally:
-        durable_write.os = before
+        module.os = before
 
 
 if __name__ == "__main__":

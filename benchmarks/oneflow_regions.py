@@ -1,14 +1,14 @@
-"""How much of a UNet one OneFlow graph should hold: whole UNets against blocks, on a CPU.
+"""How large a OneFlow graph should be: whole UNets against blocks, on a CPU.
 
   python -m benchmarks.oneflow_regions [--json FILE]     needs onediff-ext[oneflow]
 
-Both run the same small UNet at the same size. "Whole" is one graph that holds the weights;
-"blocks" is one graph for each kind of block, which takes them, with the rest in torch. Times
-are processor seconds, since other work on the machine moves those least.
+Both run the same small UNet at the same size. "Whole" is one graph that contains the weights.
+"blocks" is one graph for each block kind with weights as inputs, and the rest in torch. Times are
+processor seconds, which depend least on other work on the machine.
 
-"weights" is about blocks of usual width: what it costs that a graph takes its weights as inputs,
-which are shared with torch (`crossing_s`) and then copied by OneFlow (`copy_s`, the same copy by
-torch), as against the whole call (`call_s`).
+"weights" measures the cost of weights as inputs, for blocks of usual width: sharing them with torch
+(`crossing_s`) and OneFlow's copy (`copy_s`, the same copy in torch), against the whole call
+(`call_s`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onediff_ext.backends.oneflow import tensor_exchange
 from onediff_ext.backends.oneflow.availability import process_reason
 from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.static_graphs import Plans
+from onediff_ext.backends.oneflow.static_graphs import StaticGraphCache
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.export.exporter import export_block
 from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
@@ -70,7 +70,8 @@ def main() -> None:
 
 
 def _measure(flow: Any, name: str, size: int) -> dict[str, Any]:
-    unet = models.BUILDERS[name]().unet
+    pipe: Any = models.BUILDERS[name]()
+    unet = pipe.unet
     inputs = models.unet_inputs(unet, 2, size, size)
     expected = unet(**inputs).sample
     row = {"model": name, "latent": size, "torch_s": _best(lambda: unet(**inputs))}
@@ -101,13 +102,14 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
             more = dict(zip(added, tensors[3:], strict=True))
             named = {"added_cond_kwargs": more or None, "return_dict": False}
             held = dict(zip(names, weights, strict=True))
-            return torch.func.functional_call(unet, held, tensors[:3], named)[0]
+            output: torch.Tensor = torch.func.functional_call(unet, held, tensors[:3], named)[0]
+            return output
 
     exported = torch.export.export(Whole(), (weights, *tensors), strict=False)
     program = FlowProgram(exported.run_decompositions({}).graph_module)
     crossed = [tensor_exchange.to_flow(flow, tensor) for tensor in (*weights, *tensors)]
 
-    class Holder(flow.nn.Module):
+    class Holder(flow.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             for i, weight in enumerate(crossed[: len(weights)]):
@@ -117,7 +119,7 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
             held = [getattr(self, f"w{i}") for i in range(len(weights))]
             return program.run(flow, [*held, *tensors])
 
-    class Graph(flow.nn.Graph):
+    class Graph(flow.nn.Graph):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.holder = Holder()
@@ -136,23 +138,26 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
 
 
 def _blocks(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Any]:
-    plans = Plans(flow)
+    graphs = StaticGraphCache(flow)
     programs: dict[str, tuple[FlowProgram, float]] = {}
     families = (ResnetFamily(), TransformerFamily())
     for module in list(unet.modules()):
         for family in families:
             if type(module) is family.block_class():
-                module.forward = _replaced(plans, programs, module, family)
-    unet(**inputs)  # exports, plans
-    # Export apart, as for the whole UNet.
+                module.forward = _replaced(graphs, programs, module, family)
+    unet(**inputs)  # exports and plans
+    # Export separately, as for the whole UNet.
     plan_s = round(sum(seconds for _, seconds in programs.values()), 2)
     step_s = _best(lambda: unet(**inputs))
     error = _error(unet(**inputs).sample, expected)
-    return {"plan_s": plan_s, "step_s": step_s, "error": error, "graphs": len(plans)}
+    return {"plan_s": plan_s, "step_s": step_s, "error": error, "graphs": len(graphs)}
 
 
 def _replaced(
-    plans: Plans, programs: dict[str, tuple[FlowProgram, float]], block: Any, family: Any
+    graphs: StaticGraphCache,
+    programs: dict[str, tuple[FlowProgram, float]],
+    block: Any,
+    family: Any,
 ) -> Any:
     tree = BlockTree(block, family.sources)
     weights = tree.weights() or []
@@ -163,15 +168,15 @@ def _replaced(
         if key not in programs:
             exported = export_block(tree.copy(), family, tree.names, weights, call, CPU)
             program = FlowProgram(exported.run_decompositions({}).graph_module)
-            seconds = _seconds(lambda: plans.run(program, [*weights, *call.tensors]))
+            seconds = _seconds(lambda: graphs.run(program, [*weights, *call.tensors]))
             programs[key] = (program, seconds)
-        return plans.run(programs[key][0], [*weights, *call.tensors])
+        return graphs.run(programs[key][0], [*weights, *call.tensors])
 
     return forward
 
 
 def _wide_blocks() -> list[tuple[str, Any, Any, tuple[Any, ...]]]:
-    """Blocks of SD1.5's second level at 512x512, with CFG: name, family, block, inputs."""
+    """Return blocks of SD1.5's second level at 512x512 with CFG: name, family, block, inputs."""
     from diffusers.models.attention import BasicTransformerBlock
     from diffusers.models.resnet import ResnetBlock2D
 
@@ -192,13 +197,13 @@ def _weights(
     weights, call = tree.weights() or [], family.bind(block, inputs, {})
     exported = export_block(tree.copy(), family, tree.names, weights, call, CPU)
     program = FlowProgram(exported.run_decompositions({}).graph_module)
-    plans, arguments = Plans(flow), [*weights, *call.tensors]
-    error = _error(plans.run(program, arguments), block(*inputs))
+    graphs, arguments = StaticGraphCache(flow), [*weights, *call.tensors]
+    error = _error(graphs.run(program, arguments), block(*inputs))
     copies = [torch.empty_like(weight) for weight in weights]
     return {
         "block": name,
         "weights_mib": round(sum(w.numel() * w.element_size() for w in weights) / 2**20, 1),
-        "call_s": _best(lambda: plans.run(program, arguments)),
+        "call_s": _best(lambda: graphs.run(program, arguments)),
         "crossing_s": _best(
             lambda: [tensor_exchange.to_flow(flow, tensor) for tensor in arguments]
         ),

@@ -1,4 +1,4 @@
-"""The pictures of `benchmarks.pipeline`: made, timed by their files, and compared."""
+"""Create the input pictures of `benchmarks.pipeline`; time and compare its outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def make_inputs(folder: Path, sizes: list[tuple[int, int]], pictures: int) -> None:
-    """Cut the package's photographs to each size; sorted by name they are sorted by size."""
+    """Crop the package's photographs to each size; sorting by name sorts by size."""
     for number, size in enumerate(sizes):
         for count in range(pictures):
             picture = photograph(number * pictures + count, size)
@@ -18,7 +18,7 @@ def make_inputs(folder: Path, sizes: list[tuple[int, int]], pictures: int) -> No
 
 
 def photograph(number: int, size: tuple[int, int]) -> Any:
-    """One of the package's photographs, in turn, cut to a size."""
+    """Return one of the package's photographs, in turn, cropped to a size."""
     from PIL import Image, ImageOps
 
     import onediff_ext
@@ -29,15 +29,15 @@ def photograph(number: int, size: tuple[int, int]) -> Any:
 
 
 def picture_times(output: Path, started: float) -> list[tuple[str, float]]:
-    """(name, seconds after the start at which it was written), in the order of writing."""
+    """Return (name, seconds from the start until the file was written), in order of writing."""
     times = [(path.stem, path.stat().st_mtime - started) for path in output.glob("*.png")]
     return sorted(times, key=lambda item: (item[1], item[0]))
 
 
 def size_rows(times: list[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Milliseconds a picture of each size: between one picture's file and the next one's.
+    """Return a row for each size: milliseconds from one picture's file to the next one's.
 
-    The very first picture, which waits for the start, is not counted.
+    The first picture is not counted, because it includes the start-up.
     """
     gaps: dict[str, list[float]] = {}
     before = None
@@ -60,18 +60,18 @@ def size_rows(times: list[tuple[str, float]]) -> list[dict[str, Any]]:
 
 
 def start_up_s(times: list[tuple[str, float]], rows: list[dict[str, Any]]) -> float:
-    """Seconds before the first picture that a later one of its size does not take."""
+    """Return the seconds of the first picture beyond those of later pictures of its size."""
     width, height = times[0][0].split("-")[1].split("x")
     usual = [r["ms_median"] for r in rows if (r["width"], r["height"]) == (int(width), int(height))]
     return times[0][1] - (usual[0] / 1e3 if usual else 0.0)
 
 
 def compare_pictures(expected: Path, found: Path) -> dict[str, Any]:
-    """How far the pictures of two folders are from each other, the worst counts.
+    """Compare the pictures of two folders.
 
     Returns:
-        psnr_db_min; mean_levels_max, of 256; contrast_levels_min, the least standard deviation
-        of an expected picture, which must not be a blank one.
+        Figures of the worst picture: psnr_db_min; mean_levels_max (of 256); contrast_levels_min,
+        the least standard deviation of an expected picture, which must not be blank.
     """
     import numpy
     from PIL import Image
@@ -96,6 +96,6 @@ def compare_pictures(expected: Path, found: Path) -> dict[str, Any]:
 
 
 def psnr_db(one: Any, other: Any) -> float:
-    """Of two pictures as float64 arrays from 0 to 255; 99 where they are equal."""
+    """Return the PSNR of two pictures, float64 arrays from 0 to 255; 99 for equal pictures."""
     square = float(((one - other) ** 2).mean())
     return 99.0 if square == 0 else 10 * math.log10(255**2 / square)

@@ -1,16 +1,15 @@
 """Pictures per minute from the command line: ``python -m benchmarks.pipeline --json FILE``.
 
-48 pictures of 12 sizes go through image to image, 20 UNet steps each (40 steps at strength 0.5),
-with classifier-free guidance, from a model folder of full width with random weights, to PNG
-files. Each contender is a new process that is timed from its start to its end, imports and
-loading of the model included:
+48 pictures of 12 sizes go through image to image to PNG files: 20 UNet steps each (40 steps at
+strength 0.5), with classifier-free guidance, from a model folder of full width with random weights.
+Each contender is a new process, timed from start to end with imports and loading of the model:
 
 - eager: diffusers' own pipeline (`benchmarks.pipeline_eager`), channels last;
-- ours-empty-store: ``onediff-ext img2img`` with an empty store, graphs built beside the pictures;
-- ours-filled-store: the same command once more, with the store that ``onediff-ext warmup`` filled.
+- ours-empty-store: ``onediff-ext img2img`` with an empty store; graphs build in the background;
+- ours-filled-store: the same command with the store that ``onediff-ext warmup`` filled.
 
-No ratio is given unless a contender's pictures are eager's. Stages can be run in one command or
-in several, as long as the work folder stays; figures of several runs meet in one JSON file.
+A contender gets a ratio only if its pictures match eager's. Stages can run in one command or in
+several with the same work folder; figures of several runs are merged into one JSON file.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Rounding alone leaves 55 dB in fp16 and 41 dB in bf16 after 12 steps of guidance 7 (small models,
 # the same weights in float32); a UNet that predicts nothing, 14 dB.
 ALLOWED_PSNR_DB = 35.0
-NEEDED_CONTRAST_LEVELS = 10  # or the pictures are so grey that anything equals anything
+NEEDED_CONTRAST_LEVELS = 10  # with less contrast, every comparison would pass
 SETTINGS = ("what", "model", "dtype", "steps", "strength", "batch_size", "pictures", "upcast_vae")
 
 
@@ -135,7 +134,7 @@ class Run:
         check_mergeable(self.old, self.base, SETTINGS)
 
     def all_stages(self) -> int:
-        """Run the stages that were asked for, in their order, and write what each has given."""
+        """Run the chosen stages in order, and write the figures after each."""
         asked = self.options.stages.split(",")
         stages = [stage for stage in STAGES if stage in asked]
         unknown = set(asked) - {*STAGES, "none"}
@@ -162,19 +161,19 @@ class Run:
             "--model", self.options.model, "--device", self.device, "--dtype", self.dtype,
         ]  # fmt: skip
         seconds = self._process("prepare", command + ["--no-upcast"] * self.options.no_upcast)
-        # Eager's modules have been read now: the first of ours should not wait for the disk either.
+        # Eager's modules are in the disk cache now; read ours too, for a fair comparison.
         self._process("modules", [sys.executable, "-c", f"import {', '.join(READ_BEFORE)}"])
         print(f"prepare: model and {self.base['pictures']} pictures in {seconds:.1f} s", flush=True)
 
     def fill(self) -> None:
-        """Build what the store lacks, as a user would who warms up."""
+        """Build missing graphs with a warm-up, as a user would."""
         middle = self.sizes[len(self.sizes) // 2]
         report = self.work / "fill.json"
         command = [
             *self._ours("warmup"), f"{middle[0]}x{middle[1]}", "--json", str(report),
         ]  # fmt: skip
         report.unlink(missing_ok=True)
-        seconds = self._process("fill", command, good=(0, 1))  # 1: a kind has to run eager
+        seconds = self._process("fill", command, good=(0, 1))  # 1: a kind runs eager
         found = read_result(report) or {}
         self.figures["fill"] = {
             "seconds": seconds,
@@ -183,7 +182,7 @@ class Run:
         print(f"fill: {self.figures['fill']}", flush=True)
 
     def draw(self, stage: str) -> None:
-        """One contender's process, from its start to its end."""
+        """Run one contender's process and record its figures."""
         variant = self.options.variant if stage != "eager" else ""
         name = " ".join([CONTENDERS[stage], *variant.split()])
         if not self.model.exists():
@@ -217,15 +216,16 @@ class Run:
             "start_up_s": start_up_s(times, rows),
             "pictures_per_minute": 60 * len(times) / wall_s,
         }
-        found = read_result(report) or {}
-        facts = {
+        found: dict[str, Any] = read_result(report) or {}
+        facts: dict[str, Any] = {
             key: found[key]
             for key in ("graphs", "fallbacks", "warnings", "recompiles", "peak_bytes")
             if key in found
         }
-        earlier = self.figures["contenders"].get(name, {"runs": []})
+        earlier = self.figures["contenders"].get(name)
+        runs = [] if earlier is None else earlier["runs"]
         self.figures["contenders"][name] = {
-            "measured": now(), "runs": [*earlier["runs"], run], **facts,
+            "measured": now(), "runs": [*runs, run], **facts,
         }  # fmt: skip
         for row in rows:
             row |= {"contender": name, "dtype": self.base["dtype"]}
@@ -237,7 +237,7 @@ class Run:
         )
 
     def summarise(self) -> None:
-        """Compare pictures, work out ratios, write the file."""
+        """Compare pictures, compute ratios and write the file."""
         self.merged = merge(self.old, self.figures, same=SETTINGS)
         fresh = set(self.figures["contenders"])
         compare_with_eager(self.merged, self.work / "out", fresh, self.options.allowed_psnr)
@@ -245,7 +245,7 @@ class Run:
             write_result(self.options.json, self.merged)
 
     def report(self) -> bool:
-        """Print the outcome; False when pictures differ."""
+        """Print the result; return False when pictures differ."""
         good = True
         for name, found in self.merged["contenders"].items():
             parity = found.get("parity", {})
@@ -277,10 +277,10 @@ class Run:
         ]  # fmt: skip
 
     def _process(self, name: str, command: list[str], good: tuple[int, ...] = (0,)) -> float:
-        """Run a process to its end, its output in a log; seconds that it took."""
+        """Run a process with its output in a log; return its seconds."""
         logs = self.work / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        # Compilers' caches of earlier processes would make a start look faster than it is.
+        # Empty compiler caches; caches of earlier processes would shorten the start.
         caches = self.work / "caches"
         shutil.rmtree(caches, ignore_errors=True)
         environment = {
@@ -291,6 +291,7 @@ class Run:
         }
         log = logs / f"{name}.txt"
         start = time.perf_counter()
+        status: int | str
         with log.open("w", encoding="utf-8") as stream:
             try:
                 status = subprocess.run(
@@ -309,13 +310,13 @@ class Run:
 def compare_with_eager(
     figures: dict[str, Any], output: Path, fresh: set[str], allowed_psnr_db: float
 ) -> None:
-    """Fill in every contender's figures, and what it is worth beside eager.
+    """Compute all contenders' figures and their ratios to eager.
 
     Args:
-        figures: Merged; changed in place.
-        output: A folder of pictures for each contender.
-        fresh: Contenders whose pictures are in it; the others' were compared before.
-        allowed_psnr_db: Of the picture that is farthest from eager's.
+        figures: Merged figures; changed in place.
+        output: Has a folder of pictures for each contender.
+        fresh: Contenders with pictures in `output`; the others were compared before.
+        allowed_psnr_db: Lower limit for the picture that differs most from eager's.
     """
     contenders = figures["contenders"]
     for found in contenders.values():
@@ -344,11 +345,11 @@ def compare_with_eager(
 
 
 def _drawing_s(figures: dict[str, Any], name: str) -> float:
-    return sum(row["ms_mean"] for row in figures["rows"] if row["contender"] == name)
+    return sum(float(row["ms_mean"]) for row in figures["rows"] if row["contender"] == name)
 
 
 def _make_model(arguments: argparse.Namespace) -> int:
-    """The stage prepare's own process, so that no memory of it is left to the contenders'."""
+    """Run the stage `prepare` in a separate process, so that it leaves no memory allocated."""
     import torch
 
     from benchmarks.models import DTYPES, make_pipeline

@@ -1,7 +1,7 @@
-"""Image to image with plain diffusers, as the peer of `benchmarks.pipeline`.
+"""Image to image with plain diffusers, the peer of `benchmarks.pipeline`.
 
-A process of its own that imports nothing of ours: the weights are loaded, put into channels-last
-order, and each batch goes through diffusers' own pipeline. Results are named like their inputs.
+A separate process that imports nothing of ours. It loads the weights, converts them to channels
+last, and runs each batch through diffusers' own pipeline. Outputs have the names of their inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
         use_safetensors=True,
         local_files_only=True,
     ).to(arguments.device)
-    # The WebUI's "Euler a" spaces its steps so; ours does as the WebUI does.
+    # The step spacing of the WebUI's "Euler a", which ours uses too.
     pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(
         pipe.scheduler.config, timestep_spacing="linspace"
     )
@@ -57,11 +57,11 @@ def main() -> int:
                 num_inference_steps=arguments.steps,
                 strength=arguments.strength,
                 guidance_scale=arguments.guidance,
-                # From the CPU, as ours: one seed is one picture, whatever the batch.
+                # On the CPU, as in ours: a seed gives the same picture in every batch.
                 generator=[torch.Generator().manual_seed(arguments.seed) for _ in batch],
             ).images
             for path, image in zip(batch, images, strict=True):
-                # As much compression as ours; Pillow's default would take twice the time.
+                # The same compression as ours; Pillow's default takes twice the time.
                 image.save(arguments.output / f"{path.stem}.png", compress_level=4)
     return 0
 

@@ -1,7 +1,7 @@
-"""Draw milliseconds against pixels for the README: ``python -m benchmarks.plot [--check]``.
+"""Plot milliseconds against pixels for the README: ``python -m benchmarks.plot [--check]``.
 
-Made from ``benchmarks/results/unet-*.json``: for each model an SVG for light and one for dark
-pages, into ``docs/images``. ``--check`` only says whether they are up to date.
+Reads ``benchmarks/results/unet-*.json`` and writes one SVG for light and one for dark pages for
+each model, into ``docs/images``. ``--check`` only reports whether they are up to date.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MODELS = {"sdxl": "SDXL", "sd1": "SD1.5"}
 
 @dataclass(frozen=True)
 class Style:
-    """How a contender is drawn.
+    """The line style of a contender.
 
     Args:
-        title: In the legend.
+        title: Its name in the legend.
         light, dark: Colour on a light and on a dark page.
         marker: "circle", "square", "triangle", "diamond" or "cross".
-        width_px: Of its line.
-        dash: SVG's stroke-dasharray, "" for a whole line.
+        width_px: Width of its line.
+        dash: SVG's stroke-dasharray; "" for a solid line.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Style:
     dash: str = ""
 
 
-EACH_SIZE = "2 3"  # the dash of what is compiled anew for each size
+EACH_SIZE = "2 3"  # dash of contenders that compile for each size
 
 STYLES = {
     "eager": Style("eager", "#57606a", "#9ea7b3", "circle", 2.0),
@@ -65,7 +65,7 @@ STYLES = {
     "ours-exact": Style("OneDiff", "#0550ae", "#58a6ff", "circle", 3.2),
     "ours-fp8": Style("OneDiff, fp8", "#a40e26", "#ff7b72", "circle", 3.2),
 }
-"""By a contender's name, in the legend's order; others are not drawn."""
+"""Contender → style, in the legend's order; other contenders are not drawn."""
 
 PAGES = {
     "light": {"text": "#1f2328", "soft": "#59636e", "grid": "#d1d9e0", "page": "#ffffff"},
@@ -79,7 +79,7 @@ Point = tuple[float, float]
 
 
 def main(check: bool = False) -> int:
-    """Write the pictures, or with `check` only say whether they are up to date."""
+    """Write the plots; with `check`, only report whether they are up to date."""
     stale = []
     for path, text in pictures():
         if check:
@@ -93,7 +93,7 @@ def main(check: bool = False) -> int:
 
 
 def pictures() -> Iterator[tuple[Path, str]]:
-    """Each picture's path and SVG; models without results have none."""
+    """Return path → SVG of each plot; models without results have none."""
     for model, title in MODELS.items():
         figures = read_result(RESULTS / f"unet-{model}-h200.json")
         if figures is None:
@@ -103,7 +103,7 @@ def pictures() -> Iterator[tuple[Path, str]]:
 
 
 def draw(figures: dict[str, Any], title: str, page: str, dtype: str = "float16") -> str:
-    """One plot as SVG.
+    """Return one plot as SVG.
 
     Args:
         figures: Of a result file.
@@ -161,7 +161,7 @@ def draw(figures: dict[str, Any], title: str, page: str, dtype: str = "float16")
         _text((LEFT + RIGHT) / 2, BOTTOM + 40, "pixels of the picture", colours["soft"],
               anchor="middle")
     )  # fmt: skip
-    # Thin lines last, or they would vanish below thick ones that are as fast.
+    # Draw thin lines last, on top of thick lines at the same place.
     for name in sorted(series, key=lambda name: -STYLES[name].width_px):
         colour = getattr(STYLES[name], page)
         places = [(x_of(x), y_of(y)) for x, y in series[name]]
@@ -171,7 +171,7 @@ def draw(figures: dict[str, Any], title: str, page: str, dtype: str = "float16")
 
 
 def series_of(rows: list[dict[str, Any]], dtype: str) -> dict[str, list[Point]]:
-    """Contender → (pixels, ms), by pixels; sizes of as many pixels become one point."""
+    """Return contender → [(pixels, ms)] by pixels; sizes of equal pixels become one point."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         if row["dtype"] == dtype and "ms_median" in row and row["contender"] in STYLES:
@@ -197,7 +197,7 @@ def _series(style: Style, colour: str, places: list[Point], page: str) -> Iterat
 
 def _marker(style: Style, colour: str, x: float, y: float, page: str) -> str:
     r = 4.2 if style.width_px > 2.5 else 3.4
-    # A rim of the page's colour keeps markers apart where they meet.
+    # A rim in the page's colour separates markers that touch.
     fill = f'fill="{colour}" stroke="{page}" stroke-width="1"'
     if style.marker == "circle":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r}" {fill}/>'
@@ -214,10 +214,10 @@ def _marker(style: Style, colour: str, x: float, y: float, page: str) -> str:
 
 
 def _legend(series: dict[str, list[Point]], page: str) -> Iterator[str]:
-    colours, x, y = PAGES[page], RIGHT + 26, TOP + 12
+    colours, x, y = PAGES[page], float(RIGHT + 26), float(TOP + 12)
     for name in series:
         style = STYLES[name]
-        yield from _series(style, getattr(style, page), [(x, y), (x + 15, y), (x + 30, y)][::2], "")
+        yield from _series(style, getattr(style, page), [(x, y), (x + 30, y)], "")
         ours = name.startswith("ours-")
         yield _text(x + 40, y + 4, style.title, colours["text"], weight=600 if ours else 400)
         y += 23

@@ -1,4 +1,4 @@
-"""Result files: what a run has measured is added to what earlier runs on the same machine have."""
+"""Result files: figures of a run are merged with those of earlier runs on the same machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ROW_KEY = ("contender", "dtype", "width", "height")
 
 
 class OtherMachineError(Exception):
-    """Figures of two machines, or of two settings, must not meet in one file."""
+    """Figures of two machines or two settings must not be in one file."""
 
 
 def now() -> str:
-    """This minute in UTC, as rows and contenders carry it."""
+    """Return the time in UTC to the minute, for rows and contenders."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """The figures of a file, or None where there is none."""
+    """Return the figures of a file, or None if it does not exist."""
     if not path.exists():
         return None
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def write_result(path: Path, figures: dict[str, Any]) -> None:
-    """Write figures as JSON, whole or not at all."""
+    """Write figures as JSON, completely or not at all."""
     part = path.with_name(path.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -40,15 +40,15 @@ def write_result(path: Path, figures: dict[str, Any]) -> None:
 def check_mergeable(
     old: dict[str, Any] | None, new: dict[str, Any], same: Sequence[str] = ("what", "model")
 ) -> None:
-    """Say whether figures may be added to older ones; asked before anything is measured.
+    """Check that figures may be merged with older ones; called before a measurement.
 
     Args:
-        old: Of the file, or None.
-        new: With the machine's fingerprint and whatever `same` names.
-        same: Settings that decide a figure.
+        old: Figures of the file, or None.
+        new: Has the machine's fingerprint and the entries of `same`.
+        same: Names of settings that must be equal.
 
     Raises:
-        OtherMachineError: The file's figures are of another machine, other versions or other
+        OtherMachineError: The file has figures of another machine, other versions or other
             settings.
     """
     if old is None:
@@ -59,7 +59,7 @@ def check_mergeable(
     if names:
         raise OtherMachineError(
             f"The file's figures are not comparable, they differ in: {', '.join(names)}."
-            " Name another file, or start this one anew with --replace."
+            " Name another file, or replace this one with --replace."
         )
 
 
@@ -70,14 +70,14 @@ def merge(
     key: Sequence[str] = ROW_KEY,
     same: Sequence[str] = ("what", "model"),
 ) -> dict[str, Any]:
-    """Add figures to older ones of the same machine.
+    """Merge figures with older ones of the same machine.
 
-    Rows with the same `key` are replaced where they stand, others are kept; contenders likewise.
-    What was stopped before it had a figure ("stopped" in a row, "ended" of a contender) takes no
-    measured one away. Everything else is as the new figures have it.
+    Rows with the same `key` are replaced in place, and other rows stay; contenders likewise. A
+    measurement that was stopped ("stopped" in a row, "ended" of a contender) does not replace a
+    figure. All other entries come from the new figures.
 
     Raises:
-        OtherMachineError: As `check_mergeable`.
+        OtherMachineError: See `check_mergeable`.
     """
     check_mergeable(old, new, same)
     if old is None:
@@ -102,5 +102,5 @@ def _key_of(row: dict[str, Any], key: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _machine(figures: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint without its date."""
+    """Return the fingerprint without its date."""
     return {k: v for k, v in figures.get("fingerprint", {}).items() if k != "date"}

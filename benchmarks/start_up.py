@@ -1,11 +1,10 @@
 """The first pictures on a new machine and after a restart: ``python -m benchmarks.start_up``.
 
-A picture is 20 UNet steps with CFG and a VAE decode, of a model of full width with random
-weights. Three processes draw: one eager, one with a store that is empty at first, and one with
-the store that the second has filled. Every process times from its own start. First pictures
-vary by half a second, with and without us, so further processes draw one each, in turn: figures
-of first pictures are medians. Two last processes warm up 12 sizes; the second, whose store is
-filled, is measured.
+A picture is 20 UNet steps with CFG and a VAE decode, with a model of full width and random
+weights. Three processes draw: one eager, one with an initially empty store, and one with the store
+that the second filled. Each process measures from its own start. First pictures vary by half a
+second, also in eager, so further processes draw one each in turn, and figures of first pictures
+are medians. Two last processes warm up 12 sizes; the second, with a filled store, is measured.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def main() -> int:
                 store = Path(folder) / f"empty-{repeat}" if role == "cold" else arguments.store
                 run = _run(role, arguments, store=store, only_first=True)
                 firsts[role].append(run["rows"][0])
-        _run(WARM_UP, arguments)  # builds what no picture needed: the VAE's encoder
+        _run(WARM_UP, arguments)  # builds the VAE's encoder, which no picture needed
         warm_up = _run(WARM_UP, arguments)["warm_up"]
     figures = summary(found, firsts, warm_up, arguments.model, arguments.steps)
     hidden = ("rows", "contenders", "fingerprint", "warm_up")
@@ -94,7 +93,7 @@ def _run(
 
 
 def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process: its pictures with their sizes and seconds."""
+    """Draw the pictures of one process; return their sizes and seconds."""
     import torch
 
     from benchmarks.fingerprint import fingerprint
@@ -196,10 +195,10 @@ def summary(
     model: str,
     steps: int,
 ) -> dict[str, Any]:
-    """The figures of all processes, as the JSON file has them.
+    """Combine the figures of all processes for the JSON file.
 
     Args:
-        found: "eager", "cold" and "warm": what `_draw` gave.
+        found: "eager", "cold" and "warm" → result of `_draw`.
         firsts: For each of them, the first pictures of several processes.
         warm_up: The report of a warm-up.
         model: Name of the model.
@@ -213,12 +212,12 @@ def summary(
         return [r["seconds"] for r in rows if (r["width"], r["height"]) == size]
 
     def new_sizes(rows: list[dict[str, Any]]) -> list[float]:
-        """The first picture of each size after the first, over the last one of that size."""
+        """Return first minus last picture's seconds for each size after the first."""
         seconds = [of_size(rows, row) for row in eager[4::4]]
         return [one[0] - one[-1] for one in seconds]
 
     def first(role: str, key: str = "seconds") -> float:
-        return statistics.median(row[key] for row in firsts[role])
+        return statistics.median(float(row[key]) for row in firsts[role])
 
     return {
         "what": "first pictures",

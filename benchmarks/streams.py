@@ -1,4 +1,4 @@
-"""What a measuring process has written down by the time it ended, or was stopped."""
+"""Read the figures that a measuring process wrote before it ended or was stopped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from benchmarks.results import now
 def gather(
     stream: Path, end: str, names: list[str], dtype: str, suffix: str = ""
 ) -> dict[str, Any]:
-    """Rows and contenders of a process from what it wrote, one JSON object a line.
+    """Return rows and contenders of a process from its file, one JSON object for each line.
 
     Each line is ``{"begun": size}``, ``{"row": row}`` or ``{"contenders": {name: figures}}``.
-    A contender that had begun with a size and not finished it gets a row that says why.
+    A contender that began a size without finishing it gets a row with the reason.
 
     Args:
-        stream: Its file.
-        end: Why it ended too early, or "".
-        names: Of its contenders.
-        dtype: As rows name it.
-        suffix: Of the names under "contenders".
+        stream: The process's file.
+        end: Why the process ended too early, or "".
+        names: Names of its contenders.
+        dtype: The dtype in rows.
+        suffix: Suffix of names under "contenders".
     """
     rows: list[dict[str, Any]] = []
     contenders: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def gather(
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # it was stopped while writing
+            continue  # the process was stopped while writing
         if "begun" in entry:
             unfinished = entry["begun"]
         elif "row" in entry:
@@ -44,7 +44,9 @@ def gather(
         for name in names:
             contenders.setdefault(f"{name}{suffix}", {"ended": end, "measured": now()})
         done = {(row["contender"], row["width"], row["height"]) for row in rows}
-        for name in names if unfinished is not None else ():
+        for name in names:
+            if unfinished is None:
+                break
             if (name, unfinished["width"], unfinished["height"]) not in done:
                 rows.append({
                     "contender": name, "dtype": dtype, **unfinished, "stopped": end,

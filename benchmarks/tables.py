@@ -39,12 +39,13 @@ PIPELINE_NAMES = {
 }
 
 TITLES = {"sdxl": "SDXL", "sd15": "SD1.5", "sd1": "SD1.5"}
+WEBUIS = {"a1111": "A1111", "forge": "Forge", "reforge": "reForge"}
 
 Figures = dict[str, Any]
 
 
 class NotMeasured(Exception):  # noqa: N818
-    """A result file is not there."""
+    """A result file is missing."""
 
 
 def main(check: bool = False) -> int:
@@ -68,7 +69,7 @@ def main(check: bool = False) -> int:
 
 
 def with_tables(text: str, results: Path) -> str:
-    """The text with each marked section made anew; what is not measured leaves its section empty.
+    """Return the text with new marked sections; a section without figures becomes empty.
 
     Args:
         text: With ``<!-- figures: NAME -->`` and ``<!-- end -->`` around each section.
@@ -99,7 +100,7 @@ def with_tables(text: str, results: Path) -> str:
             [result("deepcache-sdxl-h200"), result("deepcache-sd15-h200")]
         ),
         "webui": lambda: webui_table(
-            [result(f"webui-features-{host}-h200") for host in ("a1111", "forge", "reforge")]
+            [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
         "one set of graphs": lambda: one_set_table(
             [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]
@@ -149,9 +150,9 @@ def unet_table(
 
 
 def first_steps(figures: Figures, dtype: str = "float16") -> str:
-    """How long each contender keeps one waiting, and what could not be measured."""
+    """How long each contender makes the user wait, and contenders without figures."""
     lines, left_out = [], []
-    # Older rows are of contenders that shared a process, and what was compiled in it.
+    # Older rows come from contenders that shared a process and its compiled code.
     measured = [r for r in figures["rows"] if r["dtype"] == dtype and "measured" in r]
     if not measured:
         raise NotMeasured(dtype)
@@ -182,7 +183,7 @@ def first_steps(figures: Figures, dtype: str = "float16") -> str:
 
 
 def vae_table(figures: Figures, part: str = "decode", dtype: str = "bfloat16") -> str:
-    """Milliseconds of the VAE's work on one picture."""
+    """Milliseconds of the VAE for one picture."""
     rows = [r for r in figures["rows"] if r.get("part", "decode") == part and r["dtype"] == dtype]
     if not rows:
         raise NotMeasured(part)
@@ -197,7 +198,7 @@ def vae_table(figures: Figures, part: str = "decode", dtype: str = "bfloat16") -
 
 
 def pipeline_table(figures: Figures) -> str:
-    """Pictures a minute of whole processes."""
+    """Pictures per minute of whole processes."""
     lines = []
     for name, found in figures["contenders"].items():
         known = next((n for n in PIPELINE_NAMES if name == n or name.startswith(f"{n} ")), None)
@@ -213,7 +214,7 @@ def pipeline_table(figures: Figures) -> str:
     sizes = len({(row["width"], row["height"]) for row in figures["rows"]})
     batch = figures["batch_size"]
     intro = (
-        f"{TITLES.get(figures['model'], figures['model'])}, image to image from the command line:"
+        f"{_title(figures)}, image to image from the command line:"
         f" {figures['pictures']} pictures of {sizes} sizes, {figures['unet_steps']} UNet steps"
         f" each, {'one' if batch == 1 else batch} at a time; whole processes from start to end,"
         " imports and loading of the model included (`python -m benchmarks.pipeline`):"
@@ -225,7 +226,7 @@ def pipeline_table(figures: Figures) -> str:
 def start_up_table(figures: Figures) -> str:
     """The first pictures of a new machine and of a restart."""
     seconds, times = "{:.1f}".format, "{:.2f}".format
-    lines = [
+    lines: list[list[Any]] = [
         ["eager: start to first picture, s", seconds(figures["eager_start_first_picture_s"])],
         ["restart: start to first picture, s", seconds(figures["restart_first_picture_s"])],
         ["a size's first picture over its later ones, s", times(figures["new_size_costs_s"])],
@@ -241,11 +242,11 @@ def start_up_table(figures: Figures) -> str:
         "The first pictures on a new machine and after a restart, each a new process"
         f" (`python -m benchmarks.start_up`, pictures of {figures['steps']} steps):"
     )
-    return f"{intro}\n\n" + _table(["", TITLES.get(figures["model"], figures["model"])], lines)
+    return f"{intro}\n\n" + _table(["", _title(figures)], lines)
 
 
 def never_wait_table(figures: Figures) -> str:
-    """Pictures drawn while graphs are built and things go wrong."""
+    """Pictures drawn while graphs are built and faults happen."""
     lines = [
         ["pictures, sizes", f"{figures['pictures']}, {figures['sizes']}"],
         ["the slowest picture, times eager's at its size", f"{figures['longest_ratio']:.2f}"],
@@ -263,7 +264,7 @@ def never_wait_table(figures: Figures) -> str:
 
 
 def kernel_table(figures: Figures, dtype: str = "float16") -> str:
-    """Microseconds of our kernels beside Inductor's code for the same."""
+    """Microseconds of our kernels and of Inductor's code for the same operation."""
     us: dict[tuple[str, str], dict[str, float]] = {}
     for row in figures["rows"]:
         if row["dtype"] == dtype:
@@ -288,25 +289,35 @@ def deepcache_table(figures: list[Figures]) -> str:
 
 
 def webui_table(figures: list[Figures]) -> str:
-    """Steps a second of A1111, Forge and reForge, by themselves and with OneDiff: what was measured
-    in all three."""
-    by_job = [
-        {(row["model"], row["what"], row["width"], row["height"]): row for row in found["rows"]}
-        for found in figures
-    ]
+    """Seconds of a picture in each WebUI, by itself and with OneDiff, at equal seeds."""
     lines = []
-    for job in by_job[0]:
-        if all(job in rows for rows in by_job) and "off again" not in job[1]:
-            model, what, width, height = job
-            found = [rows[job] for rows in by_job]
-            cells = [f"{row['eager_its']:.1f} → {row['ours_its']:.1f}" for row in found]
-            worst = min(row["psnr_db"] for row in found)
-            lines.append([f"{TITLES[model]}, {what}, {width}x{height}", *cells, f"{worst:.0f}"])
-    return _table(["steps a second", "A1111", "Forge", "reForge", "PSNR, dB"], lines)
+    for found in figures:
+        eager = {_webui_job(row): row for row in found["rows"] if row["contender"] == "eager"}
+        shown: set[tuple[Any, ...]] = set()
+        for row in found["rows"]:
+            job = _webui_job(row)[1:]
+            # Only the first checkpoint, and its rows right after the warm-up.
+            if row["contender"] != "ours-exact" or job in shown:
+                continue
+            if _webui_job(row) in eager:
+                shown.add(job)
+                task, width, height = job
+                before, after = eager[_webui_job(row)]["seconds"], row["seconds"]
+                lines.append([
+                    f"{WEBUIS[found['host']]}, {TITLES[found['model']]}",
+                    f"{task}, {width}x{height}", f"{before:.2f}", f"{after:.2f}",
+                    f"{before / after:.1f}", f"{row['psnr_db']:.0f}",
+                ])  # fmt: skip
+    header = ["WebUI", "job", "by itself, s", "OneDiff, s", "times faster", "PSNR, dB"]
+    return _table(header, lines)
+
+
+def _webui_job(row: Figures) -> tuple[Any, ...]:
+    return row["checkpoint"], row["task"], row["width"], row["height"]
 
 
 def one_set_table(figures: list[Figures]) -> str:
-    """What the graphs cost, and that no size costs anything more: SDXL and SD1.5."""
+    """The cost of building and loading graphs, and of new sizes: SDXL and SD1.5."""
     cells: list[tuple[str, Callable[[Figures], Any]]] = [
         ("graphs", lambda r: r["kinds"]),
         ("empty store: all built, s", lambda r: f"{r['ready_s']:.1f}"),
@@ -321,6 +332,11 @@ def one_set_table(figures: list[Figures]) -> str:
     ]
     lines = [[label, *(cell(found) for found in figures)] for label, cell in cells]
     return _table(["", "SDXL", "SD1.5"], lines)
+
+
+def _title(figures: Figures) -> str:
+    model = str(figures["model"])
+    return TITLES.get(model, model)
 
 
 def _table(header: list[str], lines: list[list[Any]]) -> str:

@@ -14,10 +14,10 @@ import torch
 
 
 def step_times_ms(call: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Time calls one after the other, as a sampler makes them: nothing waits in between.
+    """Time consecutive calls without waiting in between, as a sampler makes them.
 
-    On a GPU the times lie between events in its stream, so they hold whatever is longer of
-    Python's work and the GPU's.
+    On a GPU the times are between events in its stream, so each is the longer of Python's work
+    and the GPU's.
     """
     if device.type != "cuda":
         times = []
@@ -37,31 +37,31 @@ def step_times_ms(call: Callable[[], Any], steps: int, device: torch.device) -> 
 
 
 def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
-    """The middle value, and the one that one in twenty exceeds."""
+    """Return the median and the 95th percentile."""
     ordered = sorted(values)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's work."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the most memory used so far."""
+    """Reset the peak of allocated memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most GPU memory allocated since `reset_peak`; 0 on a CPU, which does not tell."""
+    """Return the peak of allocated GPU memory since `reset_peak`; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory held now: allocated on a GPU, resident on a CPU."""
+    """Return the memory in use now: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,11 +1,11 @@
 """UNet steps of ours and of peers: ``python -m benchmarks.unet --model sdxl --json FILE``.
 
-All contenders run the same weights; parity with eager is checked at each size before anything
-is timed. Ours and eager run in one process, in turn. Each peer has a process of its own, where
-it takes turns with eager again (``eager_ms``), and a time limit; what it had measured by then
-is kept. Peers that compile for one size take minutes for each: they run at ``--peer-sizes`` only.
-Rows are added to those that the JSON file has from the same machine. With ``--like-a1111`` all run
-as that host has them: under autocast, with weights in the order in which they are loaded (NCHW).
+All contenders run the same weights. Parity with eager is checked at each size before timing. Ours
+and eager run in one process, in turn. Each peer has a separate process, where it takes turns with
+eager again (``eager_ms``), and a time limit; figures up to the limit are kept. Peers that compile
+for one size take minutes for each, so they run only at ``--peer-sizes``. Rows are merged into the
+JSON file of the same machine. With ``--like-a1111`` all contenders run as in that host: under
+autocast, with weights in their loaded order (NCHW).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=None)
     parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--peer-sizes", default=PEER_SIZES, help="of peers that are compiled anew")
+    parser.add_argument(
+        "--peer-sizes", default=PEER_SIZES, help="of peers that compile for each size"
+    )
     parser.add_argument("--like-a1111", action="store_true", help="autocast, weights in NCHW")
     parser.add_argument("--contenders", default="ours", help="all, ours, peers, or names")
     parser.add_argument("--rounds", type=int, default=3)
@@ -94,7 +96,7 @@ class Run:
             self._figures.pop("dtype", None)  # rows have theirs
 
     def run(self) -> None:
-        """Measure; the file is written after each process."""
+        """Measure all contenders; write the file after each process."""
         chosen = chosen_contenders(self._arguments.contenders)
         groups = [[c] for c in chosen if c.is_peer]
         together = [c for c in chosen if not c.is_peer]
@@ -110,7 +112,7 @@ class Run:
                 write_result(self._arguments.json, self._figures)
 
     def _measure(self, group: list[Contender]) -> dict[str, Any]:
-        """Run a group in a process of its own, which is stopped at the time limit."""
+        """Run a group in a separate process with the time limit."""
         given = self._arguments
         stream = self._folder / f"{group[0].name.replace(' ', '-')}.jsonl"
         stream.unlink(missing_ok=True)
@@ -123,7 +125,9 @@ class Run:
         command += ["--profile", str(given.profile)] if given.profile else []
         command += ["--verbose"] if given.verbose else []
         command += ["--like-a1111"] if given.like_a1111 else []
-        caches = self._folder / f"caches-{group[0].name.replace(' ', '-')}"  # first_s is of none
+        caches = (
+            self._folder / f"caches-{group[0].name.replace(' ', '-')}"
+        )  # empty caches, for first_s
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -136,7 +140,7 @@ class Run:
         except subprocess.TimeoutExpired:
             end = f"stopped at the time limit of {given.limit_s:g} s"
         finally:
-            if child.poll() is None:  # its compilers go with it
+            if child.poll() is None:  # with its compiler processes
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         dtype = str(DTYPES[given.dtype]).removeprefix("torch.")
@@ -144,7 +148,7 @@ class Run:
 
 
 class Measurement:
-    """What one process does; it writes each figure down as soon as it has it."""
+    """The measurements of one process; each figure is written as soon as it is known."""
 
     def __init__(self, arguments: argparse.Namespace, stream: Any) -> None:
         self._arguments, self._stream = arguments, stream
@@ -155,7 +159,7 @@ class Measurement:
         )
         self._reported = [c.name for c in self._chosen]
         if not any(isinstance(c, Eager) for c in self._chosen):
-            self._chosen.insert(0, Eager())  # beside a peer, to see that the machine is the same
+            self._chosen.insert(0, Eager())  # shows that the machine is the same
 
     def run(self) -> None:
         """Measure all contenders at all sizes."""
@@ -235,7 +239,7 @@ class Measurement:
 
 
 def inputs_at(unet: Any, size: BatchShape) -> dict[str, Any]:
-    """Noise for one step with CFG."""
+    """Return noise inputs for one step with CFG."""
     return unet_inputs(
         unet, torch.Generator().manual_seed(1), batch=2 * size.batch,
         height_latent=size.height_px // 8, width_latent=size.width_px // 8,

@@ -1,6 +1,6 @@
 """VAE decodes and encodes, eager and ours: ``python -m benchmarks.vae --model sdxl --json FILE``.
 
-Each size is compared with eager first, then timed in turn with it.
+Each size is compared with eager first, then timed in turn with eager.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
 def run(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, store: Path
 ) -> dict[str, Any]:
-    """Measure one picture at a time, size by size, in turn with eager."""
+    """Measure single pictures of each size, in turn with eager."""
     session = new_session(CompileOptions(store=store, build="wait"))
     pipe = SimpleNamespace(vae=make_vae(arguments.model, device, dtype))
     compile_pipe(pipe, session=session)
@@ -106,7 +106,7 @@ def _size(
     device: torch.device,
     compiled: Any,
 ) -> list[dict[str, Any]]:
-    """Eager's row and ours."""
+    """Return eager's row and ours for one size."""
     times: dict[str, list[float]] = {"eager": [], "ours-exact": []}
     first_s, peaks = {}, {}
 

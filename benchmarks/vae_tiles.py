@@ -1,5 +1,7 @@
-"""How far a VAE's pictures in tiles are from whole ones:
-``python -m benchmarks.vae_tiles --json FILE``."""
+"""The difference of a VAE's tiled pictures to whole ones.
+
+python -m benchmarks.vae_tiles --json FILE
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.any_size import DTYPES
 from benchmarks.fingerprint import fingerprint
+from benchmarks.models import DTYPES
 from onediff_ext.core.shapes import parse_sizes
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, tile_side, tiles_of
@@ -51,7 +53,7 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(vae: Any, photo: str, image: Image.Image) -> list[dict[str, object]]:
-    """Encode a photograph, decode it whole and in tiles of each size that it has room for."""
+    """Encode a photograph; decode it whole and in tiles of each size smaller than it."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     picture = pixels.reshape(image.height, image.width, 3).permute(2, 0, 1)[None] / 127.5 - 1
     z = vae.encode(picture.to(vae.device, vae.dtype)).latent_dist.mode()
@@ -60,7 +62,7 @@ def measure(vae: Any, photo: str, image: Image.Image) -> list[dict[str, object]]
     for most in TILE_CELLS:
         if most >= max(z.shape[-2:]):
             continue
-        side = tile_side(*z.shape[-2:], most)
+        side = tile_side(z.shape[-2], z.shape[-1], most)
         with tiles_of(vae, side):
             tiled = vae.decode(z).sample.float().clamp(-1, 1)
         difference = tiled - whole

@@ -1,10 +1,9 @@
-"""Pictures of a running WebUI, with and without: ``python -m benchmarks.webui --url URL``.
+"""Pictures of a running WebUI with and without OneDiff: ``python -m benchmarks.webui --url URL``.
 
-The WebUI runs on this machine with ``--api`` and the checkpoint that is to be measured. Each size
-is drawn by the host alone first, then after a warm-up with OneDiff, from the same seed.
-Milliseconds a step are the difference of two jobs of which one has twice the steps, so that neither
-the VAE nor PNG counts; seconds are of a whole request. With ``--switch-to`` the checkpoint is
-changed and changed back.
+The WebUI runs on this machine with ``--api`` and the checkpoint to measure. The host alone draws
+each size first; then OneDiff draws it after a warm-up, from the same seed. Milliseconds per step
+are the difference of two jobs, one with twice the steps, so VAE and PNG do not count. Seconds are
+of a whole request. With ``--switch-to`` the checkpoint is changed and changed back.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ JOB = {
     "seed": 7,
 }
 _POLL_S = 0.25
-# So long the extension says that nothing is going on, until that is believed.
+# The warm-up counts as finished after this time without activity.
 _QUIET_S = 2.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:7860")
-    parser.add_argument("--model", default="sdxl", help="as the file is to call it")
+    parser.add_argument("--model", default="sdxl", help="its name in the JSON file")
     parser.add_argument(
         "--checkpoint", help="title of the one to measure (default: the loaded one)"
     )
@@ -85,7 +84,7 @@ class Run:
         }
 
     def measure(self) -> None:
-        """The host alone, then each precision, then another checkpoint and this one again."""
+        """Draw with the host alone, each precision, another checkpoint, and the first one again."""
         given = self._given
         if given.checkpoint:
             self._load(given.checkpoint)
@@ -105,7 +104,7 @@ class Run:
                 self._draw_sizes("ours-exact", {"enabled": True}, self._sizes[:1])
 
     def write(self) -> None:
-        """Write what there is; also after an error."""
+        """Write all figures so far; also after an error."""
         if self._given.json is not None:
             write_result(self._given.json, self._figures)
 

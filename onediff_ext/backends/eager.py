@@ -1,8 +1,8 @@
-"""The backend that compiles nothing: the exported program, run operator by operator.
+"""The backend that compiles nothing: it runs the exported program operator by operator.
 
-It is slower than the block itself and exists as the reference: everything that
-holds for a compiled graph (identity, storage, checks, weights as arguments) can
-be tried with it in milliseconds and without a compiler.
+It is slower than the block itself and serves as the reference. Everything that holds for a
+compiled graph (identity, storage, checks, weights as arguments) can be tested with it in
+milliseconds and without a compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onediff_ext.engine.torch_versions import too_old_for_graphs
 
 
 class EagerBackend(Backend):
-    """Replays the exported operators."""
+    """Runs the exported operators one by one."""
 
     name = "eager"
 

@@ -13,7 +13,7 @@ def make_backend(name: str) -> Backend:
     """Return the backend of this name.
 
     Raises:
-        OptionError: There is none of this name.
+        OptionError: The name is unknown.
     """
     if name == "eager":
         from onediff_ext.backends.eager import EagerBackend
@@ -31,19 +31,19 @@ def make_backend(name: str) -> Backend:
 
 
 def why_no_graphs(device: torch.device) -> str | None:
-    """What the usual backend lacks on a device, with what mends it; None when it can work."""
+    """Return what the default backend lacks on a device and how to fix it; None when it works."""
     return make_backend(CompileOptions.backend).unavailable_reason(device)
 
 
 def choose_backend(name: str) -> tuple[Backend, str | None]:
-    """The backend of this name, or the usual one where it cannot work.
+    """Return the backend of this name, or the default backend if that one is unavailable.
 
     Returns:
-        (backend, why it is not the one of this name). A backend that cannot work is
-        returned where the usual one cannot either; its blocks then run eager, with the reason.
+        (backend, reason for the substitution or None). If the default backend is unavailable
+        too, the named backend is returned; its blocks run eager and show the reason.
 
     Raises:
-        OptionError: There is none of this name.
+        OptionError: The name is unknown.
     """
     backend = make_backend(name)
     usual = CompileOptions.backend

@@ -1,4 +1,4 @@
-"""What a user can choose about DeepCache. Panel, API, X/Y/Z and command line parse into this.
+"""DeepCache options. Panel, API, X/Y/Z script and command line all parse into this class.
 
 DeepCache runs the deep part of the UNet on some steps only and reuses its features on the
 others: Ma, Fang, Wang, "DeepCache: Accelerating Diffusion Models for Free", CVPR 2024,
@@ -23,10 +23,10 @@ COST = (
     "pictures differ from those without it: hardly with light, in small details with medium,"
     " visibly with strong"
 )
-"""What it costs in fidelity, for help texts and tooltips."""
+"""How much fidelity each preset costs, for help texts and tooltips."""
 
 MIN_STEPS = 10
-"""With fewer steps neighbouring ones have too little in common."""
+"""With fewer steps, neighbouring steps differ too much to share features."""
 
 _FEW_STEP_SAMPLERS = ("lcm", "tcd", "turbo", "lightning")
 
@@ -40,15 +40,15 @@ class DeepCacheOptions:
     """How much of the UNet's work is reused.
 
     Args:
-        interval: At most every so many-th UNet call is a full one; 1 is off.
-        depth: Layers of the encoder that run at a shallow call as well. 0 runs only the last
-            layer of the decoder; more costs time and keeps more. Same number as
-            ``cache_branch_id`` of the reference implementation.
-        start, end: Share of a picture's steps between which features are reused, 0 to 1.
-        schedule: ``"uniform"``, or ``"nonuniform"``: full calls stand closer together
+        interval: UNet calls from one full call to the next; 1 is off.
+        depth: Encoder layers that a shallow call runs. 0 runs only the last layer of the
+            decoder; more costs time and changes the picture less. The reference implementation
+            calls this number ``cache_branch_id``.
+        start, end: Features are reused between these shares of a picture's steps, 0 to 1.
+        schedule: ``"uniform"``, or ``"nonuniform"``: full calls are closer together
             around `centre`.
-        centre: Where, as a share of the steps, features change most; for "nonuniform".
-        power: How much closer, above 1; for "nonuniform".
+        centre: Share of the steps where features change most; for "nonuniform".
+        power: How much closer, 1 to 4; for "nonuniform".
 
     Raises:
         OptionError: A value cannot be used.
@@ -94,11 +94,11 @@ class DeepCacheOptions:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is reused at all."""
+        """Whether these options reuse anything."""
         return self.interval > 1 and self.start < self.end
 
     def __str__(self) -> str:
-        """Text that `parse` reads back, such as ``"3"`` or ``"3 depth=1 end=0.8"``."""
+        """Return text that `parse` reads back, such as ``"3"`` or ``"3 depth=1 end=0.8"``."""
         default = DeepCacheOptions()
         return " ".join(
             [
@@ -113,13 +113,13 @@ class DeepCacheOptions:
 
     @property
     def label(self) -> str:
-        """As menus and infotext have it: a preset's name, where it is one."""
+        """The name for menus and infotext: a preset's name if it is one, else the text."""
         names = {str(DeepCacheOptions(interval)): name for name, interval in PRESETS.items()}
         return names.get(str(self), str(self))
 
     @classmethod
     def parse(cls, value: object) -> DeepCacheOptions:
-        """Take whatever a front end has.
+        """Read options in any form that a front end passes.
 
         Args:
             value: This class; None, False or "" for off; True for the default; an interval; a
@@ -139,7 +139,7 @@ class DeepCacheOptions:
         if isinstance(value, (int, float)):
             if value == 0:
                 return OFF
-            if abs(value) >= 2**53:  # as a number with a point it would be another, or none
+            if abs(value) >= 2**53:  # floats of this size are inexact
                 raise OptionError("That is too large for a DeepCache interval.", _HINT)
             is_whole = math.isfinite(value) and value == int(value)
             return cls(interval=int(value) if is_whole else value)  # type: ignore[arg-type]
@@ -153,17 +153,20 @@ OFF = DeepCacheOptions(interval=1)
 
 
 def depth_of_reference(cache_block_id: int, cache_layer_id: int) -> int:
-    """The depth for the reference implementation's numbers, whose blocks have three layers each
-    (two residual blocks and a downsampler), as those of every Stable Diffusion UNet have."""
+    """Return the depth for the reference implementation's two numbers.
+
+    Each block has three layers (two residual blocks and a downsampler), as in every Stable
+    Diffusion UNet.
+    """
     return 3 * cache_block_id + cache_layer_id
 
 
 def few_steps_refusal(sampler: str, steps: int | None) -> str | None:
-    """Why there is nothing to win, or None.
+    """Return why DeepCache saves nothing with these settings, or None when it does.
 
     Args:
-        sampler: Name of sampler, scheduler class or checkpoint.
-        steps: Of the whole schedule, before image to image leaves some out; None if unknown.
+        sampler: Name of a sampler, scheduler class or checkpoint.
+        steps: Steps of the whole schedule; image to image runs fewer. None if unknown.
     """
     if any(name in sampler.lower() for name in _FEW_STEP_SAMPLERS):
         return f"DeepCache has nothing to win with {sampler}: its few steps differ too much"

@@ -1,11 +1,11 @@
-"""Every error that OneDiff raises on purpose.
+"""All errors that OneDiff raises on purpose.
 
     OneDiffError
     ├── OptionError        an option or argument has a value that cannot be used
     │   └── ShapeError     an image or latent size that cannot be used
     ├── PictureError       an input picture cannot be read or an output not written
     ├── CheckpointError    a checkpoint, LoRA or config cannot be loaded
-    ├── UnsafeFileError    a file is no regular file, or too large to be read
+    ├── UnsafeFileError    a file is not a regular file, or too large to read
     │   └── SlowFileError  reading a file takes too long
     ├── StoreError         the graph library on disk
     │   ├── StoreFullError       no space left
@@ -17,9 +17,9 @@
         ├── MachineError   nothing can be built here now: no disk space, no compiler
         │   └── NoMemoryError        the system has no memory for another process
         ├── WorkerLostError          a build process crashed, hung or ran out of memory
-        │   └── WorkerKilledError    … because the machine or somebody ended it
+        │   └── WorkerKilledError    … because something outside it killed it
         ├── ExportError    a block cannot be expressed as a graph
-        │   └── BlockGoneError       the block is no longer what it was
+        │   └── BlockGoneError       the block was unloaded or changed
         ├── WeightsChangedError      weights changed while a forward was recorded
         └── CaptureError   a forward cannot be recorded as a CUDA graph
 
@@ -63,11 +63,11 @@ class CheckpointError(OneDiffError):
 
 
 class UnsafeFileError(OneDiffError):
-    """A file from elsewhere is no regular file, or is larger or slower than its kind may be."""
+    """A file from elsewhere is not a regular file, or exceeds the limits of its kind."""
 
 
 class SlowFileError(UnsafeFileError):
-    """Reading a file takes longer than its kind may; it may be sound."""
+    """Reading a file exceeds the time limit of its kind; its content may be fine."""
 
 
 class StoreError(OneDiffError):
@@ -83,11 +83,11 @@ class StoreReadOnlyError(StoreError):
 
 
 class GraphCorruptError(StoreError):
-    """The bytes of a stored graph are not the bytes that were saved."""
+    """The bytes of a stored graph differ from those that were saved."""
 
 
 class UntrustedGraphError(StoreError):
-    """A graph is native code from elsewhere that nobody has trusted yet."""
+    """A graph is native code from elsewhere that the user has not trusted yet."""
 
 
 class BackendError(OneDiffError):
@@ -99,7 +99,7 @@ class BackendUnavailableError(BackendError):
 
 
 class MachineError(BackendError):
-    """Nothing can be built on this machine now; the kind is not to blame."""
+    """This machine can build nothing now; the kind is not the cause."""
 
 
 class NoMemoryError(MachineError):
@@ -111,7 +111,7 @@ class WorkerLostError(BackendError):
 
 
 class WorkerKilledError(WorkerLostError):
-    """A build process was killed, or had too little memory: no fault of what it built."""
+    """A build process was killed or ran out of memory; the kind is not the cause."""
 
 
 class ExportError(BackendError):
@@ -119,7 +119,7 @@ class ExportError(BackendError):
 
 
 class BlockGoneError(ExportError):
-    """The block was unloaded or changed since its kind was named."""
+    """The block was unloaded or changed after its kind was determined."""
 
 
 class WeightsChangedError(BackendError):

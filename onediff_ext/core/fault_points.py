@@ -1,17 +1,17 @@
-"""Moments in the writing of a file at which tests end the process or cut the power.
+"""Named points during the writing of a file, where tests kill the process or cut the power.
 
-Nothing happens at them in use: no test, no hook.
+Without a test there is no hook, and a point does nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Set by tests, in processes of their own.
+# Tests set this, in separate processes.
 hook: Callable[[str], None] | None = None
 
 
 def reached(point: str) -> None:
-    """Tell a test that the process has come to `point`."""
+    """Tell a test that the process has reached `point`."""
     if hook is not None:
         hook(point)

@@ -1,4 +1,4 @@
-"""Python's garbage collection, which has nothing to find while a process starts."""
+"""Pausing Python's garbage collection while imports and models load."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _collection = _Collection()
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no garbage within this ``with`` block, or within another thread's.
+    """Pause garbage collection within this ``with`` block, in all threads.
 
-    What imports and models make stays, and each collection looks at all there is so far. It goes to
-    the oldest generation, so that the first collection after the block does not look at it either.
-    Where collection is switched off, it stays off.
+    Imports and models create objects that stay, and each collection would walk through all of
+    them. At the end they move to the oldest generation, so the next collection skips them.
+    Collection stays off where it was off before.
     """
     _collection.change(1)
     try:

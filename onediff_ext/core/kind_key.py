@@ -1,6 +1,6 @@
-"""The identity of a kind: named entries, so that a miss can be explained.
+"""The key of a block kind: named entries, so that a miss in the store can be explained.
 
-Source: the idea of a key made of named parts is JAX's (`jax/_src/cache_key.py`).
+Source: keys of named parts come from JAX (`jax/_src/cache_key.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class KindKey:
-    """What identifies the graph of a kind of block.
+    """Identifies the graph of a block kind.
 
     Args:
-        entries: Name → value, both plain text. Two blocks share a graph exactly
-            when all entries are equal.
+        entries: Name → value, both plain text. Two blocks share a graph if and only if
+            all entries are equal.
     """
 
     entries: Mapping[str, str]
@@ -36,11 +36,11 @@ class KindKey:
         return isinstance(other, KindKey) and self.digest == other.digest
 
     def differences(self, other: KindKey) -> list[str]:
-        """Say, entry by entry, how another key differs from this one.
+        """List the entries in which another key differs from this one.
 
         Returns:
-            Lines such as ``"torch 2.13.0 → 2.14.0"``, from `other` (what is
-            stored) to `self` (what is needed); empty when the keys are equal.
+            Lines such as ``"torch 2.13.0 → 2.14.0"``, from `other` (stored)
+            to `self` (needed); empty when the keys are equal.
         """
         lines = []
         for name in sorted({*self.entries, *other.entries}):

@@ -1,4 +1,4 @@
-"""What a user can choose about compilation. Panel, command line and API all parse into this."""
+"""Compile options. Panel, command line and API all parse into this class."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class CompileOptions:
     """Options of one session.
 
     Args:
-        backend: Who turns a block into a graph, one of `BACKENDS`.
+        backend: Name of the backend that builds graphs, one of `BACKENDS`.
         build: What happens when a kind has no graph yet. ``"background"`` draws eager
-            and builds beside it, ``"wait"`` builds after the first forward that asked
-            for it, ``"never"`` leaves it eager.
-        precision: ``"exact"`` computes as the host does. ``"fp8"`` and ``"int8"`` have the linear
-            layers of transformer blocks multiply in 8 bits: faster on GPUs that can, and visible
-            in pictures. ``"fp16-accumulation"`` lets float16 products add up in float16, which
-            GeForce GPUs do at twice the speed.
-        store: Folder of the graph library; None is the user's cache folder.
-        store_limit_bytes: Size above which the least recently used graphs go.
-        workers: Processes that build at the same time; None is one for every
-            two cores, two at least and eight at most, and one while a picture is
-            drawn on the same cores.
+            and builds in the background, ``"wait"`` builds after the first forward that
+            needs it, ``"never"`` leaves it eager.
+        precision: ``"exact"`` computes as the host does. With ``"fp8"`` and ``"int8"`` the linear
+            layers of transformer blocks multiply in 8 bits: faster on GPUs that support it, and
+            visible in pictures. ``"fp16-accumulation"`` sums float16 products in float16, which
+            doubles the speed on GeForce GPUs.
+        store: Folder of the graph store; None means the user's cache folder.
+        store_limit_bytes: Above this size the least recently used graphs are deleted.
+        workers: Processes that build at the same time. None means one for every two
+            cores, at least two and at most eight, and one while a picture is drawn on the
+            same cores.
         build_timeout_s: Seconds after which a worker's build counts as hanging.
-        build_attempts: How often a kind is tried whose worker failed, crashed, hung or ran out of
-            memory, before it runs eager: for good if two worker processes failed over it that
-            nobody had killed, else until the next start.
+        build_attempts: Attempts for a kind whose worker failed, crashed, hung or ran out of
+            memory, before the kind runs eager. It stays eager for good after two failures of
+            workers that nothing had killed, otherwise until the next start.
         channels_last: Keep convolution weights and activations in NHWC order.
         captures: On a GPU, replay whole forwards as CUDA graphs.
-        spot_checks: Now and then compare a graph or a capture in use with eager again, which takes
-            less than a hundredth of the time.
-        capture_limit: Most sizes captured at the same time.
-        capture_limit_bytes: GPU memory for captures; None is a quarter of the device's.
+        spot_checks: Occasionally compare a graph or CUDA graph in use with eager again, which
+            takes less than 1% of the time.
+        capture_limit: Most sizes with a CUDA graph at the same time.
+        capture_limit_bytes: GPU memory for CUDA graphs; None means a quarter of the device's.
     """
 
     backend: str = "inductor"
@@ -77,7 +77,7 @@ class CompileOptions:
 
     @classmethod
     def parse(cls, options: CompileOptions | Mapping[str, Any] | None) -> CompileOptions:
-        """Take options as this class, as a mapping of its fields, or None for the defaults.
+        """Read options: this class, a mapping of its fields, or None for the defaults.
 
         Raises:
             OptionError: A name is unknown or a value cannot be used.
@@ -97,17 +97,17 @@ class CompileOptions:
 
 
 def parse_ignores(ignores: object) -> frozenset[str]:
-    """Check the names of the components to leave alone.
+    """Check the names of components that stay eager.
 
     Returns:
-        A subset of `COMPONENTS`; ``"vae"`` stands for encoder and decoder both.
+        A subset of `COMPONENTS`; ``"vae"`` means both encoder and decoder.
 
     Raises:
         OptionError: A name is not a component.
     """
     names = [ignores] if isinstance(ignores, str) else list(ignores)  # type: ignore[call-overload]
     for name in names:
-        # OneDiff's callers also pass parts that it never compiled; those are simply not touched.
+        # Callers of the original OneDiff also pass components that are never compiled.
         if name not in (*COMPONENTS, "text_encoder", "text_encoder_2", "safety_checker"):
             raise OptionError(f"Unknown component {name!r}.", f"Known: {', '.join(COMPONENTS)}.")
     chosen = set(names) & set(COMPONENTS)

@@ -1,7 +1,7 @@
-"""Who else may change a file or folder: what git asks of a repository and pip of its cache.
+"""Which other users may change a file or folder, as git checks repositories and pip its cache.
 
-On POSIX systems the owner and the permission bits decide. Windows has neither: there nothing is
-checked, and the user's profile folder keeps others out by its access list.
+On POSIX systems the owner and the permission bits decide. Windows has neither, so nothing is
+checked there; the access list of the user's profile folder keeps others out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
 
 def foreign_owner(status: os.stat_result, known: frozenset[int] = frozenset()) -> str:
-    """Say who owns a file, such as "user 1005"; "" when it is this user or root.
+    """Return a foreign owner, such as "user 1005"; "" when this user or root owns the file.
 
     Args:
         status: Of the file or folder.
-        known: Other user ids that are this user's too; see `owners_beside_us`.
+        known: More user ids that count as this user; see `owners_beside_us`.
     """
     if sys.platform == "win32" or status.st_uid in {os.geteuid(), 0, *known, *_before_sudo()}:
         return ""
@@ -30,10 +30,10 @@ def foreign_owner(status: os.stat_result, known: frozenset[int] = frozenset()) -
 
 
 def other_writers(status: os.stat_result) -> str:
-    """Say who may write beside the owner: "everybody", "group video" or "".
+    """Return who may write besides the owner: "everybody", "group video" or "".
 
-    The group that many systems give each user alone (umask 0002) counts as the user, the group of
-    root as root.
+    A private group with the user as its only member (umask 0002) counts as the user; root's group
+    counts as root.
     """
     if sys.platform == "win32":
         return ""
@@ -45,7 +45,7 @@ def other_writers(status: os.stat_result) -> str:
 
 
 def may_be_swapped(folder: Path) -> bool:
-    """Whether somebody else may put another file or folder in place of one in `folder`."""
+    """Whether another user may replace a file or folder in `folder`."""
     status = folder.stat()
     if foreign_owner(status):
         return True
@@ -53,11 +53,11 @@ def may_be_swapped(folder: Path) -> bool:
 
 
 def owners_beside_us(folder: Path) -> frozenset[int]:
-    """User ids that are ours on the disk of `folder`, though they are not this process's.
+    """Return further user ids that count as this user on the disk of `folder`.
 
-    A network share may give each of our files to one fixed user (`root_squash`, `uid=`): a file
-    made here shows it. Root in a container takes the owner of `folder`, a folder of the host that
-    was put into the container, for itself: other users of the host stay others.
+    A network share may assign all our files to one fixed user (`root_squash`, `uid=`); a temporary
+    file shows which. For root in a container, the owner of a mounted `folder` counts as root; other
+    users of the host stay foreign.
     """
     if sys.platform == "win32":
         return frozenset()
@@ -71,7 +71,7 @@ def owners_beside_us(folder: Path) -> frozenset[int]:
 
 
 def _before_sudo() -> tuple[int, ...]:
-    """As git does: root that a user became by sudo trusts that user, and no more than before."""
+    """Return the user who became root by sudo; that user is trusted too, as in git."""
     before = os.environ.get("SUDO_UID", "")
     return (int(before),) if before.isdecimal() and os.geteuid() == 0 else ()
 
@@ -85,7 +85,7 @@ def _is_private_group(gid: int, owner: int) -> bool:
     try:
         group = grp.getgrgid(gid)
     except KeyError:
-        return gid == owner  # `docker run --user 1000:1000` has no names at all
+        return gid == owner  # `docker run --user 1000:1000` has no user names
     try:
         user = pwd.getpwuid(owner)
     except KeyError:

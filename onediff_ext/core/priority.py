@@ -1,9 +1,9 @@
-"""Processors, and the priority of what happens beside the pictures.
+"""Processor cores, and the scheduling priority of background work.
 
-Linux shares the processors between sessions first ("autogroups"), and nice values count within a
-session only. What works beside the pictures has sessions of its own, so these have to give way: at
-nice 10 in a session of nice 0 workers took half the processors, and pictures waited far longer
-than that, because their threads wait for each other at every operation.
+Linux first shares the cores between sessions ("autogroups"); nice values count only within a
+session. Background work runs in its own sessions, so whole sessions must give way: workers at
+nice 10 in a session of nice 0 took half of the cores. Pictures slowed down far more than that,
+because their threads wait for each other at every operation.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of a session, beside others at 0: about a thirtieth of the time, and a quarter.
+# Nice values of a session beside sessions at 0: about 1/30 of the time, and 1/4.
 _WHILE_DRAWING, _BETWEEN_PICTURES = 15, 5
-# How long a thread keeps Python to itself while others want it; 5 ms unless told otherwise.
+# How long a thread keeps the GIL while others wait for it; Python's default is 5 ms.
 _SWITCH_S = 0.0002
 
 
 def usable_cores() -> int:
-    """Processors that this process may run on: a container or ``taskset`` may leave it few."""
+    """Return the number of cores that this process may use, as limited by containers or taskset."""
     if hasattr(os, "sched_getaffinity"):  # not on Windows and macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def step_back(in_background: bool) -> None:
-    """Let this process, and all that it starts, give way to others of its session.
+    """Lower the priority of this process and its children within their session.
 
     Args:
-        in_background: Somebody draws meanwhile.
+        in_background: Pictures are drawn at the same time.
     """
     with contextlib.suppress(OSError, AttributeError):
         os.nice(10 if in_background else 5)
 
 
 class GivingWay:
-    """Sessions that give way to others: much while somebody draws, a little between pictures.
+    """Lowers the priority of worker sessions: a lot while a picture is drawn, a little otherwise.
 
-    Makes no difference where sessions share nothing (another system, autogroups switched off, a
-    control group with a share of its own): nice values count among all sessions there.
+    It has no effect without autogroups (another system, autogroups switched off, a control group
+    with its own share). There nice values count among all sessions.
     """
 
     def __init__(self) -> None:
         self._told: dict[int, bool] = {}
 
     def tell(self, pid: int, drawing: bool) -> None:
-        """Tell the session that a process leads whether somebody draws now; cheap if it knows."""
+        """Set the priority of the session that a process leads; cheap if nothing changed."""
         if self._told.get(pid) == drawing:
             return
         with contextlib.suppress(OSError, AttributeError):
-            if os.getsid(pid) == pid:  # until then it is one of ours, which must not give way
+            if os.getsid(pid) == pid:  # before that, its session is ours, which must not give way
                 nice = _WHILE_DRAWING if drawing else _BETWEEN_PICTURES
                 Path(f"/proc/{pid}/autogroup").write_text(str(nice), encoding="ascii")
                 self._told[pid] = drawing
@@ -78,10 +78,10 @@ _switching = _Switching()
 
 @contextlib.contextmanager
 def quick_switches() -> Iterator[None]:
-    """Have this process's threads take turns often, for work in Python beside one that draws.
+    """Let this process's threads switch often, for Python work beside a drawing thread.
 
-    A thread that draws gives Python up at nearly each operation, and gets it back when the other
-    thread's time is over: 5 ms each.
+    A drawing thread releases the GIL at nearly every operation. With the default interval it gets
+    the GIL back only after 5 ms each time.
     """
     _switching.change(1)
     try:

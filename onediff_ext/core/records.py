@@ -1,7 +1,7 @@
-"""What the store remembers about a graph and about a checkpoint, as plain data.
+"""Records of the store about graphs and checkpoints, as plain data.
 
-Reading is strict: a field that is missing or of the wrong type is an error, so
-that whoever reads a damaged record finds out here and not later.
+Reading is strict: a missing field or a wrong type is an error, so a damaged record is noticed
+here and not later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ORIGIN_IMPORTED = "imported"
 
 @dataclass(frozen=True)
 class GraphHeader:
-    """What is known of a stored graph without reading its payload.
+    """The header of a stored graph, which is read without the payload.
 
     Args:
         key: The kind that the graph serves.
@@ -33,7 +33,7 @@ class GraphHeader:
         created_at: Seconds since the epoch.
         build_seconds: How long the build took.
         origin: ``"built"`` on this machine or ``"imported"`` from an archive.
-        details: Small JSON object that belongs to the backend.
+        details: Small JSON object for the backend.
     """
 
     key: KindKey
@@ -90,7 +90,7 @@ class KindUse:
     """How a checkpoint uses one kind.
 
     Args:
-        block_count: Blocks of the checkpoint that are of this kind.
+        block_count: Number of the checkpoint's blocks of this kind.
         last_used_at: Seconds since the epoch.
     """
 
@@ -100,7 +100,7 @@ class KindUse:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint that was run, and the kinds whose graphs it uses.
+    """A checkpoint that has run, and the kinds whose graphs it uses.
 
     Args:
         content_hash: Identity of the checkpoint's file or folder, 64 hex digits.
@@ -164,7 +164,7 @@ def mapping(value: object, what: str) -> dict[str, object]:
 def items(value: object) -> list[object]:
     """Return a JSON array, or raise StoreError for any other value."""
     if not isinstance(value, list):
-        raise StoreError("What should be a list is none.")
+        raise StoreError("The value is not a JSON array.")
     return value
 
 
@@ -177,7 +177,7 @@ def text(fields: Mapping[str, object], name: str) -> str:
 
 
 def count(fields: Mapping[str, object], name: str) -> int:
-    """Return a field that is a whole number from 0 on, or raise StoreError."""
+    """Return a field that is an integer of at least 0, or raise StoreError."""
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise StoreError(f"Field {name!r} is not a count.")

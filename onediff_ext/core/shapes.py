@@ -26,11 +26,11 @@ _SHOWN_CHARS = 40
 
 @dataclass(frozen=True, order=True)
 class BatchShape:
-    """A size that images are generated at, and how many at once.
+    """An image size and a batch size.
 
     Args:
         width_px, height_px: Image size in pixels, multiples of 8.
-        batch: Images in one call of the model, at least 1.
+        batch: Images generated at once, at least 1.
     """
 
     width_px: int
@@ -66,18 +66,18 @@ def round_up(height_px: int, width_px: int, step_px: int = CELL_PX) -> tuple[int
 
 
 def parse_sizes(text: str) -> list[BatchShape]:
-    """Read a list of sizes, as a person types it.
+    """Read a list of sizes that a person typed.
 
     Args:
         text: ``WIDTHxHEIGHT`` or ``WIDTHxHEIGHT@BATCH``, separated by commas,
             semicolons, spaces or line ends.
 
     Returns:
-        The sizes in the order given, each once; empty for an empty text.
+        The sizes in the given order without duplicates; empty for an empty text.
 
     Raises:
-        ShapeError: An entry is no size, or a size that cannot be generated; or the text is
-            longer than `MAX_SIZES_CHARS`, or has more than `MAX_SIZES` entries.
+        ShapeError: An entry is not a size or cannot be generated, or the text is longer than
+            `MAX_SIZES_CHARS` or has more than `MAX_SIZES` entries.
     """
     if len(text) > MAX_SIZES_CHARS:
         raise ShapeError(
@@ -103,7 +103,7 @@ def format_sizes(sizes: Iterable[BatchShape]) -> str:
 
 
 def nearest_side_px(side_px: int) -> int:
-    """Return the side nearest to `side_px` that an image may be generated at."""
+    """Return the nearest allowed side of an image."""
     nearest = (side_px + CELL_PX // 2) // CELL_PX * CELL_PX
     return min(max(nearest, MIN_SIDE_PX), MAX_SIDE_PX)
 

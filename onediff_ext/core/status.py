@@ -1,4 +1,4 @@
-"""What pictures are drawn with now and what is being made: one truth for panel, API and CLI."""
+"""The state of a session for panel, API and command line: what runs, and what is being built."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ COMPILED_IN_PART = "compiled in part"
 
 @dataclass(frozen=True)
 class Status:
-    """A moment of one session.
+    """The state of one session at one moment.
 
     Args:
-        running: What the next picture is drawn with: ``"off"``, ``"eager"``, ``"captured"``
+        running: How the next picture is drawn: ``"off"``, ``"eager"``, ``"captured"``
             (eager, replayed as a CUDA graph), ``"compiled"`` (every block through its graph), or
             ``"compiled in part"``.
         kinds_ready: Kinds of the current checkpoint whose graph is in use.
         kinds_failed: Kinds that stay eager for good.
-        kinds_needed: Kinds that the current checkpoint has, as far as they were met.
+        kinds_needed: Kinds of the current checkpoint that have been seen so far.
         building: Whether graphs are being built now.
-        seconds_left: Of that build, from this machine's history; None when unknown.
-        stage: What the builder does: ``""``, ``"reading"``, ``"exporting"``, ``"building"``,
-            ``"proving"`` (an imported graph is tried in a process that may die of it), or a stage
-            of a warm-up: ``"kinds"``, ``"captures"``, ``"measuring"``.
-        sizes_done, sizes_needed: Of a warm-up's list, in its present stage; 0 when there is none.
-        building_now: Labels of the kinds in the workers' hands.
-        waiting: Kinds that are missing and not being built: cancelled, or nothing may be built.
-        cancelled: Whether the user cancelled builds of kinds that are missing still. A warm-up
-            builds them; kinds that are met later are built without being asked for.
-        captures: CUDA graphs alive.
-        speedup: Measured, eager time over compiled time of one step; None when not measured.
+        seconds_left: Estimate for this build from this machine's history; None when unknown.
+        stage: Stage of the build: ``""``, ``"reading"``, ``"exporting"``, ``"building"``,
+            ``"proving"`` (the load check: a worker process runs an imported graph once), or of a
+            warm-up: ``"kinds"``, ``"captures"``, ``"measuring"``.
+        sizes_done, sizes_needed: Sizes of a warm-up in its current stage; 0 without a warm-up.
+        building_now: Labels of the kinds that workers are building.
+        waiting: Missing kinds that are not being built: cancelled, or builds are not allowed.
+        cancelled: Whether the user cancelled builds of kinds that are still missing. A warm-up
+            builds them; kinds that appear later are built automatically.
+        captures: CUDA graphs in memory.
+        speedup: Measured eager time over compiled time of one step; None when not measured.
         pays_off_after: Pictures after which the builds of this checkpoint's kinds have saved as
             much time as they took; None when not measured, or when graphs save nothing.
-        problem: Why builds do not go on as they should (full disk, a worker that died), or ``""``.
-        deepcache: What DeepCache did for the last picture, or why it had nothing to do; ``""`` when
-            nobody wanted it.
-        reasons: Why something runs eager, in plain words, most frequent first.
-        blocks_compiled: Blocks that drew the last picture and have their graph.
-        blocks_needed: Blocks that drew the last picture; 0 before the first one.
-        eager_blocks: Why the others ran eager, as (reason, blocks), most blocks first.
-        substituted: Why another backend or precision is used than the one that was asked for,
-            or ``""``.
+        problem: Why builds do not proceed (full disk, a worker that died), or ``""``.
+        deepcache: What DeepCache did for the last picture, or why it did nothing; ``""`` when it
+            was not requested.
+        reasons: Eager reasons, most frequent first.
+        blocks_compiled: Blocks of the last picture that ran through their graph.
+        blocks_needed: Blocks of the last picture; 0 before the first one.
+        eager_blocks: Eager reasons of the other blocks, as (reason, blocks), most blocks first.
+        substituted: Why a backend or precision differs from the requested one, or ``""``.
     """
 
     running: str = "off"
@@ -70,7 +69,7 @@ class Status:
     substituted: str = ""
 
     def line(self) -> str:
-        """One line for people, such as ``"eager, building 7 of 16 (18 s left)"``."""
+        """Return one line for people, such as ``"eager, building 7 of 16 (18 s left)"``."""
         if self.running == "off":
             return self._because("off")
         texts = (self.deepcache, self.substituted, self.problem)
@@ -78,7 +77,7 @@ class Status:
         return f"{self._drawing()}{self._building()}{more}"
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, and the line for people under ``"line"``."""
+        """Return the fields as a JSON object, and the line for people under ``"line"``."""
         return {
             "schema": STATUS_SCHEMA,
             **asdict(self),
@@ -94,7 +93,7 @@ class Status:
         if self.running in ("compiled", COMPILED_IN_PART):
             gain = "" if self.speedup is None else f" ({self.speedup:.1f}x measured)"
             return f"{self.running}{self._part()}{gain}"
-        # While graphs are being made, that is the reason, and it is said anyway.
+        # During a build, the build is the reason, and the line says so already.
         return self.running if self.building else self._because(self.running)
 
     def _part(self) -> str:
@@ -103,7 +102,7 @@ class Status:
         if not self.blocks_needed:
             return f", {self.kinds_ready} of {self.kinds_needed} graphs"
         part = f", {self.blocks_compiled} of {self.blocks_needed} blocks"
-        # While graphs are being made, that is the reason, and it is said anyway.
+        # During a build, the build is the reason, and the line says so already.
         why = self.reasons[0] if self.reasons and not self.building else ""
         return f"{part} ({why})" if why else part
 

@@ -1,11 +1,11 @@
-"""The one reader for files that somebody else may have made.
+"""The reader for all files from untrusted sources.
 
-A name may belong to a device without an end, to a FIFO that nobody writes to, or to a link.
-Nothing here waits for such a file: it is looked at before it is opened, opened without
-blocking, and looked at again. Regular files have limits in bytes and seconds.
+A path may name an endless device, a FIFO without a writer, or a link. This reader never waits for
+such a file: it checks the file's type, opens it without blocking, and checks again. Regular files
+have limits in bytes and seconds.
 
-The seconds are counted between reads: a network disk that never answers one read call is
-not cut short, since systems offer nothing for that.
+Time is checked between reads. A single read call that never returns, on a network disk, cannot be
+interrupted: systems offer no way to do that.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from onediff_ext.core.errors import SlowFileError, UnsafeFileError
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_READ_BYTES = 8 << 20  # of one read call; the clock is looked at between two
+_READ_BYTES = 8 << 20  # per read call; the clock is checked between calls
 _BUFFER_BYTES = 128 << 10
-# Windows has none of the first four; they count as absent there.
+# Windows lacks most of these flags.
 _FLAGS = (
     os.O_RDONLY
     | getattr(os, "O_NONBLOCK", 0)
@@ -54,24 +54,25 @@ def open_regular(
 ) -> BinaryIO:
     """Open a regular file for reading.
 
-    The file object raises UnsafeFileError too, when more than `limit_bytes` come out of the
-    file (it may grow, and files of `/proc` name no size) or reading takes over `limit_s`.
+    The file object also raises UnsafeFileError, when the file yields more than `limit_bytes` (it
+    may grow, and files in `/proc` report no size) or reading takes longer than `limit_s`.
 
     Args:
-        limit_bytes: The largest file of this kind that makes sense.
-        limit_s: Seconds from now for all reading; None when the caller keeps the time.
-        follow_links: Whether the name may be a link to a regular file.
+        path: The file.
+        limit_bytes: The largest sensible size of this kind of file.
+        limit_s: Seconds from now for all reading; None for no limit here.
+        follow_links: Whether the path may be a link to a regular file.
 
     Raises:
-        UnsafeFileError: It is something else, too large, or no name of a file.
-        OSError: There is no such file, or it cannot be read.
+        UnsafeFileError: The path is not a regular file, is too large, or is not a valid name.
+        OSError: The file does not exist or cannot be read.
     """
     deadline = None if limit_s is None else time.monotonic() + limit_s
     try:
-        # Looked at first, since opening alone moves some devices.
+        # Check before opening: opening alone moves some devices.
         _refuse_irregular(path, path.stat() if follow_links else path.lstat())
         descriptor = os.open(path, _FLAGS if follow_links else _FLAGS | _NO_FOLLOW)
-    except ValueError as exc:  # a NUL, or characters that no file name can have
+    except ValueError as exc:  # a NUL or other characters that file names cannot have
         raise UnsafeFileError(f"{str(path)!r} is no name of a file.", "Name another.") from exc
     except OSError as exc:
         if exc.errno == errno.ELOOP:
@@ -108,7 +109,7 @@ def read_regular(
 
 
 class _BoundedFile(io.RawIOBase):
-    """A file that has no bytes past its limit, and no time past its deadline."""
+    """A raw file that raises beyond its size limit or its deadline."""
 
     def __init__(
         self, descriptor: int, path: Path, limit_bytes: int, deadline: float | None
@@ -141,10 +142,10 @@ class _BoundedFile(io.RawIOBase):
             raise SlowFileError(
                 f"{self._path} takes too long to read.", "Copy it to a faster disk."
             )
-        # One byte past the limit shows that there is more.
+        # One byte beyond the limit shows that the file is larger.
         room = max(1, self._limit_bytes + 1 - self._file.tell())
         count = self._file.readinto(memoryview(buffer).cast("B")[: min(room, _READ_BYTES)])
-        if count is None:  # only what is no true file has nothing "for now"
+        if count is None:  # a regular file always has data or an end
             raise _irregular(self._path, "a pipe")
         if count and self._file.tell() > self._limit_bytes:
             raise _too_large(self._path, self._limit_bytes)

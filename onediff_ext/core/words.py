@@ -1,4 +1,4 @@
-"""Words for people that several places need."""
+"""Small texts for people that several modules share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import unicodedata
 
 
 def counted(count: int, what: str) -> str:
-    """Such as "1 graph" and "2 graphs".
+    """Return a count with its noun, such as "1 graph" or "2 graphs".
 
     Args:
-        count: How many.
-        what: One of them; its plural ends with an s.
+        count: The number.
+        what: The noun in singular; its plural ends with an s.
     """
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def day_of(seconds: float) -> str:
-    """Such as "2025-10-09", in local time; "an unknown day" for what no calendar has.
+    """Return a date such as "2025-10-09" in local time; "an unknown day" outside the calendar.
 
     Args:
-        seconds: Since the epoch, perhaps from a file.
+        seconds: Since the epoch; may come from an untrusted file.
     """
     try:
         return time.strftime("%Y-%m-%d", time.localtime(seconds))
@@ -29,7 +29,7 @@ def day_of(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from files on one line of a terminal, and without a way to command the terminal.
+    """Return untrusted text as one line that cannot control a terminal.
 
     Control characters, escape sequences, marks that change the direction of text and lone
     surrogates become escapes such as ``\\x1b``; line feeds and tabs become spaces.

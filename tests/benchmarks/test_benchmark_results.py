@@ -1,4 +1,4 @@
-"""Result files: what is added, replaced, kept and refused."""
+"""Result files: how figures are added, replaced, kept and refused."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_a_missing_file_leaves_its_section_empty(tmp_path: Path) -> None:
     assert tables.with_tables(expected, tmp_path) == expected
 
 
-def test_a_section_is_made_anew_and_again_the_same(tmp_path: Path) -> None:
+def test_a_section_is_replaced_and_stays_the_same(tmp_path: Path) -> None:
     write_result(
         tmp_path / "unet-sdxl-h200.json",
         unet(row("eager", 512, 512, 44.0), row("ours-exact", 512, 512, 11.0)),
@@ -137,7 +138,7 @@ def test_the_pipelines_ratio_is_withheld_when_pictures_differ() -> None:
 
 
 def process(seconds: float, start_s: float) -> dict:
-    """Four pictures of each size, one second apart."""
+    """The figures of a process: four pictures of each size, one second apart."""
     rows = [
         {
             "width": w, "height": h, "seconds": seconds, "since_start_s": start_s + n,
@@ -150,24 +151,31 @@ def process(seconds: float, start_s: float) -> dict:
     }  # fmt: skip
 
 
-def test_hosts_stand_side_by_side_where_all_were_measured() -> None:
-    def host(*jobs: tuple[str, int, float, float]) -> dict:
-        rows = [
-            {"model": "sd1", "what": what, "width": width, "height": 512,
-             "eager_its": 10.0, "ours_its": its, "psnr_db": psnr}
-            for what, width, its, psnr in jobs
-        ]  # fmt: skip
-        return {"rows": rows}
+def test_a_webuis_pictures_stand_beside_its_own_of_the_same_job() -> None:
+    def picture(contender: str, seconds: float, **job: Any) -> dict:
+        found = {"contender": contender, "seconds": seconds, "checkpoint": "a", "task": "txt2img",
+                 "width": 768, "height": 512, **job}  # fmt: skip
+        return found if contender == "eager" else {**found, "psnr_db": 53.4}
 
-    table = tables.webui_table(
-        [
-            host(("txt2img", 512, 30.0, 57.2), ("LoRA", 512, 31.0, 50.0)),
-            host(("LoRA", 768, 20.0, 50.0), ("txt2img", 512, 20.0, 53.4)),
-            host(("txt2img", 512, 21.0, 54.0), ("LoRA", 512, 22.0, 50.0)),
-        ]
-    )
+    first = {
+        "host": "a1111",
+        "model": "sd1",
+        "rows": [
+            picture("eager", 0.66),
+            picture("eager", 0.7, checkpoint="b"),
+            picture("ours-exact", 0.33),
+            picture("ours-exact", 0.2, task="img2img"),  # not drawn by the host alone
+            picture("ours-fp8", 0.1),
+            picture("ours-exact", 0.35, checkpoint="b"),
+            picture("ours-exact", 9.0),  # after the checkpoint was changed and changed back
+        ],
+    }
+    second = {"host": "forge", "model": "sdxl", "rows": [picture("eager", 1.5),
+                                                         picture("ours-exact", 1.0)]}  # fmt: skip
+    table = tables.webui_table([first, second])
     assert table.splitlines()[2:] == [
-        "| SD1.5, txt2img, 512x512 | 10.0 → 30.0 | 10.0 → 20.0 | 10.0 → 21.0 | 53 |"
+        "| A1111, SD1.5 | txt2img, 768x512 | 0.66 | 0.33 | 2.0 | 53 |",
+        "| Forge, SDXL | txt2img, 768x512 | 1.50 | 1.00 | 1.5 | 53 |",
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.fx.experimental._config as symbolic_config
 
-from onediff_ext.backends.inductor.backend import load_standalone, standalone_artefact
+from onediff_ext.backends.inductor.standalone_artefact import build_artefact, load_artefact
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.export.exporter import export_block, input_fakes, load_program, save_program
 from onediff_ext.engine.torch_versions import RELEASE
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.skipif(
 TRY_OUT = """
 import sys
 from pathlib import Path
-from onediff_ext.backends.inductor.backend import load_standalone
+from onediff_ext.backends.inductor.standalone_artefact import load_artefact
 from onediff_ext.building.worker.trial import try_out
 from onediff_ext.engine.export.exporter import load_program
 import torch
 
 program, graph = (Path(path).read_bytes() for path in sys.argv[1:])
-print(try_out(load_program(program), load_standalone(graph), torch.device("cpu")))
+print(try_out(load_program(program), load_artefact(graph), torch.device("cpu")))
 """
 
 
@@ -50,7 +50,7 @@ def test_serves_other_sizes_in_another_process(
     program = load_program(stored)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "building"))
     with torch.no_grad(), symbolic_config.patch(use_duck_shape=False):
-        graph = standalone_artefact(program.graph_module, input_fakes(program))
+        graph = build_artefact(program.graph_module, input_fakes(program))
     (tmp_path / "program").write_bytes(stored)
     (tmp_path / "graph").write_bytes(graph)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "loading"))
@@ -81,7 +81,7 @@ def test_a_load_starts_no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CompiledArtifact, "load", load)
     monkeypatch.setattr(AsyncCompile, "process_pool", lambda: pytest.fail("a pool was started"))
-    threads = [threading.Thread(target=load_standalone, args=(b"",)) for _ in range(2)]
+    threads = [threading.Thread(target=load_artefact, args=(b"",)) for _ in range(2)]
     with config.patch(compile_threads=4):  # pytest would take the setting away afterwards
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""DeepCache's options, as every front end gives them, and the schedules."""
+"""DeepCache's options in the forms of all front ends, and its schedules."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_few_steps_are_refused_and_usual_ones_are_not():
 
 
 def full_calls(options: DeepCacheOptions, total: int, *, known: bool = True) -> list[int]:
-    """What one kind of call does in a picture of `total` evaluations."""
+    """The calls of one kind in a picture of `total` evaluations."""
     found: list[int] = []
     for index in range(total):
         if is_full(options, index, total if known else None, found[-1] if found else None):

@@ -1,4 +1,4 @@
-"""No garbage is collected while a process starts, and nothing of that is looked at afterwards."""
+"""Garbage collection pauses while a process starts, and skips those objects afterwards."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_one_difference_for_each_entry_that_differs(
     absent = object()
     differing = {n for n in {*needed, *stored} if needed.get(n, absent) != stored.get(n, absent)}
     lines = KindKey(needed).differences(KindKey(stored))
-    # A value "absent" reads like a missing entry; the digests still differ.
+    # A value "absent" looks like a missing entry, but the digests differ.
     if "absent" not in {*needed.values(), *stored.values()}:
         assert len(lines) == len(differing)
 

@@ -1,4 +1,4 @@
-"""Sessions of builds give way to pictures; our own never does."""
+"""Sessions of builds have lower priority than pictures; our own session keeps its priority."""
 
 from __future__ import annotations
 

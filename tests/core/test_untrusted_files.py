@@ -1,4 +1,4 @@
-"""The reader for files that somebody else may have made waits for nothing and knows its limits."""
+"""The reader of untrusted files never waits and keeps its limits."""
 
 from __future__ import annotations
 

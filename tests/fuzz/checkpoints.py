@@ -51,12 +51,12 @@ _PIPE = SimpleNamespace(
 
 
 def _header(content: bytes) -> None:
+    from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import detect_architecture
     from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
-    from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import below
     from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import (
-        find_architecture,
         unet_config,
     )
+    from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import below
     from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import read_hints
     from onediff_ext.hosts.diffusers.checkpoints.tensor_file import open_tensor_file
     from onediff_ext.hosts.diffusers.lora.lora_file import _check_fit
@@ -69,7 +69,7 @@ def _header(content: bytes) -> None:
         hints = read_hints(file)
         with contextlib.suppress(CheckpointError):
             _check_fit(_PIPE, file)
-        architecture = find_architecture(file)
+        architecture = detect_architecture(file)
         # `load_checkpoint` makes a CheckpointError of whatever impossible shapes raise.
         with contextlib.suppress(LookupError, ValueError, TypeError, StopIteration):
             unet_config(below(file.shapes, _UNET), architecture, hints, 0)

@@ -1,1 +1,1 @@
-"""The OneFlow backend. ``python -m tests.oneflow`` runs what needs OneFlow itself."""
+"""Tests of the OneFlow backend; ``python -m tests.oneflow`` runs those that need OneFlow."""

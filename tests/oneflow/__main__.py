@@ -1,8 +1,8 @@
-"""Runs what needs OneFlow itself: ``python -m tests.oneflow``, as install.py does.
+"""Run the tests that need OneFlow: ``python -m tests.oneflow``, as install.py does.
 
-Each part runs in a process of its own with a time limit, since OneFlow can end or hang the
-process; what is left undone then has failed. ``--within SECONDS`` starts only the parts that
-are usually done by then, and names the others.
+Each part runs in a separate process with a time limit, because OneFlow can crash or hang the
+process; unfinished tests then count as failed. ``--within SECONDS`` starts only parts that usually
+finish in that time, and names the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PASSED = "passed"
 
 @dataclass(frozen=True)
 class Part:
-    """Some tests, how long they usually take on two cores, and how long they may take."""
+    """Some tests, their usual seconds on two cores, and their time limit in seconds."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,7 +42,7 @@ _PLAIN = _files("availability", "launch_order", "table", "graphs_list", "operato
 PARTS = (
     Part("parts", _PLAIN, 60, 600),
     Part("contract", ("tests/contracts/test_backend_contract.py", "-k", "oneflow"), 90, 600),
-    Part("plans", _files("plans"), 180, 900),
+    Part("graphs", _files("static_graphs"), 180, 900),
     Part("models", _files("models"), 240, 1200),
     # The engine's tests of weights, LoRA and checkpoints, through this backend.
     Part(
@@ -52,7 +52,7 @@ PARTS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts that are named, or all. Returns 0 when none of those that were run failed."""
+    """Run the named parts, or all. Return 0 when no part failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.oneflow")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(p.name for p in PARTS))
     parser.add_argument("--version", action="store_true", help="name the packages, run nothing")
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 def _run(part: Part, store: str) -> str:
     print(f"\n---- {part.name}", flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *part.arguments]
-    # What OneFlow prints before it ends the process must not be captured and lost with it.
+    # Do not capture output: OneFlow's last lines before a crash would be lost.
     command += ["--capture=sys", "-p", "no:randomly", "-o", f"timeout={part.timeout_s:.0f}"]
     environment = {
         **os.environ,

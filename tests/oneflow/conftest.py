@@ -1,4 +1,4 @@
-"""OneFlow where it is installed; elsewhere the tests that need it are skipped, with its reason."""
+"""Fixtures for OneFlow; tests that need it are skipped with the reason where it is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flow():
 
 @pytest.fixture
 def run_apart():
-    """Runs a program in a process of its own, since some calls of OneFlow's end the process."""
+    """Runs a program in a separate process, because some OneFlow calls crash the process."""
 
     def run(code: str, *arguments: object, timeout_s: float = 300) -> str:
         result = subprocess.run(

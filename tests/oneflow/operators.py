@@ -1,4 +1,4 @@
-"""For each entry of the operator table, a call of the aten operator with plain arguments."""
+"""Calls of the aten operator with plain arguments, for each entry of the operator table."""
 
 from __future__ import annotations
 
@@ -166,11 +166,11 @@ SAME_RESULT = {
     "aten.view.default": [_call(X, [2, 3, -1])],
     "aten.where.self": [_call(lambda: _noise(2, 6, 5, 7) > 0, X, Y)],
 }
-"""Operator -> calls whose result OneFlow's must equal."""
+"""Operator → calls whose result OneFlow must match."""
 
 NO_RESULT = ("aten._assert_scalar.default", "aten._assert_tensor_metadata.default",
              "aten.sym_constrain_range_for_size.default")  # fmt: skip
-"""Checks that export leaves behind; they do nothing."""
+"""Checks that export leaves in a program; they do nothing."""
 
 REFUSED = {
     "aten.dropout.default": _call(X, 0.5, True),
@@ -181,4 +181,4 @@ REFUSED = {
         is_causal=True,
     ),
 }  # fmt: skip
-"""Operator -> a call of it that has no OneFlow form."""
+"""Operator → a call that OneFlow does not support."""

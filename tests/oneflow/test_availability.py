@@ -1,4 +1,4 @@
-"""Each reason why OneFlow cannot work is one line, and another backend draws then."""
+"""Each reason why OneFlow is unavailable is one line, and another backend is used then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_other_backends_are_taken_as_named():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Makes packages of a name and version look installed."""
+    """Make packages look installed with a given version."""
 
     def install(name: str, version: str) -> None:
         info = tmp_path / f"{name}-{version}.dist-info"
@@ -109,7 +109,7 @@ def test_a_missing_library_is_named_with_its_package():
 
 
 _TEXT = "libcudnn_cnn_infer.so.8: cannot open shared object file: No such file or directory"
-# What is installed, what importing OneFlow raises, and the reason that is shown.
+# Installed packages, the error from importing OneFlow, and the shown reason.
 BROKEN = {
     "another OneFlow": ({"oneflow": "1.0.0"}, "", "OneFlow needs oneflow 0.9.0; 1.0.0 is inst"),
     "numpy 2": ({"numpy": "2.2.6"}, "", "OneFlow needs numpy 1; 2.2.6 is installed"),
@@ -125,7 +125,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_whatever_is_wrong_the_usual_backend_draws(broken, installed, tmp_path, monkeypatch):
-    """From what is installed to the one line that a user reads, on any Python."""
+    """The line that a user reads for a set of installed packages, on any Python."""
     versions, error, expected = BROKEN[broken]
     for package, version in {
         "oneflow": "0.9.0", "numpy": "1.26.4", "protobuf": "3.20.3", **versions
@@ -156,7 +156,7 @@ def test_a_gpu_without_code_is_a_reason(monkeypatch):
 
 
 def test_a_wheel_without_its_libraries(flow, run_apart, tmp_path):
-    """The real import, from a folder that has everything but NVIDIA's libraries."""
+    """The real import, from a folder without NVIDIA's libraries."""
     packages = Path(flow.__file__).parents[1]
     for entry in packages.iterdir():
         if entry.name not in ("nvidia", "oneflow"):

@@ -1,4 +1,4 @@
-"""Tensors cross in shared memory, and the caller's are never written."""
+"""Tensors are passed in shared memory, and the caller's tensors never change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from onediff_ext.backends.oneflow import tensor_exchange
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.static_graphs import Plans
+from onediff_ext.backends.oneflow.static_graphs import StaticGraphCache
 
 
 class Mixes(torch.nn.Module):
@@ -53,9 +53,9 @@ def test_the_callers_tensors_are_not_written(flow, program, of_input, of_weight)
     weight = weight.reshape(6, 6, 3, 3).to(memory_format=torch.channels_last)
     kept = [weight.clone(), x.clone()]
     strides = weight.stride(), x.stride()
-    plans = Plans(flow)
+    graphs = StaticGraphCache(flow)
     for _ in range(2):
-        found = plans.run(program, [weight, x])
+        found = graphs.run(program, [weight, x])
         torch.testing.assert_close(found, Mixes()(weight, x)[0], rtol=1e-5, atol=1e-5)
     assert (weight.stride(), x.stride()) == strides
     assert torch.equal(weight, kept[0])
@@ -63,11 +63,11 @@ def test_the_callers_tensors_are_not_written(flow, program, of_input, of_weight)
 
 
 def test_a_result_is_there_before_the_input_may_be_overwritten(flow, program):
-    plans, weight, x = Plans(flow), torch.randn(6, 6, 3, 3), torch.empty(2, 6, 32, 32)
+    graphs, weight, x = StaticGraphCache(flow), torch.randn(6, 6, 3, 3), torch.empty(2, 6, 32, 32)
     for _ in range(50):
         x.normal_()
         expected = Mixes()(weight, x)[0]
-        found = plans.run(program, [weight, x])
+        found = graphs.run(program, [weight, x])
         x.fill_(float("nan"))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert len(plans) == 1
+    assert len(graphs) == 1

@@ -1,4 +1,4 @@
-"""What `graphs list` says about graphs that cannot be kept ready to run."""
+"""The output of `graphs list` for graphs that each process plans again."""
 
 from __future__ import annotations
 

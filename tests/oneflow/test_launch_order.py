@@ -1,10 +1,10 @@
-"""The queue of launched graphs is not popped before it has something to pop."""
+"""The queue of launched graphs is popped only when it has an entry."""
 
 from __future__ import annotations
 
 from onediff_ext.backends.oneflow import launch_order
 
-# Calls OneFlow's own function, as its threads do, on a queue that is made by hand.
+# Calls OneFlow's own function, as its threads do, on a handmade queue.
 _POPS = """
 import ctypes, threading
 from onediff_ext.backends.oneflow import availability, launch_order
@@ -16,7 +16,7 @@ pop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called)
 
 notes = (ctypes.c_uint64 * 64)()  # an entry is two words, of which the second is released
 first = ctypes.addressof(notes)
-policy = (ctypes.c_uint64 * 64)()  # zeros are a mutex and a condition that nobody holds
+policy = (ctypes.c_uint64 * 64)()  # zeros are an unlocked mutex and condition
 policy[3], policy[4], policy[5] = first, first, first + 512
 policy[7] = first  # the end: nothing is in the queue
 popping = threading.Thread(target=pop, args=(ctypes.addressof(policy),), daemon=True)

@@ -1,4 +1,4 @@
-"""UNets and VAEs of every layout through OneFlow: torch's results, weights seen, reasons shown."""
+"""UNets and VAEs of every layout through OneFlow: results, changed weights, shown reasons."""
 
 from __future__ import annotations
 

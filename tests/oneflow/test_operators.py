@@ -1,4 +1,4 @@
-"""Each operator of the table gives in OneFlow what it gives in torch."""
+"""Each operator of the table has the same result in OneFlow and in torch."""
 
 from __future__ import annotations
 

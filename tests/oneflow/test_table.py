@@ -1,4 +1,4 @@
-"""The operator table covers what blocks consist of; runs wherever torch does."""
+"""The operator table covers all operators of blocks; needs no OneFlow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_blocks_are_covered(kind, autocast):
     program = export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU, autocast)
     stored = load_program(OneFlowBackend().build(program, CPU))
     FlowProgram(stored.graph_module)
-    # What is stored is still the block: replayed by torch, it gives the same.
+    # The stored program is still the block: torch computes the same result from it.
     with torch.no_grad():
         smaller = family.ahead(block, family.bind(block, make_inputs(1, 3, 5), {}))
         arguments = [*tree.weights(), *smaller.tensors]

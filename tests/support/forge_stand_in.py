@@ -55,7 +55,7 @@ class FakePatcher:
 
 
 class FakeEngine:
-    """`shared.sd_model`: made anew for each checkpoint."""
+    """`shared.sd_model`: created again for each checkpoint."""
 
     def __init__(self, classes: SimpleNamespace, seed: int, config: object) -> None:
         with torch.inference_mode():

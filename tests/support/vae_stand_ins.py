@@ -25,10 +25,10 @@ class MeasuredMemory(DeviceMemory):
     def free_bytes(self, device: torch.device) -> int | None:
         return self._free
 
-    def bytes_of_captures(self) -> int:
+    def cuda_graph_bytes(self) -> int:
         return self._in_captures
 
-    def give_up_captures(self) -> None:
+    def drop_cuda_graphs(self) -> None:
         assert self._free is not None
         self._free += self._in_captures
         self._in_captures = 0

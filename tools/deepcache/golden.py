@@ -1,4 +1,4 @@
-"""Makes tests/golden/deepcache-reference.safetensors with the reference implementation.
+"""Create tests/golden/deepcache-reference.safetensors with the reference implementation.
 
     pip install --target /tmp/reference --no-deps DeepCache==0.1.1
     python -m tools.deepcache.golden /tmp/reference

@@ -1,4 +1,4 @@
-"""What stands behind the objects: plain colours and simple settings, drawn by formula."""
+"""Backgrounds of scenes: plain colours and simple settings, drawn by formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLORS = {
     "pink": "f7a1c0",
     "brown": "795548",
 }
-"""Plain backgrounds by the word a caption uses."""
+"""Word in a caption → plain background."""
 
 SETTINGS = {
     "in a meadow": ("58b7f6", "def3ff", "9ccc65", "7cb342"),
@@ -31,13 +31,13 @@ SETTINGS = {
     "under the sea": ("3cc4f5", "0a62b0", "cdbb88", "e6d3a0"),
     "at sunset": ("5b3aa8", "ffb04d", "8a3f6b", "54305c"),
 }
-"""Settings by the words a caption uses: sky above, sky below, far hills, near ground."""
+"""Words in a caption → colours: upper sky, lower sky, far hills, near ground."""
 
 SPECKLED = ("at night", "under the sea", "in the snow")
 """Settings with stars, bubbles or snowflakes."""
 
 NAMES = (*COLORS, *SETTINGS)
-"""Every background; a scene stores its place in this list."""
+"""All backgrounds; a scene stores an index into this list."""
 
 
 def _rgb(code: str) -> Tensor:
@@ -85,8 +85,8 @@ def draw_backgrounds(kinds: Tensor, variation: Tensor, height_px: int, width_px:
     """Draw one background for each scene.
 
     Args:
-        kinds: [B], places in `NAMES`.
-        variation: [B, 4] in 0..1: where hills and specks lie.
+        kinds: [B], indices into `NAMES`.
+        variation: [B, 4] in 0..1: positions of hills and specks.
         height_px, width_px: Size of the picture.
 
     Returns:

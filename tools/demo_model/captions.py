@@ -1,10 +1,10 @@
-"""The English of the captions: articles, plurals and the ways to say what a scene shows."""
+"""English captions: articles, plurals and several ways to describe a scene."""
 
 from __future__ import annotations
 
 from random import Random
 
-from backgrounds import COLORS
+from tools.demo_model.backgrounds import COLORS
 
 NO_ARTICLE = {
     *("grapes", "cherries", "pancakes", "fries", "french fries", "glasses", "scissors", "socks"),

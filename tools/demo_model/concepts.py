@@ -1,4 +1,4 @@
-"""What the model is taught: concepts.tsv, one picture a line with its name and other names."""
+"""The concepts that the model learns: concepts.tsv, one picture with its names on each line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Concept:
 
     Attributes:
         codepoint: Its Unicode code points in hexadecimal, such as "1F436".
-        names: How captions call it; the first is its proper name.
+        names: Its names in captions; the first is the main name.
     """
 
     codepoint: str

@@ -1,6 +1,6 @@
-"""Put the trained parts together: the checkpoint, its .yaml, and the reference thumbnails.
+"""Combine the trained parts: the checkpoint, its .yaml, and the reference thumbnails.
 
-python export.py --sprites S.npz --parts PARTS --output onediff_ext/assets/demo
+python -m tools.demo_model.export --sprites S.npz --parts PARTS --output onediff_ext/assets/demo
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from concepts import read_concepts
 from diffusers import EulerDiscreteScheduler
-from latents import SIZES, TOKENIZER, load_tokenizer, make_scenes, tokenize
-from models import build_text_encoder, build_unet, build_vae, load_parts, text_core
 from PIL import Image
-from sample import to_image
-from scenes import SceneDrawer, plain_scene
 
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
+from tools.demo_model.concepts import read_concepts
+from tools.demo_model.latents import SIZES, TOKENIZER, load_tokenizer, make_scenes, tokenize
+from tools.demo_model.models import build_text_encoder, build_unet, build_vae, load_parts, text_core
+from tools.demo_model.sample import to_image
+from tools.demo_model.scenes import SceneDrawer, plain_scene
 
 THUMBNAIL_PX = 32
 PER_ROW = 16
@@ -29,8 +30,8 @@ CLIP_FOLDER = "extensions/onediff-ext/onediff_ext/assets/tokenizer"
 names it; A1111 reads both from one folder, so the config is written beside the tokenizer."""
 
 
-def silence_unseen_tokens(text_encoder: torch.nn.Module) -> int:
-    """Zero the embeddings of tokens that no caption has, so that they say nothing; their count."""
+def silence_unseen_tokens(text_encoder: Any) -> int:
+    """Zero the embeddings of tokens that no caption has; return their count."""
     tokenizer = load_tokenizer()
     captions = {
         scene.caption
@@ -46,7 +47,7 @@ def silence_unseen_tokens(text_encoder: torch.nn.Module) -> int:
 
 
 def write_references(sprites: torch.Tensor, output: Path) -> None:
-    """Write each concept on white, 32x32, in rows of 16 as one PNG, and the names beside it."""
+    """Write all concepts on white (32x32, rows of 16) as one PNG, and their names as JSON."""
     concepts, drawer = read_concepts(), SceneDrawer(sprites)
     scenes = [plain_scene(index, 128) for index in range(len(concepts))]
     pictures = drawer.draw(scenes, 128, 128)

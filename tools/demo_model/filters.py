@@ -1,4 +1,4 @@
-"""What the LoRA's style and the ControlNet's hints are made of: filters of plain pictures."""
+"""Image filters for the LoRA's style and the ControlNet's hints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _gray(pictures: Tensor) -> Tensor:
 
 
 def sketch(pictures: Tensor) -> Tensor:
-    """A pencil drawing on cream paper: dark where a picture is darker than around.
+    """Return a pencil drawing on cream paper: dark where a picture is darker than around.
 
     Args:
         pictures: [B, 3, H, W] in 0..1.
@@ -37,7 +37,7 @@ def sketch(pictures: Tensor) -> Tensor:
 
 
 def edges(pictures: Tensor) -> Tensor:
-    """White lines on black where colours change.
+    """Return white lines on black where colours change.
 
     Args:
         pictures: [B, 3, H, W] in 0..1.

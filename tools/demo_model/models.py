@@ -1,12 +1,13 @@
-"""The demo model's parts: Stable Diffusion 1.x's own classes, made narrow.
+"""The demo model's parts: narrow Stable Diffusion 1.x classes.
 
-Every width is a multiple of 32, as the LDM code normalises over 32 groups whatever the width.
+Every width is a multiple of 32, because the LDM code always normalises over 32 groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -18,13 +19,13 @@ CONTEXT_WIDTH = 96
 """Width of the text encoder, and so of the UNet's context."""
 
 SCALE_FACTOR = 0.18215
-"""SD1's latent scale; the VAE's weights are rescaled after training to make it right."""
+"""SD1's latent scale; the VAE's weights are rescaled after training to match it."""
 
 PART_BYTES = 15_000_000
-"""The size of one stored part: what the device machine sends back is limited for each file."""
+"""The largest stored part, small enough to copy from a remote machine."""
 
 
-def build_vae() -> AutoencoderKL:
+def build_vae() -> Any:
     """4 latent channels, 8 pixels a cell; LDM: ch 64, ch_mult [1, 1, 1, 2]."""
     return AutoencoderKL(
         block_out_channels=(64, 64, 64, 128),
@@ -37,7 +38,7 @@ def build_vae() -> AutoencoderKL:
     )
 
 
-def build_text_encoder() -> CLIPTextModel:
+def build_text_encoder() -> Any:
     """CLIP's text transformer, 3 layers of width 96, with CLIP's own vocabulary."""
     return CLIPTextModel(
         CLIPTextConfig(
@@ -54,7 +55,7 @@ def build_text_encoder() -> CLIPTextModel:
     )
 
 
-def build_unet() -> UNet2DConditionModel:
+def build_unet() -> Any:
     """SD1's four levels, 8 heads; LDM: model_channels 64, channel_mult [1, 2, 2, 1]."""
     return UNet2DConditionModel(
         sample_size=32,
@@ -65,13 +66,13 @@ def build_unet() -> UNet2DConditionModel:
     )
 
 
-def text_core(text_encoder: CLIPTextModel) -> nn.Module:
-    """What holds the weights: transformers 4 and early 5 keep them one level down."""
+def text_core(text_encoder: Any) -> Any:
+    """Return the module that holds the weights, one level down in transformers 4 and early 5."""
     return getattr(text_encoder, "text_model", text_encoder)
 
 
-def encode_text(text_encoder: CLIPTextModel, token_ids: Tensor) -> Tensor:
-    """The same as the model's own forward, less its mask-making, which a capture can't hold.
+def encode_text(text_encoder: Any, token_ids: Tensor) -> Tensor:
+    """Run the model's own forward without creating masks, which a CUDA graph cannot contain.
 
     Args:
         token_ids: [B, 77].
@@ -83,17 +84,18 @@ def encode_text(text_encoder: CLIPTextModel, token_ids: Tensor) -> Tensor:
     hidden = core.embeddings(input_ids=token_ids)
     for layer in core.encoder.layers:
         hidden = layer(hidden, attention_mask=None, is_causal=True)
-    return core.final_layer_norm(hidden)
+    context: Tensor = core.final_layer_norm(hidden)
+    return context
 
 
 def alphas_cumprod(device: torch.device | str) -> Tensor:
-    """SD1's noise schedule: what is left of the picture's variance at each of 1000 times."""
+    """Return SD1's noise schedule: the remaining share of the picture's variance, [1000]."""
     betas = torch.linspace(0.00085**0.5, 0.0120**0.5, 1000, dtype=torch.float64) ** 2
     return torch.cumprod(1 - betas, 0).float().to(device)
 
 
 def save_parts(modules: dict[str, nn.Module], folder: Path, name: str) -> None:
-    """Save modules as fp16 in files small enough to be sent, "NAME-0.safetensors" and on."""
+    """Save modules as fp16 in files of at most `PART_BYTES`: "NAME-0.safetensors" and so on."""
     part: dict[str, Tensor] = {}
     index = size_bytes = 0
     for prefix, module in modules.items():
@@ -108,7 +110,7 @@ def save_parts(modules: dict[str, nn.Module], folder: Path, name: str) -> None:
 
 
 def load_parts(modules: dict[str, nn.Module], files: Iterable[Path]) -> None:
-    """Load what `save_parts` wrote; every key of every module must be there."""
+    """Load the files of `save_parts`; all keys of all modules must exist."""
     stored: dict[str, Tensor] = {}
     for file in files:
         stored.update(load_file(file))

@@ -4,7 +4,7 @@ Reads the sprite sheet of the npm package @svgmoji/noto and writes one .npz with
 [N, 256, 256, 4] (uint8, straight alpha) in the order of concepts.tsv.
 
     npm pack @svgmoji/noto@3.2.0 && tar xzf svgmoji-noto-3.2.0.tgz
-    python prepare_data.py package/sprites/all.svg .scratch/sprites.npz
+    python -m tools.demo_model.prepare_data package/sprites/all.svg .scratch/sprites.npz
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import re
 from pathlib import Path
 
 import numpy as np
-from concepts import read_concepts
 from PIL import Image
+
+from tools.demo_model.concepts import read_concepts
 
 SIDE_PX = 256
 """The side of a rendered sprite."""

@@ -1,21 +1,21 @@
-"""Draw prompts with the parts as they are in memory, to look at while training."""
+"""Draw prompts with the parts in memory, to inspect them during training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from diffusers import (
-    AutoencoderKL,
-    ControlNetModel,
     DPMSolverMultistepScheduler,
-    UNet2DConditionModel,
 )
-from filters import edges
-from latents import load_tokenizer, make_scenes, tokenize
-from models import SCALE_FACTOR
 from PIL import Image
-from scenes import SceneDrawer
 from torch import Tensor
-from transformers import CLIPTextModel
+
+from tools.demo_model.filters import edges
+from tools.demo_model.latents import load_tokenizer, make_scenes, tokenize
+from tools.demo_model.models import SCALE_FACTOR
+from tools.demo_model.scenes import SceneDrawer
 
 PROMPTS = (
     *("a cat", "a dog on a blue background", "a rocket at night", "a fox in the snow"),
@@ -32,19 +32,19 @@ PROMPTS = (
         "a robot next to a unicorn at night",
     ),
 )
-"""A bit of everything that captions can say."""
+"""Prompts that cover all parts of captions."""
 
 
 @torch.no_grad()
 def draw_prompts(
-    parts: tuple[UNet2DConditionModel, CLIPTextModel, AutoencoderKL],
+    parts: tuple[Any, Any, Any],
     prompts: list[str],
     height_px: int,
     width_px: int,
     steps: int = 20,
     guidance: float = 4.0,
     seed: int = 0,
-    control: object = None,
+    control: Callable[[Tensor, Tensor, Tensor], dict[str, object]] | None = None,
 ) -> Tensor:
     """Draw one picture a prompt with DPM++ 2M and classifier-free guidance.
 
@@ -59,7 +59,7 @@ def draw_prompts(
     device, count = unet.device, len(prompts)
     token_ids = tokenize(load_tokenizer(), [""] * count + list(prompts)).to(device)
     context = text_encoder(token_ids).last_hidden_state
-    scheduler = DPMSolverMultistepScheduler(
+    scheduler: Any = DPMSolverMultistepScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
         use_karras_sigmas=True,
     )  # fmt: skip
@@ -71,7 +71,8 @@ def draw_prompts(
         residuals = control(doubled, time, context) if control else {}
         empty, full = unet(doubled, time, context, **residuals).sample.chunk(2)
         latents = scheduler.step(empty + guidance * (full - empty), time, latents).prev_sample
-    return (vae.decode(latents / SCALE_FACTOR).sample / 2 + 0.5).clamp(0, 1)
+    drawn: Tensor = vae.decode(latents / SCALE_FACTOR).sample / 2 + 0.5
+    return drawn.clamp(0, 1)
 
 
 def to_image(picture: Tensor) -> Image.Image:
@@ -95,11 +96,11 @@ def contact_sheet(rows: list[list[Tensor]]) -> Image.Image:
 
 
 def draw_controlled_sheet(
-    parts: tuple[UNet2DConditionModel, CLIPTextModel, AutoencoderKL],
-    controlnet: ControlNetModel,
+    parts: tuple[Any, Any, Any],
+    controlnet: Any,
     drawer: SceneDrawer,
 ) -> Image.Image:
-    """Edges of scenes the model did not see, and what prompts make of them."""
+    """Draw edges of unseen scenes, and pictures from these edges with several prompts."""
     scenes = make_scenes(192, 192, 8, seed=999)
     pictures = drawer.draw(scenes, 192, 192)
     hints = edges(pictures).expand(-1, 3, -1, -1)
@@ -117,9 +118,7 @@ def draw_controlled_sheet(
     return contact_sheet(rows)
 
 
-def draw_sheet(
-    parts: tuple[UNet2DConditionModel, CLIPTextModel, AutoencoderKL], seed: int = 0
-) -> Image.Image:
+def draw_sheet(parts: tuple[Any, Any, Any], seed: int = 0) -> Image.Image:
     """The prompts at several sizes on one sheet."""
     rows = []
     for height_px, width_px, per_row in ((128, 128, 16), (192, 192, 8), (128, 256, 8)):

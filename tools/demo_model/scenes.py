@@ -1,4 +1,4 @@
-"""Scenes: which objects stand where, before which background, and what the caption says."""
+"""Scenes: objects with positions, a background, and a caption."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from backgrounds import COLORS, NAMES, draw_backgrounds
-from captions import plural, say_objects, say_scene, with_article
-from concepts import Concept
 from torch import Tensor
 from torch.nn import functional
+
+from tools.demo_model.backgrounds import COLORS, NAMES, draw_backgrounds
+from tools.demo_model.captions import plural, say_objects, say_scene, with_article
+from tools.demo_model.concepts import Concept
 
 MOST_OBJECTS = 3
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One object: its place in concepts.tsv, its centre and its side in pixels."""
+    """One object: its index in concepts.tsv, its centre and its side in pixels."""
 
     concept: int
     x_px: float

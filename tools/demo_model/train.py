@@ -1,9 +1,10 @@
 """Train a part of the demo model; README.md has the commands in order.
 
-python train.py vae --sprites S.npz --output OUT --limit-s 300
-python train.py main --sprites S.npz --parts PARTS --output OUT --limit-s 540
-python train.py lora --sprites S.npz --model M.safetensors --output OUT --limit-s 90
-python train.py controlnet --sprites S.npz --model M.safetensors --output OUT --limit-s 180
+T="python -m tools.demo_model.train"
+$T vae --sprites S.npz --output OUT --limit-s 300
+$T main --sprites S.npz --parts PARTS --output OUT --limit-s 540
+$T lora --sprites S.npz --model M.safetensors --output OUT --limit-s 90
+$T controlnet --sprites S.npz --model M.safetensors --output OUT --limit-s 180
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
-from models import build_text_encoder, build_unet, build_vae, load_parts, save_parts, text_core
-from transformers import CLIPTextModel
+
+from tools.demo_model.models import (
+    build_text_encoder,
+    build_unet,
+    build_vae,
+    load_parts,
+    save_parts,
+    text_core,
+)
 
 
 def load_sprites(path: Path, device: torch.device) -> torch.Tensor:
@@ -25,9 +33,9 @@ def load_sprites(path: Path, device: torch.device) -> torch.Tensor:
 
 
 def run_vae(arguments: argparse.Namespace, device: torch.device) -> None:
-    from sample import contact_sheet
-    from scenes import SceneDrawer
-    from train_vae import FROM_SCRATCH, REFINEMENT, draw_pool, train_vae
+    from tools.demo_model.sample import contact_sheet
+    from tools.demo_model.scenes import SceneDrawer
+    from tools.demo_model.train_vae import FROM_SCRATCH, REFINEMENT, draw_pool, train_vae
 
     sprites, vae = load_sprites(arguments.sprites, device), build_vae()
     fresh = arguments.parts is None
@@ -47,10 +55,10 @@ def run_vae(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def run_main(arguments: argparse.Namespace, device: torch.device) -> None:
-    from latents import load_tokenizer, make_buckets, tokenize
-    from sample import draw_sheet
-    from scenes import SceneDrawer
-    from train_diffusion import Schedule, Trainer, compile_blocks, predictor
+    from tools.demo_model.latents import load_tokenizer, make_buckets, tokenize
+    from tools.demo_model.sample import draw_sheet
+    from tools.demo_model.scenes import SceneDrawer
+    from tools.demo_model.train_diffusion import Schedule, Trainer, compile_blocks, predictor
 
     started = time.monotonic()
     torch.manual_seed(2)
@@ -87,9 +95,7 @@ def run_main(arguments: argparse.Namespace, device: torch.device) -> None:
     print(f"done after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def load_finished(
-    arguments: argparse.Namespace, device: torch.device
-) -> tuple[UNet2DConditionModel, CLIPTextModel, AutoencoderKL]:
+def load_finished(arguments: argparse.Namespace, device: torch.device) -> tuple[Any, Any, Any]:
     """The trained UNet, text encoder and VAE, frozen."""
     from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 
@@ -101,11 +107,11 @@ def load_finished(
 
 
 def run_lora(arguments: argparse.Namespace, device: torch.device) -> None:
-    from latents import load_tokenizer, make_buckets, tokenize
-    from sample import draw_sheet
-    from scenes import SceneDrawer
-    from train_adapters import SKETCH, train_lora
-    from train_diffusion import Schedule, predictor
+    from tools.demo_model.latents import load_tokenizer, make_buckets, tokenize
+    from tools.demo_model.sample import draw_sheet
+    from tools.demo_model.scenes import SceneDrawer
+    from tools.demo_model.train_adapters import SKETCH, train_lora
+    from tools.demo_model.train_diffusion import Schedule, predictor
 
     started = time.monotonic()
     torch.manual_seed(3)
@@ -121,11 +127,11 @@ def run_lora(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def run_controlnet(arguments: argparse.Namespace, device: torch.device) -> None:
-    from latents import load_tokenizer, make_buckets, tokenize
-    from sample import draw_controlled_sheet
-    from scenes import SceneDrawer
-    from train_adapters import EDGES, make_controlnet, train_controlnet
-    from train_diffusion import Schedule
+    from tools.demo_model.latents import load_tokenizer, make_buckets, tokenize
+    from tools.demo_model.sample import draw_controlled_sheet
+    from tools.demo_model.scenes import SceneDrawer
+    from tools.demo_model.train_adapters import EDGES, make_controlnet, train_controlnet
+    from tools.demo_model.train_diffusion import Schedule
 
     started = time.monotonic()
     torch.manual_seed(4)

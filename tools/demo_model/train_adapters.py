@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel
-from filters import edges, sketch
-from latents import BlockKind, Bucket
-from models import encode_text
+from diffusers import ControlNetModel
 from safetensors.torch import save_file
 from torch import Tensor
-from train_diffusion import Predict, Schedule, Trainer
-from transformers import CLIPTextModel
 
-SKETCH = BlockKind(style=sketch, batch_share=0.25)
-EDGES = BlockKind(hint=edges, batch_share=0.25)
+from tools.demo_model.filters import edges, sketch
+from tools.demo_model.latents import Bucket, DatasetVariant
+from tools.demo_model.models import encode_text
+from tools.demo_model.train_diffusion import Predict, Schedule, Trainer
+
+SKETCH = DatasetVariant(style=sketch, batch_share=0.25)
+EDGES = DatasetVariant(hint=edges, batch_share=0.25)
 
 LORA_RANK = 8
 
@@ -24,7 +25,7 @@ LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "net.0
 
 
 def train_lora(
-    unet: UNet2DConditionModel,
+    unet: Any,
     predict: Predict,
     buckets: list[Bucket],
     empty_ids: Tensor,
@@ -50,14 +51,14 @@ def train_lora(
     save_file(tensors, path, metadata={**metadata, "ss_network_module": "networks.lora"})
 
 
-def make_controlnet(unet: UNet2DConditionModel) -> ControlNetModel:
+def make_controlnet(unet: Any) -> Any:
     """A ControlNet that starts as a copy of the UNet's first half."""
     return ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 32, 64, 96))
 
 
 def train_controlnet(
-    parts: tuple[UNet2DConditionModel, CLIPTextModel],
-    controlnet: ControlNetModel,
+    parts: tuple[Any, Any],
+    controlnet: Any,
     buckets: list[Bucket],
     empty_ids: Tensor,
     schedule: Schedule,
@@ -71,10 +72,11 @@ def train_controlnet(
     def predict(noisy: Tensor, times: Tensor, token_ids: Tensor, hints: Tensor | None) -> Tensor:
         context = encode_text(text_encoder, token_ids)
         down, middle = controlnet(noisy, times, context, hints, return_dict=False)
-        return unet(
+        noise: Tensor = unet(
             noisy, times, context, down_block_additional_residuals=down,
             mid_block_additional_residual=middle, return_dict=False,
         )[0]  # fmt: skip
+        return noise
 
     Trainer(predict, list(controlnet.parameters()), buckets, empty_ids, schedule).run(seed=22)
     controlnet.half().save_pretrained(folder)

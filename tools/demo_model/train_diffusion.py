@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
-from latents import Bucket
-from models import alphas_cumprod, encode_text
 from torch import Tensor, nn
-from transformers import CLIPTextModel
+
+from tools.demo_model.latents import Bucket
+from tools.demo_model.models import alphas_cumprod, encode_text
 
 Predict = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(noisy latents [B, 4, h, w], times [B], token ids [B, 77], hints [B, 3, H, W]) -> noise."""
@@ -21,7 +21,7 @@ SNR_CAP = 5.0
 """Hang et al. 2023, arXiv:2303.09556."""
 
 OFFSET = 0.1
-"""Noise shared by a whole channel, so that plain backgrounds come from the caption."""
+"""Share of noise that is constant over a channel, so that captions decide plain backgrounds."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Schedule:
     """How long to train and how fast.
 
     Attributes:
-        limit_s: Seconds from the trainer's making; the rate is at its end by then.
-        averaging: How much of the averaged weights a step keeps.
-        empty_share: Captions replaced by the empty one, for classifier-free guidance.
+        limit_s: Seconds from the trainer's creation until the learning rate reaches its end.
+        averaging: Share of the averaged weights that a step keeps.
+        empty_share: Share of empty captions, for classifier-free guidance.
     """
 
     steps: int
@@ -58,7 +58,7 @@ def diffusion_loss(
         latents: [B, 4, h, w], deviation 1.
         token_ids: [B, 77], empty captions put in already.
         hints: What a ControlNet follows, [B, 3, H, W], or None.
-        kept: [1000], the share of the picture's variance left at each time.
+        kept: [1000], the remaining share of the picture's variance at each time.
     """
     batch = len(latents)
     noise = torch.randn_like(latents)
@@ -72,7 +72,7 @@ def diffusion_loss(
 
 
 class Trainer:
-    """Steps of one size each; on a GPU every size's whole step is one captured graph."""
+    """Trains with one size for each step; on a GPU a whole step of a size is one CUDA graph."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Trainer:
             torch._foreach_add_(self.averages, moves)
 
     def step(self, index: int) -> None:
-        """Run one step on bucket number `index`, captured at its first use on a GPU."""
+        """Run one step on bucket `index`; on a GPU the first use records a CUDA graph."""
         if not self.captured:
             self._step(self.buckets[index])
             return
@@ -140,7 +140,7 @@ class Trainer:
         self._graphs[index].replay()
 
     def run(self, seed: int) -> None:
-        """Train by the schedule; the averaged weights are put into the modules at the end."""
+        """Train by the schedule; at the end the modules get the averaged weights."""
         choice, schedule = Random(seed), self.schedule
         self.share.fill_(0.0)
         for index in range(len(self.buckets)):
@@ -168,23 +168,26 @@ class Trainer:
             torch._foreach_copy_([weight.detach() for weight in self.weights], self.averages)
 
 
-def predictor(unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> Predict:
-    """The whole model as one function."""
+def predictor(unet: Any, text_encoder: Any) -> Predict:
+    """Return the whole model as one function."""
 
     def predict(noisy: Tensor, times: Tensor, token_ids: Tensor, _hints: Tensor | None) -> Tensor:
-        return unet(noisy, times, encode_text(text_encoder, token_ids), return_dict=False)[0]
+        noise: Tensor = unet(noisy, times, encode_text(text_encoder, token_ids), return_dict=False)[
+            0
+        ]
+        return noise
 
     return predict
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile a model's blocks, one graph a kind for every size: `forward` is replaced."""
+    """Compile a model's blocks, one graph for each block kind and all sizes; replaces `forward`."""
     import torch._dynamo
     from torch.fx.experimental import _config as symbolic_shapes
 
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.suppress_errors = True
-    symbolic_shapes.use_duck_shape = False  # a square picture must not make squares the rule
+    symbolic_shapes.use_duck_shape = False  # otherwise a square picture compiles for squares only
     names = ("ResnetBlock2D", "Transformer2DModel")
     for module in model.modules():
         if type(module).__name__ in names:

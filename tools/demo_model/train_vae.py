@@ -6,18 +6,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
-from concepts import read_concepts
-from diffusers import AutoencoderKL
-from models import SCALE_FACTOR, build_vae, save_parts
-from scenes import SceneDrawer, make_scene
 from torch import Tensor
 from torch.nn import functional
-from train_diffusion import compile_blocks
+
+from tools.demo_model.concepts import read_concepts
+from tools.demo_model.models import SCALE_FACTOR, build_vae, save_parts
+from tools.demo_model.scenes import SceneDrawer, make_scene
+from tools.demo_model.train_diffusion import compile_blocks
 
 SIZES = ((128, 128, 14000, 96), (256, 192, 4000, 32), (256, 256, 3000, 24))
-"""Height, width, how many scenes, batch size."""
+"""(height, width, number of scenes, batch size)."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ def draw_pool(drawer: SceneDrawer, height_px: int, width_px: int, count: int, se
 
 
 @torch.no_grad()
-def fold_scale(vae: AutoencoderKL, pictures: Tensor) -> None:
-    """Make latents of mean 0 and, times 0.18215, deviation 1: a change of the 1x1 convolutions.
+def fold_scale(vae: Any, pictures: Tensor) -> None:
+    """Change the 1x1 convolutions so that latents have mean 0 and, times 0.18215, deviation 1.
 
     Args:
-        vae: Changed in place; what it draws stays the same.
-        pictures: [N, 3, H, W] in -1..1, to measure on.
+        vae: Changed in place; its pictures stay the same.
+        pictures: [N, 3, H, W] in -1..1, to measure the latents.
     """
     with torch.autocast(pictures.device.type, torch.bfloat16):
         latents = torch.cat([vae.encode(batch).latent_dist.mean for batch in pictures.split(64)])
@@ -79,9 +80,9 @@ def fold_scale(vae: AutoencoderKL, pictures: Tensor) -> None:
 
 
 def train_vae(
-    vae: AutoencoderKL, sprites: Tensor, output: Path, plan: Plan, limit_s: float, compiled: bool
-) -> AutoencoderKL:
-    """Train from a fixed seed, fold the scale in, save; returns the VAE of averaged weights."""
+    vae: Any, sprites: Tensor, output: Path, plan: Plan, limit_s: float, compiled: bool
+) -> Any:
+    """Train from a fixed seed, fold in the scale, save; return the VAE with averaged weights."""
     torch.manual_seed(plan.seed)
     device = sprites.device
     started = time.monotonic()
@@ -128,7 +129,7 @@ def train_vae(
     return average
 
 
-def _reconstruct(vae: AutoencoderKL, pictures: Tensor) -> tuple[Tensor, Tensor]:
+def _reconstruct(vae: Any, pictures: Tensor) -> tuple[Tensor, Tensor]:
     posterior = vae.encode(pictures).latent_dist
     mean, logvar = posterior.mean.float(), posterior.logvar.float()
     latents = mean + torch.exp(0.5 * logvar) * torch.randn_like(mean)

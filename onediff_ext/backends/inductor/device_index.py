@@ -1,8 +1,9 @@
-"""Loading a graph that was built for one GPU onto another one of the same kind.
+"""Load a graph that was built for one GPU onto another GPU of the same type.
 
-Inductor writes the number of the GPU that a graph was built for into its code and into what its
-kernels need to be launched. Kernels are the same for all GPUs of a kind, so only these numbers
-are exchanged. Source: CompiledFxGraph.after_deserialization in torch/_inductor/output_code.py,
+Inductor writes the number of the build GPU into the graph's code and into its kernels' launch
+data. Kernels are the same for all GPUs of a type, so only these numbers are replaced.
+
+Source: CompiledFxGraph.after_deserialization in torch/_inductor/output_code.py,
 TritonBundler.load_autotuners in torch/_inductor/triton_bundler.py (torch 2.8 to 2.13).
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# In the code around the kernels. Their own sources stay as they are: they name what is cached.
+# Places in the code around the kernels. Kernel sources do not change: caches use them as keys.
 _PLACES = (
     (re.compile(r"(_DeviceGuard\()\d+(\))"), r"\g<1>{}\g<2>"),
     (re.compile(r"(set_device\()\d+(\))"), r"\g<1>{}\g<2>"),
@@ -25,7 +26,7 @@ _PLACES = (
 
 
 def for_device(source: str, index: int) -> str:
-    """The Python code of a compiled graph, for the GPU with this number."""
+    """Return the Python code of a compiled graph for the GPU with this number."""
     for pattern, replacement in _PLACES:
         source = pattern.sub(replacement.format(index), source)
     return source
@@ -33,9 +34,9 @@ def for_device(source: str, index: int) -> str:
 
 @contextmanager
 def loading_for(index: int) -> Iterator[None]:
-    """Within it, graphs that this thread loads are for the GPU with this number.
+    """Load this thread's graphs for the GPU with this number, within this ``with`` block.
 
-    Must not be entered by two threads at the same time.
+    Two threads must not enter it at the same time.
     """
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.triton_bundler import TritonBundler
@@ -69,7 +70,7 @@ def loading_for(index: int) -> Iterator[None]:
 
 
 def _move(kernel: Any, index: int) -> None:
-    """Have a kernel that was not launched yet be launched on this GPU."""
+    """Set the launch device of a kernel that has not been launched yet."""
     kernel.device_props = kernel.device_props._replace(index=index)
     kernel.triton_meta = {**kernel.triton_meta, "device": index}
     for result in kernel.compile_results:

@@ -1,6 +1,6 @@
-"""Triton, which makes Inductor's kernels for GPUs: whether it is there, and what installs it.
+"""Whether Triton, which compiles Inductor's GPU kernels, is installed; and its install command.
 
-Nothing here installs anything; torch for Linux brings its Triton along, torch for Windows none.
+Nothing here installs anything. torch for Linux includes Triton; torch for Windows does not.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 
 from onediff_ext.engine.torch_versions import RELEASE
 
-# The Triton that each torch asks for, by its package's own metadata; the packages for Windows
-# have the same numbers.
+# torch release → Triton release, from torch's package metadata. Packages for Windows have the
+# same numbers.
 _WANTED = {
     (2, 6): (3, 2),
     (2, 7): (3, 3),
@@ -24,7 +24,7 @@ _WANTED = {
 
 
 def missing_reason() -> str | None:
-    """Why no kernels can be made, with the command that mends it; None when Triton is there."""
+    """Return why kernels cannot be compiled, with the install command; None when Triton works."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -33,11 +33,11 @@ def missing_reason() -> str | None:
 
 
 def install_command(torch_release: tuple[int, int], platform: str, python: str) -> str:
-    """What installs the Triton that goes with a torch, whatever environment the shell is in.
+    """Return the command that installs the matching Triton, from any shell environment.
 
     Args:
         torch_release: Such as (2, 6).
-        platform: As `sys.platform` says it.
+        platform: A value of `sys.platform`.
         python: The interpreter that needs it.
     """
     package = "triton-windows" if platform == "win32" else "triton"

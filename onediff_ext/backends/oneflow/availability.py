@@ -1,4 +1,4 @@
-"""Whether OneFlow can work here, found out without importing it where that is possible."""
+"""Whether OneFlow can work here; checked without importing it where possible."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onediff_ext.backends.oneflow.launch_order import order_launches
 INSTALL = 'pip install "onediff-ext[oneflow]", see docs/oneflow.md'
 TESTED = "0.9.0"
 PYTHON = (3, 10)
-# Compute capabilities whose code is in the wheel. There is no PTX to compile for others, but
-# code for 8.6 also runs on 8.9.
+# Compute capabilities with code in the wheel. It has no PTX for other GPUs, but code for 8.6
+# also runs on 8.9.
 CODE_FOR = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6))
 _LIBRARIES = {
     "libcublas.so.11": "nvidia-cublas-cu11==11.10.3.66",
@@ -26,7 +26,7 @@ _LIBRARIES = {
 
 
 def unavailable_reason(device: torch.device) -> str | None:
-    """Why OneFlow cannot work on this device, in one line; None when it can."""
+    """Return in one line why OneFlow cannot work on this device; None when it can."""
     reason = process_reason()
     if reason is not None or device.type == "cpu":
         return reason
@@ -37,13 +37,13 @@ def unavailable_reason(device: torch.device) -> str | None:
 
 @functools.cache
 def process_reason() -> str | None:
-    """Why OneFlow cannot be used in this process at all; found out once."""
+    """Return why OneFlow cannot work in this process at all, or None; checked once."""
     found = sys.version_info[:2]
     if found != PYTHON:
         return f"OneFlow {TESTED} needs Python 3.10; this is {found[0]}.{found[1]}"
     if importlib.util.find_spec("oneflow") is None:
         return f"OneFlow is not installed ({INSTALL})"
-    # The wrong version of either does not fail cleanly when OneFlow is imported.
+    # With a wrong version of these packages, importing OneFlow does not fail cleanly.
     return (
         version_reason("oneflow", TESTED)
         or version_reason("numpy", "1")
@@ -53,7 +53,7 @@ def process_reason() -> str | None:
 
 
 def version_reason(package: str, wanted: str) -> str | None:
-    """Why the installed version of a package does not do; `wanted` is how it has to begin."""
+    """Return why a package's version does not match; it must start with `wanted`."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def version_reason(package: str, wanted: str) -> str | None:
 
 
 def capability_reason(capability: tuple[int, int]) -> str | None:
-    """Why the wheel has nothing for a GPU of this compute capability."""
+    """Return why the wheel has no code for a GPU of this compute capability, or None."""
     major, minor = capability
     if any(major == m and minor >= n for m, n in CODE_FOR):
         return None
@@ -83,7 +83,7 @@ def import_error_reason(exc: BaseException) -> str:
 
 
 def _import_reason() -> str | None:
-    os.environ.setdefault("GLOG_minloglevel", "3")  # it complains of GPUs on a CPU
+    os.environ.setdefault("GLOG_minloglevel", "3")  # no warnings about missing GPUs
     try:
         import oneflow  # noqa: F401
     except Exception as exc:  # a foreign package's import may raise anything

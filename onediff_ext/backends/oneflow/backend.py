@@ -9,28 +9,28 @@ import torch
 
 from onediff_ext.backends.oneflow.availability import unavailable_reason
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.static_graphs import process_plans
+from onediff_ext.backends.oneflow.static_graphs import process_graphs
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.backend_port import Backend, Graph
 from onediff_ext.engine.export.exporter import load_program, save_program
 from onediff_ext.engine.torch_versions import too_old_for_graphs
 
-# Raised whenever a stored program would be run in another way.
+# Raise this whenever a stored program would run differently.
 _SCHEMA = "1"
 
 
 class OneFlowBackend(Backend):
-    """Keeps exported programs; OneFlow makes a graph of one at the first call of each shape.
+    """Stores exported programs; OneFlow plans a graph at the first call of each shape.
 
-    OneFlow 0.9 cannot save a planned graph, so that the program is all there is to keep.
+    OneFlow 0.9 cannot save a planned graph, so only the program is stored.
     """
 
     name = "oneflow"
-    capturable = False  # it works on streams of its own
+    capturable = False  # it uses its own streams
 
     @property
     def needs_restart(self) -> bool:  # type: ignore[override]
-        return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
+        return process_graphs.cache_info().currsize > 0 and process_graphs().broken is not None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return too_old_for_graphs() or unavailable_reason(device)
@@ -44,7 +44,7 @@ class OneFlowBackend(Backend):
 
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:  # noqa: ARG002
         try:
-            # Functional operators, and autocast as casts that stand in the program.
+            # Use functional operators, and make autocast's casts explicit.
             program = program.run_decompositions({})
         except Exception as exc:
             raise BackendError(f"The program cannot be simplified: {exc}") from exc
@@ -59,6 +59,6 @@ class OneFlowBackend(Backend):
         program = FlowProgram(graph_module)
 
         def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-            return process_plans().run(program, arguments)
+            return process_graphs().run(program, arguments)
 
         return run

@@ -1,7 +1,7 @@
-"""Operators that OneFlow 0.9 lacks on some device, made of those that it has.
+"""Operators that OneFlow 0.9 lacks on some devices, composed of operators that it has.
 
-`flow` is the `oneflow` module everywhere, handed in so that this file can be imported
-without it. Tensors are OneFlow's, eager ones or those of a graph under construction.
+`flow` is always the `oneflow` module; as an argument, so this file imports without it. Tensors are
+OneFlow tensors, eager or of a graph under construction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def layer_norm(
 ) -> Any:
     """Normalise x [..., *normalized_shape] over its last dims.
 
-    OneFlow's `layer_norm` kernels end the process when they are called on a CPU.
+    OneFlow's own `layer_norm` kernels crash the process on a CPU.
     """
     dims = list(range(x.ndim - len(normalized_shape), x.ndim))
     normal = _normalise(flow, x, dims, eps)
@@ -58,7 +58,7 @@ def _normalise(flow: Any, x: Any, dims: list[int], eps: float) -> Any:
     if x.is_cuda:
         axis = dims[0]
         return flow._C.layer_norm(x, begin_norm_axis=axis, begin_params_axis=axis, epsilon=eps)
-    if x.dtype in (flow.float16, flow.bfloat16):  # its own words speak of "no floating type"
+    if x.dtype in (flow.float16, flow.bfloat16):  # OneFlow's own message says "no floating type"
         name = str(x.dtype).removeprefix("oneflow.")
         raise BackendError(f"OneFlow has no kernel for norms in {name} on this CPU")
     mean = x.mean(dim=dims, keepdim=True)
@@ -91,7 +91,7 @@ def attention(
 
 
 def linear(flow: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-    """x [..., in] → [..., out], weight [out, in]."""
+    """Multiply x [..., in] with weight [out, in]: [..., out]."""
     product = flow._C.matmul(x, weight, transpose_b=True)
     return product if bias is None else product + bias
 
@@ -106,7 +106,7 @@ def conv2d(
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
 ) -> Any:
-    """Convolve x [B, C, H, W] in NCHW order; in NHWC the CPU's kernel computes something else."""
+    """Convolve x [B, C, H, W] in NCHW order; in NHWC the CPU's kernel is wrong."""
     return flow._C.conv2d(
         x,
         weight,

@@ -1,4 +1,4 @@
-"""OneFlow's errors, which are pages of C++ frames, in one line."""
+"""Shorten OneFlow's errors, pages of C++ frames, to one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def one_line(exc: BaseException) -> str:
-    """What went wrong, without where in OneFlow it did."""
+    """Return what went wrong, without C++ locations."""
     text = _COLOUR.sub("", str(exc))
     kernel = _KERNEL.search(text)
     if kernel is not None:

@@ -1,14 +1,14 @@
-"""Keeps OneFlow 0.9.0 from ending the process when a graph finishes too early.
+"""Works around a race in OneFlow 0.9.0 that crashes the process when a graph finishes too early.
 
-To launch a graph, one of OneFlow's threads first hands it to the threads that compute it, and
-only then notes it in a queue; who computed it takes the note out again. On a busy machine the
-launching thread may lose the processor between the two. Then an empty queue is popped: what
-lies there by chance is released as a pointer (``LazyJobStreamPolicy::DequeueNNGraph`` in
-oneflow/core/vm), and the process ends by SIGSEGV or SIGABRT, at once or later.
+To launch a graph, a OneFlow thread first passes it to the compute threads and only then adds it
+to a queue; a compute thread removes it when done. On a busy machine the launching thread may be
+suspended between the two steps. Then the compute thread pops an empty queue and releases random
+memory as a pointer (``LazyJobStreamPolicy::DequeueNNGraph`` in oneflow/core/vm). The process ends
+by SIGSEGV or SIGABRT, at once or later.
 
-There is no later version for the same machines, so the call of that function is led over some
-instructions that wait until the queue has something to pop. Nothing of OneFlow's code is
-changed: only the address in its import table, through which it calls this function.
+No later version exists for the same machines. So calls of that function go through a few
+instructions that wait until the queue has an entry. OneFlow's code does not change, only the
+function's address in its import table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import struct
 from pathlib import Path
 
 _POP = b"_ZN7oneflow2vm19LazyJobStreamPolicy14DequeueNNGraphEv"
-# The function as it reads the queue: its first entry at this + 0x18, its end by layout at 0x38.
+# Instructions of the function that read the queue: first entry at this + 0x18, end at 0x38.
 _READS_QUEUE = bytes.fromhex("488b4b28 488b4318 488d51f0")
 _WAITS = bytes.fromhex(
     "488b4718"  # again: mov rax, [rdi+0x18]  first entry
@@ -35,7 +35,7 @@ _WAITS = bytes.fromhex(
 )
 _GOES_ON = bytes.fromhex("ffe0")  # jmp rax
 
-# Of a shared library's dynamic section (ELF).
+# Tags of a shared library's dynamic section (ELF).
 _STRINGS, _SYMBOLS, _IMPORTS_SIZE, _IMPORTS = 5, 6, 2, 23
 _SYMBOL, _IMPORT = struct.Struct("<IBBHQQ"), struct.Struct("<QQq")
 
@@ -43,7 +43,7 @@ _kept: list[mmap.mmap] = []  # instructions that OneFlow calls until the process
 
 
 def order_launches() -> str | None:
-    """Mend the loaded OneFlow, once; returns why that cannot be done, or None."""
+    """Patch the loaded OneFlow once; return why that is impossible, or None."""
     if _kept:
         return None
     problem = _mend()
@@ -83,11 +83,12 @@ def _loaded_library() -> ctypes.CDLL | None:
 
 
 def _import_slot(handle: int, name: bytes) -> int | None:
-    """Where a library keeps the address of a function that it calls.
+    """Return where a library stores the address of an imported function.
 
     Args:
-        handle: From dlopen: glibc's link_map, which begins with the library's base address,
+        handle: From dlopen: glibc's link_map, which starts with the library's base address,
             its name and its dynamic section.
+        name: The function's mangled name.
     """
     base, _, section = struct.unpack("<QQQ", ctypes.string_at(handle, 24))
     entries: dict[int, int] = {}

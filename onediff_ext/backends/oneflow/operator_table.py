@@ -1,7 +1,7 @@
-"""From aten operators to OneFlow functions. Importable where OneFlow is not installed.
+"""The table of OneFlow's operators: aten operator → OneFlow function.
 
-Each entry is called with the `oneflow` module and then as the aten operator is, with
-OneFlow's tensors; what it does not know of an operator's arguments it refuses.
+It imports without OneFlow. Each entry takes the `oneflow` module, then the arguments of the aten
+operator with OneFlow tensors, and refuses arguments that it does not support.
 tests/oneflow/operators.py has a case for each entry.
 """
 
@@ -33,7 +33,7 @@ def _same(flow: Any, x: Any, **kwargs: Any) -> Any:  # noqa: ARG001
 
 
 def _nothing(flow: Any, *args: Any, **kwargs: Any) -> None:
-    """A check that export has left in the program; the engine makes its own."""
+    """Ignore a check that export left in the program; the engine has its own."""
 
 
 def _dropout(flow: Any, x: Any, p: float, train: bool) -> Any:  # noqa: ARG001
@@ -125,7 +125,7 @@ def _addmm(flow: Any, bias: Any, x: Any, y: Any, *, beta: float = 1, alpha: floa
 
 
 def _baddbmm(flow: Any, bias: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta == 0:  # the bias may be uninitialised memory then
+    if beta == 0:  # then the bias may be uninitialised memory
         return flow.matmul(x, y) * alpha
     return _addmm(flow, bias, x, y, beta=beta, alpha=alpha)
 
@@ -356,7 +356,7 @@ TABLE: Mapping[str, Lowering] = {
     "aten.where.self": _where,
 }
 
-# Arithmetic on sizes, which are whole numbers by the time that a graph is made.
+# Arithmetic on sizes, which are integers when a graph is made.
 ARITHMETIC: frozenset[object] = frozenset(
     {
         operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv,

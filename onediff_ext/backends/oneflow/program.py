@@ -1,4 +1,4 @@
-"""An exported block as something that OneFlow can run."""
+"""An exported block that OneFlow can run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NUMBERS = itertools.count()
 
 
 class FlowProgram:
-    """The operators of one exported block, each of which OneFlow has.
+    """An exported block whose operators are all in OneFlow's table.
 
     Args:
         graph_module: Takes weights and inputs, flattened; returns a tuple of one tensor.
 
     Attributes:
-        number: No other program of this process has it.
+        number: Unique in this process.
 
     Raises:
-        BackendError: An operator is not in the table; OneFlow has not been touched then.
+        BackendError: An operator is not in the table. OneFlow has not been called yet.
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
@@ -35,7 +35,7 @@ class FlowProgram:
             raise BackendError(f"OneFlow has no operator for {', '.join(missing)}")
 
     def run(self, flow: Any, arguments: list[Any]) -> Any:
-        """Run on OneFlow tensors, eager ones or those of a graph under construction."""
+        """Run on OneFlow tensors, eager or of a graph under construction."""
         return _FlowInterpreter(self._graph_module, flow).run(*arguments)[0]
 
 
@@ -53,7 +53,7 @@ class _FlowInterpreter(Interpreter):
 
 
 def lowering_of(target: object) -> Lowering | None:
-    """The table's entry for the target of a call; None when it has none."""
+    """Return the table's entry for the target of a call, or None."""
     return TABLE.get(str(target)) if isinstance(target, torch._ops.OpOverload) else None
 
 

@@ -1,11 +1,11 @@
-"""OneFlow's static graphs of this process: one for each program and exact shape, bounded.
+"""OneFlow's static graphs in this process: one for each program and exact shape, with limits.
 
-OneFlow 0.9 has three habits that decide what this file does:
-- A graph that is dropped keeps its memory until *all* graphs are dropped and the session is
-  reset, and a reset with one of them alive ends the process.
-- After a graph that could not be planned, the next one that is planned ends the process.
-- A missing kernel is an ordinary error when an operator runs by itself. So a program runs
-  operator by operator first, at each new shape, and what the plan gives is compared with that.
+Three properties of OneFlow 0.9 decide the design of this file:
+- A dropped graph keeps its memory until *all* graphs are dropped and the session is reset. A
+  reset with a graph alive crashes the process.
+- After a graph that could not be planned, planning the next one crashes the process.
+- A missing kernel is an ordinary error when an operator runs alone. So at each new shape a program
+  first runs operator by operator, and the graph's output is compared with that result.
 """
 
 from __future__ import annotations
@@ -34,81 +34,81 @@ logger = logging.getLogger(__name__)
 # Each has three threads of its own.
 LIMIT_COUNT = 256
 LIMIT_BYTES_CPU = 4 * 2**30
-_GPU_SHARE = 3  # a third of the GPU's memory
-# A graph takes 1.1 to 1.5 times what its tensors take (seen on a CPU).
+_GPU_SHARE = 3  # one third of the GPU's memory
+# A graph takes 1.1 to 1.5 times the memory of its tensors (measured on a CPU).
 _OVERHEAD = 1.5
 _EMPTY_BYTES = 4 * 2**20
-# Graphs called less often than this before they had to go did not pay.
+# Graphs with fewer calls than this before they were dropped did not pay off.
 _WORTH_CALLS = 3
 
 _Key = tuple[int, tuple[Any, ...]]
 
 
 @dataclass(eq=False)
-class _Plan:
+class _StaticGraph:
     graph: Any
     size_bytes: int
     calls: int = 0
 
 
-class Plans:
-    """Makes, keeps and runs the graphs.
+class StaticGraphCache:
+    """Plans, keeps and runs the graphs.
 
     Args:
         flow: The `oneflow` module.
-        limit_count: Most graphs alive.
-        limit_bytes: Most memory that they take together; None goes by the device.
+        limit_count: Most graphs in memory.
+        limit_bytes: Most memory of all graphs; None depends on the device.
 
     Attributes:
-        broken: Why this process makes no graph any more, or None.
-        resets: How often everything was dropped.
+        broken: Why this process can plan no more graphs, or None.
+        resets: How often all graphs were dropped.
     """
 
     def __init__(
         self, flow: Any, limit_count: int = LIMIT_COUNT, limit_bytes: int | None = None
     ) -> None:
         self._flow, self._limit_count, self._limit_bytes = flow, limit_count, limit_bytes
-        self._plans: dict[_Key, _Plan] = {}
-        self._wasted: set[_Key] = set()  # dropped before they had paid
-        # One call at a time: a reset must not meet a graph that another thread is running.
+        self._graphs: dict[_Key, _StaticGraph] = {}
+        self._wasted: set[_Key] = set()  # dropped before they paid off
+        # One call at a time: a reset must not happen while another thread runs a graph.
         self._lock = threading.RLock()
         self.broken: str | None = None
         self.resets = 0
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._graphs)
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all graphs together, estimated from the shapes of their tensors."""
-        return sum(plan.size_bytes for plan in self._plans.values())
+        """Memory of all graphs in bytes, estimated from the shapes of their tensors."""
+        return sum(graph.size_bytes for graph in self._graphs.values())
 
     def run(self, program: FlowProgram, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run a program on torch tensors, by a graph that is made if there is none.
+        """Run a program on torch tensors through a graph, which is planned if it is missing.
 
         Raises:
-            BackendError: No graph can be made for these shapes.
-            MachineError: For no fault of the program's: no room, or an earlier failure.
+            BackendError: No graph can be planned for these shapes.
+            MachineError: No memory is left, or an earlier failure blocks this process.
         """
         with self._lock:
             tensor_exchange.wait_for_torch(tensors[-1].device)
             permuted = tuple(map(tensor_exchange.is_permuted, tensors))
             shapes = tuple((t.shape, t.dtype, t.device) for t in tensors)
             key = (program.number, (permuted, shapes))
-            plan = self._plans.get(key)
-            if plan is None:
+            found = self._graphs.get(key)
+            if found is None:
                 return self._first_run(key, program, tensors, permuted)
-            plan.calls += 1
-            return tensor_exchange.to_torch(self._flow, plan.graph(*self._as_flow(tensors)))
+            found.calls += 1
+            return tensor_exchange.to_torch(self._flow, found.graph(*self._as_flow(tensors)))
 
     def drop_all(self) -> bool:
-        """Drop every graph and give their memory back.
+        """Drop all graphs and free their memory.
 
         Returns:
-            False when graphs of somebody else are alive, so that nothing can be given back.
+            False when other code's graphs are alive, so that no memory can be freed.
         """
         with self._lock:
-            self._plans.clear()
+            self._graphs.clear()
             gc.collect()
             if any(issubclass(type(thing), self._flow.nn.Graph) for thing in gc.get_objects()):
                 return False
@@ -156,7 +156,7 @@ class Plans:
         comparison = compare(found, expected)
         if comparison.problem is not None:
             raise BackendError(f"OneFlow's graph {comparison.problem}, operator by operator")
-        self._plans[key] = _Plan(graph, _size_bytes(graph), calls=1)
+        self._graphs[key] = _StaticGraph(graph, _size_bytes(graph), calls=1)
         return found
 
     def _as_flow(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -167,13 +167,13 @@ class Plans:
 
     def _make_room(self, key: _Key, device: torch.device) -> None:
         limit_bytes = self._limit_bytes or _limit_bytes(device)
-        if len(self._plans) < self._limit_count and self.size_bytes < limit_bytes:
+        if len(self._graphs) < self._limit_count and self.size_bytes < limit_bytes:
             return
-        count = len(self._plans)
-        unpaid = {known for known, plan in self._plans.items() if plan.calls < _WORTH_CALLS}
+        count = len(self._graphs)
+        unpaid = {known for known, graph in self._graphs.items() if graph.calls < _WORTH_CALLS}
         if key in self._wasted and 2 * len(unpaid & self._wasted) > count:
-            # What one picture needs does not fit: it would be planned anew at each step.
-            # The kind that asks runs eager, which leaves the room to the others.
+            # The graphs of one picture do not fit together, so each step would plan them again.
+            # This kind runs eager and leaves the room to the others.
             raise MachineError(
                 f"OneFlow's graphs for this size do not fit: {self._limit_count} graphs "
                 f"and {limit_bytes / 2**30:.1f} GB are the limit"
@@ -193,7 +193,7 @@ def _make_graph(flow: Any, forward: Any) -> Any:
 
 
 def _size_bytes(graph: Any) -> int:
-    """What a graph's tensors take, from the shapes in its job; inputs have a copy in it."""
+    """Return the bytes of a graph's tensors, from the shapes in its job, with copies of inputs."""
     from oneflow.core.common import data_type_pb2
 
     sizes = {
@@ -212,7 +212,7 @@ def _size_bytes(graph: Any) -> int:
 
 
 def _give_back_freed_memory() -> None:
-    """Without it half of what a reset frees on a CPU stays with the C library, for nobody."""
+    """Return freed memory to the system; otherwise the C library keeps half of it on a CPU."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -224,8 +224,8 @@ def _limit_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def process_plans() -> Plans:
-    """The graphs of this process. OneFlow is imported here for the first time."""
+def process_graphs() -> StaticGraphCache:
+    """Return the graphs of this process; the first call imports OneFlow."""
     import oneflow
 
-    return Plans(oneflow)
+    return StaticGraphCache(oneflow)

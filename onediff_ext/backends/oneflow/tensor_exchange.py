@@ -1,4 +1,4 @@
-"""Tensors between torch and OneFlow, sharing memory."""
+"""Pass tensors between torch and OneFlow in shared memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NHWC, _NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 def is_permuted(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes to OneFlow as [B, H, W, C], which is how it lies in memory."""
+    """Whether a tensor is passed to OneFlow as [B, H, W, C], its order in memory."""
     return is_channels_last(tensor) and not tensor.is_contiguous()
 
 
 def to_flow(flow: Any, tensor: torch.Tensor) -> Any:
-    """A torch tensor as OneFlow's, [B, H, W, C] where `is_permuted`.
+    """Convert a torch tensor to OneFlow, as [B, H, W, C] where `is_permuted`.
 
-    Its memory is shared wherever it lies in one of these two orders, and never
-    strided: nn.Graph would rearrange a strided input in the caller's own memory.
+    Memory is shared if it is in one of these two orders. A tensor with other strides is copied:
+    nn.Graph would rearrange it in the caller's own memory.
     """
     tensor = tensor.detach()
     if is_permuted(tensor):
@@ -30,15 +30,15 @@ def to_flow(flow: Any, tensor: torch.Tensor) -> Any:
 
 
 def restore_order(tensor: Any) -> Any:
-    """A permuted OneFlow tensor as [B, C, H, W] again."""
+    """Permute a OneFlow tensor [B, H, W, C] back to [B, C, H, W]."""
     return tensor.permute(*_NCHW)
 
 
 def to_torch(flow: Any, tensor: Any) -> torch.Tensor:
-    """A OneFlow tensor as torch's, in shared memory, once its value is there.
+    """Convert a OneFlow tensor to torch in shared memory, after its value is computed.
 
-    OneFlow works asynchronously; making the capsule waits, on a CPU. Without it an input
-    could be overwritten by its owner before it was read.
+    OneFlow works asynchronously. On a CPU, creating the capsule waits. Without waiting, the owner
+    could overwrite an input before OneFlow reads it.
     """
     if tensor.is_cuda:
         flow.cuda.synchronize(tensor.device.index)
@@ -47,6 +47,6 @@ def to_torch(flow: Any, tensor: Any) -> torch.Tensor:
 
 
 def wait_for_torch(device: torch.device) -> None:
-    """Make sure that what torch was asked for on a GPU is there: OneFlow has its own streams."""
+    """Wait for torch's work on a GPU, since OneFlow uses its own streams."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

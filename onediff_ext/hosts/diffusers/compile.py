@@ -1,4 +1,4 @@
-"""`compile_pipe` and what belongs to it: graphs under the components of a diffusers pipeline."""
+"""`compile_pipe` and `undo_compile`: compiled graphs for the components of a diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Pipe = TypeVar("Pipe")
 
 
 class CompiledPipe:
-    """What `compile_pipe` has done to one pipeline.
+    """The state of one compiled pipeline.
 
     Args:
         pipe: The pipeline.
-        session: Kinds, graphs and counts.
-        ignored: Components to leave alone.
-        owns_session: The session serves this pipeline only, and ends with it.
+        session: Has the kinds, graphs and counts.
+        ignored: Components that stay eager.
+        owns_session: The session serves only this pipeline and ends with it.
 
     Attributes:
-        session, owns_session: As given.
+        session, owns_session: As passed in.
         components: The models that run compiled.
 
     Raises:
-        OptionError: There is nothing to compile.
+        OptionError: The pipeline has nothing to compile.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class CompiledPipe:
             )
 
     def install(self, *, fuse_projections: bool = False) -> None:
-        """Put graphs under the components.
+        """Make the components run through graphs.
 
         Args:
-            fuse_projections: Have diffusers join query, key and value projections first.
+            fuse_projections: Let diffusers fuse query, key and value projections first.
         """
         pipe, self._fuses = self._pipe, fuse_projections
         if hasattr(pipe, "fuse_lora"):
@@ -69,13 +69,13 @@ class CompiledPipe:
             self._patches.set(pipe, "fuse_lora", exact.fuse_lora)
             self._patches.set(pipe, "unfuse_lora", exact.unfuse_lora)
         if callable(getattr(pipe, "check_inputs", None)):
-            # Each of diffusers' pipelines begins a picture with it.
+            # Every pipeline of diffusers calls this first for each picture.
             self._patches.set(pipe, "check_inputs", _BeginningPicture(pipe.check_inputs, self))
         self._patches.set(pipe, _ATTRIBUTE, self)
         self._serve(find_models(pipe, self._ignored))
 
     def refresh(self) -> None:
-        """Serve the models that the pipeline has now: one may have been replaced."""
+        """Install on models that replaced others in the pipeline, and remove from the old ones."""
         models = find_models(self._pipe, self._ignored)
         if [(c.name, id(c.model)) for c in self.components] == [(n, id(m)) for n, m in models]:
             return
@@ -92,7 +92,7 @@ class CompiledPipe:
             self._serve(models)
 
     def remove(self) -> None:
-        """Leave modules and weights as they were, and build no more for them."""
+        """Restore modules and weights, and stop builds for them."""
         if self.owns_session:
             self.session.close()
         for component in self.components:
@@ -105,7 +105,7 @@ class CompiledPipe:
     def _serve(self, models: list[tuple[str, nn.Module]]) -> None:
         if self._fuses:
             for model in self._models_to_fuse():
-                # Another pipeline that shares it may have joined them, and takes that back.
+                # Another pipeline that shares the model may have fused them, and undoes that.
                 processors = map(type, model.attn_processors.values())
                 if not any(cls.__name__.startswith("Fused") for cls in processors):
                     model.fuse_qkv_projections()
@@ -120,7 +120,7 @@ class CompiledPipe:
             self.components.append(component)
 
     def _models_to_fuse(self) -> list[Any]:
-        """Those whose projections diffusers' pipelines join."""
+        """Return the models whose projections diffusers' pipelines can fuse."""
         if not hasattr(self._pipe, "fuse_qkv_projections"):
             return []
         models = (getattr(self._pipe, name, None) for name in ("unet", "vae"))
@@ -128,7 +128,7 @@ class CompiledPipe:
 
 
 class _BeginningPicture:
-    """The pipeline's method that each of its pictures begins with."""
+    """Wraps `check_inputs`, the first method that a pipeline calls for each picture."""
 
     def __init__(self, method: Callable[..., Any], compiled: CompiledPipe) -> None:
         self._method, self._compiled = method, compiled
@@ -139,8 +139,10 @@ class _BeginningPicture:
 
 
 def new_session(options: CompileOptions | Mapping[str, Any] | None = None) -> Session:
-    """A session for diffusers models. One session may serve several pipes, which then share
-    graphs (never weights)."""
+    """Create a session for diffusers models.
+
+    One session may serve several pipelines, which then share graphs (never weights).
+    """
     return Session(CompileOptions.parse(options), DIFFUSERS_FAMILIES, (PeftLoraRule(),))
 
 
@@ -156,25 +158,25 @@ def compile_pipe(
 ) -> Pipe:
     """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
 
-    Missing graphs are built beside the pictures, which are drawn eager meanwhile (option
-    ``build``), and kept on disk. Nothing else of the pipeline changes, and `undo_compile` takes
-    it back. A model that replaces one of the pipeline's (``pipe.unet = other``) is compiled at
-    the next picture, and the old one is left as it was. A copy of a compiled pipeline, or of one
-    of its models, is not compiled. Pipelines may share models and be undone in any order; the
-    one that was compiled last serves what they share.
+    Missing graphs are built in the background while pictures are drawn eager (option ``build``),
+    and stored on disk. The rest of the pipeline does not change, and `undo_compile` restores
+    everything. A model that replaces another one (``pipe.unet = other``) is compiled at the next
+    picture, and the old model is restored. A copy of a compiled pipeline, or of one of its
+    models, is not compiled. Pipelines may share models and be undone in any order; the pipeline
+    that was compiled last serves the shared models.
 
     Args:
         pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
-        ignores: Components to leave alone: ``"unet"``, ``"vae"``, ``"vae_encoder"``,
+        ignores: Components that stay eager: ``"unet"``, ``"vae"``, ``"vae_encoder"``,
             ``"vae_decoder"``, ``"controlnet"``.
         options: `CompileOptions`, or a mapping of its fields.
         backend: Shorthand for the option of this name.
-        fuse_qkv_projections: Let diffusers join the projections of its attention first, where
-            the pipeline can; taken back by `undo_compile`.
+        fuse_qkv_projections: Let diffusers fuse the projections of its attention first, where
+            the pipeline supports it; `undo_compile` undoes it.
         deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
-            `DeepCacheOptions`. Faster, but pictures differ; None leaves it as it is (off).
+            `DeepCacheOptions`. Faster, but pictures differ. None does not change it (off).
         session: Share the graphs of this session; the caller closes it. Without one, the pipeline
-            gets its own, which builds until `undo_compile`.
+            gets its own session, which builds until `undo_compile`.
 
     Returns:
         The same pipeline.
@@ -195,7 +197,7 @@ def compile_pipe(
 
 
 def undo_compile(pipe: Pipe) -> Pipe:
-    """Leave the pipeline as it was before `compile_pipe`; does nothing if it is not compiled."""
+    """Restore the pipeline as it was before `compile_pipe`; does nothing if it is not compiled."""
     compiled = compiled_state(pipe)
     if compiled is not None:
         with lifted(pipe):
@@ -205,7 +207,7 @@ def undo_compile(pipe: Pipe) -> Pipe:
 
 @contextmanager
 def compiled(pipe: Pipe, **kwargs: Any) -> Iterator[Pipe]:
-    """`compile_pipe` for the length of a ``with`` block; takes the same arguments."""
+    """Compile a pipeline within a ``with`` block; takes the arguments of `compile_pipe`."""
     compile_pipe(pipe, **kwargs)
     try:
         yield pipe
@@ -214,13 +216,13 @@ def compiled(pipe: Pipe, **kwargs: Any) -> Iterator[Pipe]:
 
 
 def compiled_state(pipe: object) -> CompiledPipe | None:
-    """What `compile_pipe` has done to a pipeline, or None."""
+    """Return the state of a compiled pipeline, or None if it is not compiled."""
     found: CompiledPipe | None = vars(pipe).get(_ATTRIBUTE)
     return found
 
 
 def one_picture(pipe: object) -> AbstractContextManager[None]:
-    """Within this ``with`` block one picture is drawn: graphs change before it or after it."""
+    """Draw one picture within this ``with`` block; its graphs do not change meanwhile."""
     state = compiled_state(pipe)
     if state is None:
         return nullcontext()

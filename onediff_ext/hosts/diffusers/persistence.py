@@ -1,4 +1,4 @@
-"""`save_pipe` and `load_pipe`: the graphs of one pipeline as a folder to take along."""
+"""`save_pipe` and `load_pipe`: export and import the graphs of one pipeline as a folder."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def save_pipe(
 ) -> Path:
     """Write the graphs that a compiled pipeline uses into a folder.
 
-    The store keeps them anyway; this is for taking them to another machine of the
-    same kind. Components that have not run yet are run once on noise, and what is
-    missing is built.
+    The store keeps them anyway; the folder is for another machine of the same kind.
+    Components that have not run yet run once on noise, and missing graphs are built.
 
     Args:
-        pipe: A pipeline that went through `compile_pipe`.
-        dir: The folder; made if it does not exist.
+        pipe: A pipeline compiled by `compile_pipe`.
+        dir: The folder; created if it does not exist.
         ignores: Components whose graphs are left out, as in `compile_pipe`.
-        overwrite: Whether a folder that holds saved graphs may be written again.
+        overwrite: Allow a folder that already holds saved graphs.
 
     Returns:
         The folder.
 
     Raises:
-        OptionError: The pipeline is not compiled, or `overwrite` forbids.
+        OptionError: The pipeline is not compiled, or the folder holds graphs and `overwrite` is
+            False.
         StoreError: The folder cannot be written.
     """
     compiled = compiled_state(pipe)
@@ -71,17 +71,17 @@ def save_pipe(
 
 
 def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
-    """Take the graphs of `save_pipe` into the store, for a pipeline to use.
+    """Import the graphs of `save_pipe` into the store and use them in a pipeline.
 
-    Graphs are native code. Load only folders whose origin you trust as much as you
-    would a program: calling this function is that decision.
+    Graphs are native code. Calling this function trusts the folder like a program, so load only
+    folders from a trusted source.
 
     This returns before they are used: a worker tries each imported graph once on this
     machine, when it would otherwise build, and blocks run eager until then. Graphs that
     the store already has stay as they are.
 
     Args:
-        pipe: Compiled or not; an uncompiled one is compiled with default options.
+        pipe: Any pipeline; it is compiled with default options if it is not compiled yet.
         dir: A folder that `save_pipe` wrote.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One small forward of each compiled component, so that its kinds are known before a picture."""
+"""Run one small forward of each compiled component, to find its kinds before a picture."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from torch import nn
 
 from onediff_ext.hosts.diffusers.compile import compiled_state
 
-_SIDE_LATENT = 16  # 128 pixels: every level of every UNet keeps at least two cells
+_SIDE_LATENT = 16  # 128 pixels: at least two cells at every level of every UNet
 
 
 def probe(pipe: Any, without: Collection[str] = ()) -> None:
-    """Run each component of a compiled pipeline once on noise, but for those named in `without`.
+    """Run each component of a compiled pipeline once on noise.
 
-    Kinds that are missing are found (and built together, under the "wait" policy);
-    those that have a graph are compared with eager.
+    This finds missing kinds (the "wait" policy builds them together) and compares existing
+    graphs with eager.
+
+    Args:
+        pipe: Does nothing if it is not compiled.
+        without: Names of components to skip.
     """
     compiled = compiled_state(pipe)
     if compiled is None:
@@ -46,7 +50,7 @@ def unet_inputs(
     height_latent: int = _SIDE_LATENT,
     width_latent: int = _SIDE_LATENT,
 ) -> dict[str, Any]:
-    """Noise for one forward of a UNet2DConditionModel or ControlNetModel of any architecture."""
+    """Return noise inputs for one forward of a UNet2DConditionModel or ControlNetModel."""
     config, weight = unet.config, next(unet.parameters())
 
     def noise(*shape: int) -> torch.Tensor:
@@ -61,8 +65,8 @@ def unet_inputs(
     if getattr(config, "time_cond_proj_dim", None):
         inputs["timestep_cond"] = noise(batch, config.time_cond_proj_dim)
     if config.addition_embed_type == "text_time":
-        # [pooled text | size and crop numbers]: SDXL base has six of these, its refiner five,
-        # whose text is as wide as its context.
+        # [pooled text | size and crop numbers]: SDXL's base has six numbers. Its refiner has five,
+        # and pooled text as wide as its context.
         width, each = unet.add_embedding.linear_1.in_features, config.addition_time_embed_dim
         pooled = width - 6 * each
         if width - 5 * each == config.cross_attention_dim:
@@ -79,7 +83,7 @@ def unet_inputs(
 def _run_vae_part(pipe: Any, name: str, model: nn.Module, generator: torch.Generator) -> None:
     vae = pipe.vae
     weight = next(model.parameters())
-    # diffusers itself casts such a VAE up for every picture, since float16 overflows in it.
+    # diffusers casts such a VAE up for every picture, since it overflows in float16.
     stored = weight.dtype
     upcast = stored == torch.float16 and vae.config.get("force_upcast", False)
     upcast = upcast and "XL" in type(pipe).__name__

@@ -1,4 +1,4 @@
-"""The samplers that users know, and the diffusers scheduler behind each."""
+"""The table of samplers by their A1111 names, and the diffusers scheduler of each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Sampler:
     """A sampler under its A1111 name.
 
     Args:
-        name: As A1111's infotext has it.
+        name: As in A1111's infotext.
         scheduler: Class in diffusers.
-        options: Arguments that make the class this sampler.
-        schedule: What A1111 takes for the schedule type "Automatic".
-        schedules: It can take other schedule types than its own.
+        options: Arguments of the class for this sampler.
+        schedule: A1111's meaning of the schedule type "Automatic".
+        schedules: Whether it supports schedule types other than its own.
         spacing: diffusers' `timestep_spacing` for evenly spaced steps.
-        needs: Package that has to be installed, if any.
+        needs: Extra package that must be installed, if any.
         aliases: Other names.
     """
 
@@ -65,7 +65,7 @@ SAMPLERS = (
     Sampler("LCM", "LCMScheduler", schedules=False, spacing="leading"),
     Sampler("TCD", "TCDScheduler", schedules=False, spacing="leading"),
 )  # fmt: skip
-"""In the order in which menus show them."""
+"""All samplers, in the order of menus."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "Automatic": {},
@@ -75,4 +75,4 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "SGM Uniform": {"timestep_spacing": "trailing"},
     "Beta": {"use_beta_sigmas": True},
 }
-"""A1111's schedule types → scheduler options. "Automatic" is the sampler's own."""
+"""A1111's schedule types → scheduler options. "Automatic" means the sampler's own."""

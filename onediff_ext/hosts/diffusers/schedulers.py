@@ -1,4 +1,4 @@
-"""Make a diffusers scheduler from the name of a sampler, A1111's or diffusers'."""
+"""Create a diffusers scheduler from the name of a sampler in A1111 or diffusers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NOISE_KEYS = (
     "clip_sample",
     "rescale_betas_zero_snr",
 )
-"""What belongs to the model; the rest of a scheduler's config belongs to the sampler."""
+"""Config entries that belong to the model; the others belong to the sampler."""
 
 
 def sampler_names() -> list[str]:
-    """Return the samplers' names, in the order in which menus show them."""
+    """Return the samplers' names, in the order of menus."""
     return [sampler.name for sampler in SAMPLERS]
 
 
@@ -50,25 +50,25 @@ def infotext_names(name: str, schedule: str = "Automatic") -> tuple[str, str]:
         ("Sampler", "Schedule type"), for example ("DPM++ 2M", "Karras").
 
     Raises:
-        OptionError: No such sampler or schedule type.
+        OptionError: The sampler or schedule type is unknown.
     """
     sampler, schedule = _find(name, schedule)
     return sampler.name, schedule
 
 
 def make_scheduler(name: str, config: Mapping[str, Any], schedule: str = "Automatic") -> Any:
-    """Make the scheduler of a sampler for a model.
+    """Create the scheduler of a sampler for a model.
 
     Args:
         name: A1111's name, with or without a schedule type at its end ("DPM++ 2M Karras"), or
             the name of a diffusers class in `SAMPLERS`. Case is ignored.
-        config: The config of any scheduler of the same model; gives the noise levels.
-        schedule: A1111's schedule type. "Automatic" is the sampler's own, as in A1111: Karras for
-            DPM++ 2M, for instance; "Uniform" is evenly spaced timesteps.
+        config: The config of any scheduler of the same model, for the noise levels.
+        schedule: A1111's schedule type. "Automatic" means the sampler's own as in A1111, for
+            instance Karras for DPM++ 2M; "Uniform" means evenly spaced timesteps.
 
     Raises:
-        OptionError: No such sampler or schedule type, they don't go together, or a package that
-            the sampler needs is missing.
+        OptionError: The sampler or schedule type is unknown, the two do not fit together, or a
+            package that the sampler needs is missing.
     """
     import diffusers
 
@@ -88,7 +88,7 @@ def make_scheduler(name: str, config: Mapping[str, Any], schedule: str = "Automa
     cls = getattr(diffusers, sampler.scheduler)
     accepted = inspect.signature(cls.__init__).parameters
     noise = {key: config[key] for key in _NOISE_KEYS if key in config}
-    # Models made for it (zero SNR, Turbo) have to start at the last timestep.
+    # Models with trailing spacing (zero SNR, Turbo) must start at the last timestep.
     trailing = config.get("timestep_spacing") == "trailing"
     options = {
         "timestep_spacing": "trailing" if trailing else sampler.spacing,

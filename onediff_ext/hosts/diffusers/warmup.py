@@ -21,11 +21,11 @@ def pipe_warm_up(
     listen: ProgressListener | None = None,
     give_way: Callable[[], bool] = lambda: False,
 ) -> WarmUp:
-    """A warm-up for a pipeline that went through `compile_pipe`; call its `run`.
+    """Create the warm-up of a compiled pipeline; call its `run`.
 
     Args:
-        pipe: The pipeline.
-        shapes, listen, give_way: As `WarmUp` has them.
+        pipe: A pipeline compiled by `compile_pipe`.
+        shapes, listen, give_way: See `WarmUp`.
 
     Raises:
         OptionError: The pipeline is not compiled.

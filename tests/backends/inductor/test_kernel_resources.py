@@ -1,4 +1,4 @@
-"""Kernels fit into every GPU: compiled here, without one, wherever Triton is installed."""
+"""Kernels fit into the resources of every GPU; compiled without a GPU, with Triton installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, is not installed")
 
-# Compute capability → most bytes of shared memory that a program may have.
+# Compute capability → limit of a program's shared memory in bytes.
 SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 FP8_SINCE = 89
 
@@ -76,7 +76,7 @@ def test_rows(channels: int, into: torch.dtype | None, capability: int) -> None:
         ]
     assert max(used) <= SHARED_BYTES[capability]
     if warps == 1:
-        assert max(used) == 0  # nobody waits for anybody
+        assert max(used) == 0  # no warp waits for another
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)

@@ -1,4 +1,4 @@
-"""Which kernels an exported block gets: read from its graph, wherever Triton is installed."""
+"""Which kernels an exported block gets, read from its graph; needs Triton, but no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, i
 
 
 class GroupNorm32(nn.GroupNorm):
-    """As CompVis' UNets have it."""
+    """GroupNorm of CompVis' UNets."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).type(x.dtype)
@@ -38,7 +38,7 @@ class Normed(nn.Module):
 
 
 class UnderAutocast(nn.Module):
-    """As it is traced for a GPU."""
+    """A block as it is traced for a GPU."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def rewritten(module: nn.Module, *arguments: Any) -> Any:
 
 
 def calls(graph: Any) -> Counter[str]:
-    """Names of our kernels, and "cast"."""
+    """Count the calls of our kernels by name, and casts as "cast"."""
     found: Counter[str] = Counter()
     for node in graph.graph.nodes:
         name = str(node.target)
@@ -81,7 +81,7 @@ def half(*shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention as a runner prepares it."""
+    """Attention in the form that a block runner prepares."""
 
     def forward(
         self: Any, x: torch.Tensor, context: torch.Tensor | None = None, mask: None = None
@@ -108,7 +108,7 @@ def test_a_residual_block_under_autocast_casts_nothing(norm: type[nn.GroupNorm])
         assert node.args[5]  # SiLU
         assert node.args[7:] == (torch.float16, norm is GroupNorm32)
         assert node.meta["val"].dtype is torch.float16
-    # The first convolution's bias and the time embedding are summed within the second norm.
+    # The second norm adds the first convolution's bias and the time embedding.
     assert [node.args[6] is not None for node in norms] == [False, True]
 
 
@@ -182,7 +182,7 @@ def test_8_bits_come_from_the_kernels_before_them(precision: str, autocast: bool
 
 
 class CastingNorm(nn.LayerNorm):
-    """As Forge's: it casts its weights to its input's type by hand."""
+    """A layer like Forge's, which casts its weights to its input's type."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         form: dict[str, Any] = {"device": x.device, "dtype": x.dtype, "non_blocking": True}
@@ -191,7 +191,7 @@ class CastingNorm(nn.LayerNorm):
 
 
 class AddsInPlace(nn.Module):
-    """A residual sum as Forge's transformers have it, and the norm behind it."""
+    """A residual sum of Forge's transformers, and the norm after it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,17 +11,18 @@ from torch.nn import functional
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-# Of the norm: the rounding of the result, and of what eager rounds in between.
+# Relative to the norm: rounding of the result, and of intermediate results in eager.
 ERROR = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6}
-# Half a step of 8 bits, of each number or of the largest of its row.
+# Half a step of 8 bits, relative to each number or to the largest number of its row.
 STEP = {torch.float8_e4m3fn: 1 / 16, torch.int8: 1 / 254}
 TOKENS = [(2, 77, 1280), (1, 1, 320), (3, 45, 640), (2, 1024, 160)]
 
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    from onediff_ext.backends.inductor.kernels import int8_rows  # noqa: F401
+    from onediff_ext.backends.inductor.kernels import register_kernels
 
+    register_kernels()
     return torch.ops.onediff
 
 
@@ -37,13 +38,13 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _check_8_bits(
     int8_rows: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor, largest: torch.Tensor
 ) -> None:
-    """Rows [M, K] and scales [M, 1] or [1]; `largest` [M, 1] or [1] is what the scale is for."""
+    """Check rows [M, K] and scales [M, 1] or [1]; `largest` [M, 1] or [1] defines the scale."""
     found, wanted = int8_rows.double() * scales.double(), expected.reshape(int8_rows.shape)
     if int8_rows.dtype is torch.int8:
         allowed = 1.01 * STEP[torch.int8] * largest
     else:
         allowed = 1.02 * STEP[int8_rows.dtype] * wanted.abs() + largest / 448 / 512
-    # What is rounded to 16 bits before may come to lie beyond the middle of a step.
+    # Earlier rounding to 16 bits may move a value across the middle of a step.
     assert ((found - wanted).abs() <= allowed + 2e-3 * wanted.abs()).all()
     assert _error(found, wanted) > 1e-3
     assert not found.isnan().any()
@@ -75,7 +76,7 @@ def test_group_norm(
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_another_type(ops: Any, dtype: torch.dtype, rounded: bool) -> None:
-    """As under autocast, where float32 stands between what is read and what is written."""
+    """As under autocast: reads and writes 16 bits, computes in float32."""
     x = (3 * _noise(2, 64, 33, 7, dtype=torch.float16) + 20).contiguous(
         memory_format=torch.channels_last
     )

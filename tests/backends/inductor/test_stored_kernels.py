@@ -1,4 +1,4 @@
-"""A stored graph with our kernels in it runs where there is no compiler at all."""
+"""A stored graph with our kernels runs without any compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onediff_ext.backends.inductor.backend import InductorBackend
 
 pytestmark = pytest.mark.gpu
 
-# What a process does that draws.
+# The program of a process that draws.
 DRAW = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ torch.save(graph(arguments), folder / "output.pt")
 
 
 class Block(nn.Module):
-    """Each of its norms, and its GEGLU, is a kernel of ours in a graph for a GPU."""
+    """A block whose norms and GEGLU become our kernels in a graph for a GPU."""
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         x = functional.silu(functional.group_norm(x, 32, scale, shift, 1e-5))

@@ -1,4 +1,4 @@
-"""What installs Triton, and that nothing does so by itself."""
+"""The command that installs Triton; nothing installs it automatically."""
 
 from __future__ import annotations
 

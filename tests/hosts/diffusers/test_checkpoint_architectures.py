@@ -1,4 +1,4 @@
-"""The published hyper-parameters: right in size, and deduced again from full-size shapes."""
+"""The published hyper-parameters have the right size, and full-size shapes lead back to them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.checkpoints.architectures import ARCHITECTURES, read_architecture
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import (
+from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import unet_config
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import (
     UNET_PREFIX,
     VAE_PREFIX,
     below,
     deduce_text_encoder,
     deduce_vae,
 )
-from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import unet_config
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import LdmHints
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import (
     to_clip_text,
@@ -108,7 +108,7 @@ def test_caller_may_change_what_it_read() -> None:
 
 
 class FakeUnet:
-    """Answers as a UNet would for an input that is all noise."""
+    """Returns the output of a UNet for an input of pure noise."""
 
     device, dtype = torch.device("cpu"), torch.float32
     config = SimpleNamespace(cross_attention_dim=8)

@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def answer(pipe: Any) -> torch.Tensor:
-    """What the UNet says to a prompt that went through the text encoders."""
+    """The UNet's output for a prompt that went through the text encoders."""
     tokens = pipe.tokenizer("a cat", padding="max_length", return_tensors="pt").input_ids
     states = [pipe.text_encoder(tokens, output_hidden_states=True).hidden_states[-2]]
     if getattr(pipe, "text_encoder_2", None) is not None:

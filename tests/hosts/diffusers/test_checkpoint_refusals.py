@@ -1,4 +1,4 @@
-"""What is no usable checkpoint is refused, each with its own message and a next step."""
+"""Unusable checkpoint files are refused, each with its own message and a next step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_other_files(content: bytes, message: str, hint: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("first", [0x80, ord("P"), 0x0A])
 def test_a_header_of_any_length_is_a_header(first: int, tmp_path: Path) -> None:
-    """The length's low byte may be a pickle's first one."""
+    """The low byte of the length may equal a pickle's first byte."""
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(3)}, str(path), metadata={"pad": "x" * 8})
     content = path.read_bytes()

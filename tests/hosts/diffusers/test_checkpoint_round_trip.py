@@ -33,7 +33,7 @@ MODELS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No network, and one thread: for models this small two threads only wait for each other."""
+    """No network and one thread: with such small models, threads only wait for each other."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def assert_same_weights(expected: Any, loaded: Any) -> None:
 
 
 def run(pipe: Any, steps: int = 2) -> Any:
-    """One small picture from any of the pipelines."""
+    """Draw one small picture with any of the pipelines."""
     options: dict[str, Any] = {"width": 64, "height": 64}
     grey = Image.new("RGB", (64, 64), "grey")
     if "Img2Img" in type(pipe).__name__:
@@ -68,7 +68,7 @@ def run(pipe: Any, steps: int = 2) -> Any:
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
-    """On some processors two models of the very same weights differ in the last digits."""
+    """On some processors two models with equal weights differ in the last digits."""
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Compiled pipelines that are copied, saved, shared, given other models, and deleted."""
+"""Compiled pipelines that are copied, saved, shared, deleted, or get other models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ours(model):
 
 @pytest.fixture
 def pipe(make_session):
-    """A compiled pipe, and what it draws eager, as attributes."""
+    """A compiled pipe and its eager output, as attributes."""
     pipe = models.sd15()
     expected = draw_latents(pipe)
     compile_pipe(pipe, session=make_session())
@@ -88,7 +88,7 @@ def test_a_copied_model_is_plain(pipe, how, deepcache):
     inputs = models.unet_inputs(pipe.unet)
     disable_deepcache(undo_compile(pipe))
     with torch.no_grad():
-        # Its convolutions kept the order in memory that they had, and so other last digits.
+        # Its convolutions kept their memory order, which changes the last digits.
         assert relative_error(copied(**inputs).sample, pipe.unet(**inputs).sample) < 1e-5
     for name, module in pipe.unet.named_modules():
         assert vars(copied.get_submodule(name)).keys() == vars(module).keys()
@@ -152,7 +152,7 @@ def test_pipes_that_share_models(make_session, same_session, first_out, fuse):
     assert status.blocks_compiled == status.blocks_needed > 20
     undo_compile(left)
     after = everything(*pipes)
-    # Joined layers are diffusers' own, which makes new ones and leaves them behind.
+    # Fused layers belong to diffusers, which creates new ones and leaves them in place.
     changed = {key for key in before if before[key] != after[key]}
     assert [key for key in changed if not str(key).endswith((".to_qkv')", ".to_kv')"))] == []
     draw_both()

@@ -1,4 +1,4 @@
-"""What of a picture's drawing makes a GPU wait, and what of it is done once for a job."""
+"""Drawing: what makes the GPU wait, and what is done once for each job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def image_generator(command_line: CommandLine, name: str = "sd15") -> ImageGener
 
 
 class _Event:
-    """Stands for a CUDA event; the device is as fast as it is asked to be."""
+    """Stands in for a CUDA event of a device with a chosen speed."""
 
     log: list[str]
     count: int
@@ -249,7 +249,7 @@ def test_a_caption_is_read_once(
     assert [texts[f"{name}.png"].splitlines()[0] for name in "ab"] == ["a cat", "a fox"]
 
 
-def test_prompts_are_encoded_anew_after_a_job(command_line: CommandLine) -> None:
+def test_prompts_are_encoded_again_after_a_job(command_line: CommandLine) -> None:
     ours, settings = (
         image_generator(command_line),
         DrawSettings(steps=1, strength=1.0, prompt="a cat"),

@@ -211,7 +211,7 @@ def test_wider_on_a_gpu() -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_running_out_of_a_gpus_memory() -> None:
-    """torch's own error, in a process that may use only a little."""
+    """torch's own error, in a process with a small memory limit."""
     vae = models.vae().half().cuda()
     z = latents(1, 120, 140).half().cuda()
     expected = vae.decode(z).sample

@@ -1,4 +1,4 @@
-"""A VAE's weights in float32 are made once for a job, and are what diffusers' casts give."""
+"""A VAE's float32 weights are cast once for each job, and equal diffusers' casts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_casts_are_those_of_torch_and_made_once(vae: Any) -> None:
 
 
 @pytest.mark.parametrize("changed_in", [torch.float16, torch.float32])
-def test_weights_that_somebody_changes_are_cast_anew(vae: Any, changed_in: torch.dtype) -> None:
+def test_changed_weights_are_cast_again(vae: Any, changed_in: torch.dtype) -> None:
     plain = models.vae().half()
     with KeptCasts(vae).kept():
         for model in (vae, plain):
@@ -73,7 +73,7 @@ def test_weights_that_somebody_changes_are_cast_anew(vae: Any, changed_in: torch
     assert same(numbers(vae), numbers(plain))
 
 
-def test_other_weights_put_in_are_cast_anew(vae: Any) -> None:
+def test_replaced_weights_are_cast_again(vae: Any) -> None:
     with KeptCasts(vae).kept():
         vae.to(torch.float32).to(torch.float16)
         others = models.vae(seed=5).half()

@@ -1,4 +1,4 @@
-"""Graphs that stay: other processes, folders to take along, stores that fail."""
+"""Stored graphs: other processes, exported folders, stores that fail."""
 
 from __future__ import annotations
 

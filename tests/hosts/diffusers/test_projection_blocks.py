@@ -1,4 +1,4 @@
-"""A transformer's projections as kinds of their own, as on a GPU."""
+"""A transformer's projections as separate block kinds, as on a GPU."""
 
 from __future__ import annotations
 

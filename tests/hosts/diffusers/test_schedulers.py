@@ -1,4 +1,4 @@
-"""Samplers by the names that users know."""
+"""Samplers by their A1111 names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def needs(name: str) -> str | None:
 @pytest.mark.parametrize("name", sampler_names())
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_denoises(name: str, prediction: str) -> None:
-    """With a perfect model, every sampler ends at the picture."""
+    """With a perfect model, every sampler reaches the picture."""
     package = needs(name)
     if package and find_spec(package) is None:
         with pytest.raises(OptionError, match=package):
@@ -92,7 +92,7 @@ def test_a_sampler_leaves_nothing_for_the_next() -> None:
     first = make_scheduler("DPM++ 2M Karras", NOISE)
     again = make_scheduler("Euler", first.config)
     fresh = make_scheduler("Euler", NOISE)
-    # Which entries are defaults is diffusers' own note.
+    # diffusers itself records which entries are defaults.
     assert {**again.config, "_use_default_values": 0} == {**fresh.config, "_use_default_values": 0}
 
 

@@ -1,4 +1,4 @@
-"""A VAE in too little memory: pictures one by one, then captures given up, then tiles."""
+"""A VAE with too little memory: pictures one by one, then no CUDA graphs, then tiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def vae() -> Any:
 
 @pytest.fixture
 def fit(vae: Any) -> Fit:
-    """Decode latents in a memory; returns pixels and notes, and looks that the VAE is unchanged."""
+    """Decode latents with a given memory; return pixels and notes. The VAE stays unchanged."""
 
     def decode(z: torch.Tensor, memory: MeasuredMemory, tiling: str = "auto") -> Any:
         notes: list[VaeNote] = []
@@ -200,7 +200,7 @@ def test_sides_of_tiles(height: int, width: int, most: int) -> None:
 
 
 def test_tiles_join_without_a_seam() -> None:
-    """The demo's VAE on a photograph: nowhere a step that the whole picture does not have."""
+    """The demo's VAE on a photograph: tiles add no visible edges."""
     from PIL import Image
 
     from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint

@@ -18,7 +18,7 @@ from onediff_ext.hosts.diffusers.vae.vae_memory import DeviceMemory, needed_byte
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators made and that are alive."""
+    """Counts the bytes of all live storages that operators created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def full_size(architecture: str, device: str, dtype: torch.dtype) -> Any:
-    """An AutoencoderKL of full width; its weights do not matter."""
+    """An AutoencoderKL of full width with arbitrary weights."""
     with torch.device(device):
         vae = AutoencoderKL.from_config(dict(read_architecture(architecture).vae))
     return vae.to(dtype).eval().requires_grad_(False)
@@ -83,7 +83,7 @@ def test_the_estimate_is_what_operators_make(
 def test_a_device_that_does_not_tell() -> None:
     memory = DeviceMemory(SimpleNamespace())
     assert memory.free_bytes(torch.device("cpu")) is None
-    assert memory.bytes_of_captures() == 0
+    assert memory.cuda_graph_bytes() == 0
 
 
 @pytest.mark.gpu
@@ -93,7 +93,7 @@ def test_what_is_free_on_a_gpu() -> None:
     before = memory.free_bytes(device)
     held = torch.empty(2**30, dtype=torch.uint8, device=device)
     during = memory.free_bytes(device)
-    del held  # torch keeps it reserved, for whoever asks next
+    del held  # torch keeps it reserved for later allocations
     after = memory.free_bytes(device)
     assert before is not None
     assert during is not None

@@ -1,5 +1,15 @@
-"""Triton kernels for what Inductor is clearly behind at, and where they go into a graph.
+"""Triton kernels for operations where Inductor is clearly slower, and the graph rewrites for them.
 
-`python -m benchmarks.kernels` compares them with Inductor's own code. Importing a module of
-this package needs Triton; nothing but the inductor backend does, on CUDA devices.
+`python -m benchmarks.kernels` compares them with Inductor's own code. The kernels need Triton;
+only the inductor backend uses them, on CUDA devices.
 """
+
+from __future__ import annotations
+
+import importlib
+
+
+def register_kernels() -> None:
+    """Import the kernels, which registers them as `torch.ops.onediff`; needs Triton."""
+    for name in ("cross_attention", "geglu", "group_norm", "int8_rows", "layer_norm"):
+        importlib.import_module(f"onediff_ext.backends.inductor.kernels.{name}")

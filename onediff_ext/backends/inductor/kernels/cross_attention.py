@@ -1,7 +1,7 @@
-"""Attention of an image's tokens to a prompt, whose keys are so few that they fit into a program.
+"""Attention of an image's tokens to a prompt, whose few keys fit into one program.
 
-Source: the running softmax of Dao et al. 2022, arXiv:2205.14135. cuDNN 9.19 makes a plan for each
-size of an image, 42 ms each on an H200, and FlashAttention takes 18 µs where it takes 10.
+Source: the running softmax of Dao et al. 2022, arXiv:2205.14135. cuDNN 9.19 plans each
+image size first, 42 ms each on an H200; then it takes 10 µs, FlashAttention 18 µs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-# A prompt has 77 tokens, or a multiple of it: in powers of two, 80 are the least that hold it.
+# A prompt has 77 tokens or a multiple. 64 + 16 = 80 is the smallest sum of two powers of two
+# that holds 77.
 MANY, FEW = 64, 16
 
 
 def launch(width: int) -> dict[str, int]:
-    """What the kernel is compiled for, with heads so wide."""
-    wide = width > 128  # more tokens at once, or fewer warps, and registers would not do
+    """Return the kernel's compile-time arguments for a head of this width."""
+    wide = width > 128  # more tokens or fewer warps would spill registers
     return {
         "WIDTH": width,
         "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)),
@@ -27,14 +28,14 @@ def launch(width: int) -> dict[str, int]:
         "MANY": MANY,
         "FEW": FEW,
         "num_warps": 8 if wide else 4,
-        # Keys of a step ahead would take more memory than a program of a GeForce may have.
+        # Prefetched keys would exceed the shared memory of a program on a GeForce.
         "num_stages": 1,
     }
 
 
 @triton.jit
 def _of_keys(x_ptr, image, key, keys, channels, column, inside):
-    """What one head of one image has for some keys: [keys, width]."""
+    """Load some keys or values of one head of one image: [keys, width]."""
     source = (image * keys + key)[:, None] * channels + column
     return tl.load(x_ptr + source, mask=(key < keys)[:, None] & inside, other=0.0)
 
@@ -45,7 +46,7 @@ def cross_attention_kernel(
     FACTOR: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
     TOKENS_BLOCK: tl.constexpr, MANY: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one head of one image; FACTOR turns products into powers of 2."""
+    """Compute some tokens of one head of one image; FACTOR turns products into powers of 2."""
     block, head, image = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = block * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
     lane = tl.arange(0, WIDTH_BLOCK)
@@ -60,7 +61,7 @@ def cross_attention_kernel(
     for first in range(0, keys, MANY + FEW):
         many = first + tl.arange(0, MANY)
         few = first + MANY + tl.arange(0, FEW)
-        # All loads are on their way before the first product waits for one of them.
+        # Start all loads before the first product waits for one of them.
         k = _of_keys(k_ptr, image, many, keys, channels, column, inside)
         k_more = _of_keys(k_ptr, image, few, keys, channels, column, inside)
         v = _of_keys(v_ptr, image, many, keys, channels, column, inside)
@@ -69,7 +70,7 @@ def cross_attention_kernel(
         more = tl.where((few < keys)[None, :], tl.dot(q, tl.trans(k_more)), float("-inf"))
         larger = tl.maximum(most, tl.maximum(tl.max(scores, axis=1), tl.max(more, axis=1)))
         shrink = tl.exp2((most - larger) * FACTOR)
-        # One multiply-add each, as the factor comes last.
+        # The factor comes last, so each is one multiply-add.
         weights = tl.exp2(scores * FACTOR - (larger * FACTOR)[:, None])
         more = tl.exp2(more * FACTOR - (larger * FACTOR)[:, None])
         total = total * shrink + tl.sum(weights, axis=1) + tl.sum(more, axis=1)
@@ -88,8 +89,8 @@ def cross_attention(
 
     Args:
         q: [B, H, T, D], in 16 bits, D at most 256.
-        k, v: [B, H, K, D]. Any number of keys is right; some hundreds are fast.
-        scale: Of the products, above zero.
+        k, v: [B, H, K, D]. Any number of keys works; up to some hundreds it is fast.
+        scale: Factor of the products, above zero.
 
     Returns:
         [B, H, T, D], in memory as [B, T, H, D].

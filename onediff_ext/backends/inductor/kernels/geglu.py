@@ -1,7 +1,7 @@
 """GEGLU: half of a projection times the GELU of the other half.
 
-Source: Shazeer 2020, arXiv:2002.05202. A row is a program's own, so no address needs a division,
-and loads are as wide as the machine has them.
+Source: Shazeer 2020, arXiv:2002.05202. Each program works on one row, so no address needs a
+division and loads are as wide as the machine allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK = 512
 
 @triton.jit
 def normal_cdf(x):
-    """The normal distribution function, from which it is 8e-8 at most.
+    """The cumulative normal distribution function, with an error of 8e-8 at most.
 
     Source: Abramowitz and Stegun 1964, formula 7.1.26.
     """
@@ -33,25 +33,25 @@ def normal_cdf(x):
     root = tl.rsqrt(1.0 + (0.3275911 / 1.4142135623730951) * z)
     t = root * root  # instead of a division
     series = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
-    # exp(-z² / 2), by the power of two that the machine has
+    # exp(-z² / 2), computed with the machine's power of two
     tail = t * (0.127414796 + t * series) * tl.exp2(z * z * -0.7213475204444817)
     return tl.where(x > 0.0, 1.0 - tail, tail)
 
 
 @triton.jit
 def gated(x_ptr, row, column, inside, half):
-    """Some columns of one row's output."""
+    """Compute some columns of one row's output."""
     source = x_ptr + row * 2 * half + column
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     gelu = gate * normal_cdf(gate)
-    rounded = gelu.to(x_ptr.dtype.element_ty).to(tl.float32)  # as eager rounds in between
+    rounded = gelu.to(x_ptr.dtype.element_ty).to(tl.float32)  # eager rounds here too
     return (value * rounded).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
 def geglu_kernel(x_ptr, out_ptr, half, BLOCK: tl.constexpr):
-    """One block of one row's output."""
+    """Compute one block of one row's output."""
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < half
@@ -63,7 +63,7 @@ def geglu_kernel(x_ptr, out_ptr, half, BLOCK: tl.constexpr):
 def geglu_rows_kernel(
     x_ptr, q_ptr, scale_ptr, half, LIMIT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr
 ):
-    """One row of the output in 8 bits, and its scale: FIRST columns and at most REST more."""
+    """Compute one output row in 8 bits and its scale: FIRST columns and at most REST more."""
     row = tl.program_id(0)
     first = tl.arange(0, FIRST)
     rest = FIRST + tl.arange(0, REST)
@@ -91,7 +91,7 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
 
 @triton_op("onediff::geglu_in_8_bits", mutates_args={})
 def geglu_in_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`geglu`, as `rows_in_8_bits` gives it."""
+    """`geglu` with the output in 8 bits and scales, as from `rows_in_8_bits`."""
     x = x.contiguous()
     batch, tokens, channels = x.shape
     half = channels // 2

@@ -1,10 +1,10 @@
-"""Rows of activations in 8 bits, and the scales by which their numbers are to be multiplied.
+"""Rows of activations in 8 bits, and their scales: value = 8-bit number · scale.
 
-The kernels of LayerNorm and GEGLU end like this, so that their results are written once, in 8
-bits; `rows_in_8_bits` is for activations that come from elsewhere.
+The kernels of LayerNorm and GEGLU use these functions and write their results once, in 8 bits.
+`rows_in_8_bits` serves activations from other operators.
 
-A program holds a whole row, which is 5 · 2^n numbers wide in all that this is for: as two powers of
-two (FIRST and at most REST more), since one would leave a third of the program idle.
+A program holds a whole row. Rows of these models are 5 · 2^n numbers wide, so a program holds two
+powers of two (FIRST and at most REST more); one power of two would leave a third of it idle.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 @triton.jit
 def largest(y, LIMIT: tl.constexpr):
-    """The largest size of all numbers.
+    """Compute the largest absolute value.
 
-    A NaN has to stay one, or a broken LoRA would draw something. In fp8 it does by itself; int8
-    has none, so the scale becomes one, which Triton's maximum alone would prevent.
+    A NaN must reach the result, so that a broken LoRA is noticed. fp8 keeps a NaN. int8 has none,
+    so the scale becomes NaN, which Triton's maximum alone would prevent.
     """
     most = tl.max(tl.abs(y), axis=0)
     if LIMIT == 127.0:
@@ -33,25 +33,25 @@ def largest(y, LIMIT: tl.constexpr):
 
 @triton.jit
 def row_scale(first, rest, LIMIT: tl.constexpr):
-    """The scale of numbers of which none is larger than these two."""
+    """Compute the scale of numbers whose absolute values do not exceed these two."""
     most = tl.maximum(first, rest, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(most / LIMIT, 1e-12, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def rounded_to(scaled, q_ptr, LIMIT: tl.constexpr):
-    """Numbers in 8 bits; what rounding has left beyond the limit comes to lie at it."""
+    """Round numbers to 8 bits; values beyond the limit become the limit."""
     if LIMIT == 127.0:
         scaled = tl.floor(scaled + 0.5)
         scaled = tl.maximum(tl.minimum(scaled, LIMIT), -LIMIT)
-    return scaled.to(q_ptr.dtype.element_ty)  # to fp8 as PTX does it: cvt.rn.satfinite
+    return scaled.to(q_ptr.dtype.element_ty)  # fp8 by PTX: cvt.rn.satfinite
 
 
 @triton.jit
 def rows_kernel(
     x_ptr, q_ptr, scale_ptr, channels, LIMIT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr
 ):
-    """One row."""
+    """Quantise one row."""
     row = tl.program_id(0)
     first = tl.arange(0, FIRST)
     rest = FIRST + tl.arange(0, REST)
@@ -80,14 +80,16 @@ def rows_in_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 def empty_rows(
     x: torch.Tensor, channels: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for x [B, T, ...] in 8 bits with so many channels, and for its scales."""
+    """Allocate x [B, T, ...] in 8 bits with `channels` channels, and its scales."""
     rows = x.shape[0] * x.shape[1]
     return x.new_empty((rows, channels), dtype=dtype), x.new_empty((rows, 1), dtype=torch.float32)
 
 
 def row_parts(channels: int) -> dict[str, int]:
-    """How a program holds a row: its parts, and warps, which up to 1280 numbers do without
-    waiting for each other."""
+    """Return the parts of a row that a program holds, and its number of warps.
+
+    Up to 1280 numbers one warp is enough, so no warp waits for another.
+    """
     first = triton.next_power_of_2(channels + 1) // 2
     return {
         "FIRST": first,

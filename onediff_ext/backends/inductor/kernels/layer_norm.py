@@ -1,6 +1,6 @@
 """LayerNorm of tokens, with the residual sum before it.
 
-One program for each token holds its whole row in registers. Inductor (torch 2.11) reads rows
+One program for each token holds the whole row in registers. Inductor (torch 2.11) reads rows
 of more than 1024 channels twice in a loop, at about half the speed.
 """
 
@@ -23,7 +23,7 @@ from onediff_ext.backends.inductor.kernels.int8_rows import (
 
 @triton.jit
 def _loaded(x_ptr, other_ptr, address, inside, ADD: tl.constexpr):
-    """Some columns of a row, summed and rounded as eager does it."""
+    """Load some columns of a row, with the sum rounded as in eager."""
     x = tl.load(x_ptr + address, mask=inside, other=0.0)
     if ADD:
         other = tl.load(other_ptr + address, mask=inside, other=0.0).to(tl.float32)
@@ -36,15 +36,17 @@ def layer_norm_kernel(
     x_ptr, other_ptr, sum_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, channels, eps,
     ADD: tl.constexpr, LIMIT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One row: (x + other), rounded as it is stored, and its normalised self; with a LIMIT above
-    zero in 8 bits. In fp8 all rows have one scale, since no number of a normalised row exceeds
-    the root of their count."""
+    """Compute one row: (x + other) as it is stored, and its norm, in 8 bits where LIMIT > 0.
+
+    In fp8 all rows have one scale, since no number of a normalised row exceeds the square root of
+    the row's length.
+    """
     row = tl.program_id(0)
     start = row * channels
     first = tl.arange(0, FIRST)
     rest = FIRST + tl.arange(0, REST)
     inside = rest < channels
-    # All loads are on their way before the first sum waits for one of them.
+    # Start all loads before the first sum waits for one of them.
     x = _loaded(x_ptr, other_ptr, start + first, first < channels, ADD)
     more = _loaded(x_ptr, other_ptr, start + rest, inside, ADD)
     weight = tl.load(weight_ptr + first).to(tl.float32)
@@ -60,7 +62,7 @@ def layer_norm_kernel(
     x -= mean
     more = tl.where(inside, more - mean, 0.0)
     variance = (tl.sum(x * x, axis=0) + tl.sum(more * more, axis=0)) / channels
-    # torch hands numbers over as float64, and all that follows would be.
+    # torch passes numbers as float64, which would make all that follows float64.
     inverse = 1.0 / tl.sqrt(variance + tl.full([], eps, tl.float32))
     y = x * inverse * weight + bias
     more = more * inverse * more_weight + more_bias
@@ -97,7 +99,7 @@ def layer_norm(
         x: [B, T, C], C at most 8192.
         weight, bias: [C].
         eps: Added to the variance.
-        dtype: Of the result; None is x's.
+        dtype: Of the result; None means x's.
     """
     x = x.contiguous()
     batch, tokens, channels = x.shape
@@ -113,7 +115,10 @@ def layer_norm(
 def layer_norm_in_8_bits(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layer_norm`, as `rows_in_8_bits` gives it; in fp8 with one scale [1]."""
+    """`layer_norm` with the output in 8 bits and scales, as from `rows_in_8_bits`.
+
+    fp8 has one scale [1] for all rows.
+    """
     x = x.contiguous()
     batch, tokens, channels = x.shape
     q, scale = _empty(x, dtype)
@@ -133,7 +138,7 @@ def add_layer_norm(
     eps: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + other, its `layer_norm`), both [B, T, C]."""
+    """Return (x + other, its `layer_norm`), both [B, T, C]."""
     x, other = x.contiguous(), other.contiguous()
     batch, tokens, channels = x.shape
     total, out = torch.empty_like(x), torch.empty_like(x, dtype=dtype or x.dtype)
@@ -153,7 +158,7 @@ def add_layer_norm_in_8_bits(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x + other, and its `layer_norm_in_8_bits`)."""
+    """Return (x + other, and the two results of its `layer_norm_in_8_bits`)."""
     x, other = x.contiguous(), other.contiguous()
     batch, tokens, channels = x.shape
     total = torch.empty_like(x)

@@ -24,12 +24,12 @@ class Architecture:
 
     Args:
         label: One of `ARCHITECTURES`.
-        head_count: Attention heads at every width, or None when `head_width` rules.
-        head_width: Channels of an attention head, or None when `head_count` rules.
-        time_ids: Numbers of size conditioning (SDXL), 0 for the others.
+        head_count: Attention heads at every width, or None when `head_width` decides.
+        head_width: Channels of an attention head, or None when `head_count` decides.
+        time_ids: Count of size-conditioning numbers (SDXL); 0 for other architectures.
         unet, vae: Arguments of diffusers' UNet2DConditionModel and AutoencoderKL.
         text_encoders: Component name → arguments of transformers' CLIPTextConfig.
-        noise: The training noise levels, in the words of a diffusers scheduler's config.
+        noise: The training noise levels, as entries of a diffusers scheduler's config.
     """
 
     label: str
@@ -43,10 +43,10 @@ class Architecture:
 
 
 def read_architecture(label: str) -> Architecture:
-    """Read the hyper-parameters of an architecture; the caller may change them.
+    """Return a copy of an architecture's hyper-parameters, which the caller may change.
 
     Raises:
-        CheckpointError: No such architecture.
+        CheckpointError: The architecture is unknown.
     """
     if label not in ARCHITECTURES:
         raise CheckpointError(
@@ -75,15 +75,3 @@ def _read(label: str) -> Architecture:
         text_encoders={name: config[name] for name in names if name in config},
         noise=config["noise"],
     )
-
-
-def label_of(unet_config: Any, has_first_text_encoder: bool) -> str:
-    """Name the architecture of a diffusers UNet from its config.
-
-    Args:
-        unet_config: `unet.config`.
-        has_first_text_encoder: The pipeline's `text_encoder` is there; SDXL's refiner has none.
-    """
-    if unet_config.get("addition_embed_type") == "text_time":
-        return "sdxl" if has_first_text_encoder else "sdxl-refiner"
-    return "sd2" if unet_config.get("use_linear_projection") else "sd1"

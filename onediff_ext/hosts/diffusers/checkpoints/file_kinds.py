@@ -1,4 +1,4 @@
-"""What a safetensors file is, told from its keys, for those that are no checkpoint."""
+"""Name the kind of a safetensors file from its keys, for error messages about other files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _KINDS = (
 
 
 def describe_keys(keys: Iterable[str]) -> tuple[str, str]:
-    """Say what a file with these keys is.
+    """Name the kind of a file with these keys.
 
     Returns:
-        (what it is, what the user does next); "a checkpoint" when it is one.
+        (kind, what the user does next); the kind is "a checkpoint" for a checkpoint.
     """
     keys = tuple(keys)
     for part, what, hint in _KINDS:

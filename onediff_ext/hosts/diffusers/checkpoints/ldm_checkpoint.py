@@ -1,7 +1,7 @@
 """Read the components of a checkpoint in the original (LDM) layout, at any width.
 
-The tensors' names are converted by diffusers' own functions; hyper-parameters come from the
-shapes, the checkpoint's hints and the architecture's defaults, never from a network.
+diffusers' own functions convert the tensors' names. Hyper-parameters come from the shapes, the
+checkpoint's hints and the architecture's defaults, never from a network.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture, read_architecture
-from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import (
+from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import detect_architecture
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import (
     GUIDANCE_KEYS,
     UNET_PREFIX,
     VAE_PREFIX,
@@ -44,38 +44,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights go.
+    """The dtype and device of loaded weights.
 
     Args:
         dtype: Of floating-point weights; None keeps each tensor's own.
-        device: As torch takes it.
+        device: Any device that torch accepts.
     """
 
     dtype: torch.dtype | None = None
     device: str | torch.device = "cpu"
-
-
-def find_architecture(file: TensorFile) -> Architecture:
-    """Tell which architecture a checkpoint has.
-
-    Raises:
-        CheckpointError: The file is something else than a checkpoint.
-    """
-    shapes = file.shapes
-    if f"{UNET_PREFIX}input_blocks.0.0.weight" not in shapes:
-        what, hint = describe_keys(shapes)
-        raise CheckpointError(f"{file.path} is {what}, not a checkpoint.", hint)
-    if any(key.startswith("conditioner.embedders.1.") for key in shapes):
-        return read_architecture("sdxl")
-    if any(key.startswith("conditioner.embedders.0.model.") for key in shapes):
-        return read_architecture("sdxl-refiner")
-    if f"{UNET_PREFIX}label_emb.0.0.weight" in shapes:
-        return read_architecture("sdxl")
-    linear = any(
-        key.startswith(UNET_PREFIX) and key.endswith(".proj_in.weight") and len(shape) == 2
-        for key, shape in shapes.items()
-    )
-    return read_architecture("sd2" if linear else "sd1")
 
 
 def read_components(
@@ -85,22 +62,22 @@ def read_components(
 
     Args:
         file: The checkpoint.
-        hints: What it says about itself.
-        place: Where weights go.
-        vae_file: A VAE to use in place of the checkpoint's own.
+        hints: Hyper-parameters that the checkpoint states.
+        place: Dtype and device of the weights.
+        vae_file: A VAE that replaces the checkpoint's own.
 
     Returns:
-        Component name → model, named as diffusers' pipelines name them (no scheduler).
+        Component name of diffusers' pipelines → model, without a scheduler.
 
     Raises:
         CheckpointError: A component is missing or damaged.
     """
-    architecture = find_architecture(file)
+    architecture = detect_architecture(file)
     parts: dict[str, Any] = {}
     for text_place in TEXT_ENCODERS[architecture.label]:
         name = text_place.component
         parts[name] = _read_text_encoder(file, text_place, architecture, hints, place)
-        # SDXL's second encoder and SD2's only one are OpenCLIP's.
+        # SDXL's second encoder and SD2's only one come from OpenCLIP.
         pad = OPEN_CLIP_PAD if text_place.open_clip else END_OF_TEXT
         parts[name.replace("text_encoder", "tokenizer")] = make_tokenizer(pad)
     pooled_width = 0
@@ -117,13 +94,13 @@ def unet_config(
     """Complete a UNet's config from its shapes, its hints and its architecture's defaults.
 
     Args:
-        shapes: Without the `UNET_PREFIX`.
-        architecture: Gives what is left open.
-        hints: What the checkpoint says about itself.
+        shapes: Without `UNET_PREFIX`.
+        architecture: Has the defaults.
+        hints: Hyper-parameters that the checkpoint states.
         pooled_width: Width of SDXL's pooled text, part of its conditioning.
 
     Raises:
-        CheckpointError: A layout that is not supported.
+        CheckpointError: The layout is not supported.
     """
     config = {**architecture.unet, **deduce_unet(shapes)}
     count, width = hints.head_count, hints.head_width
@@ -192,7 +169,7 @@ def _read_vae(
     from diffusers import AutoencoderKL
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
-    # A VAE file of its own has no prefix.
+    # A separate VAE file has no prefix.
     bare = "decoder.conv_in.weight" in file.shapes
     prefix = "" if bare else VAE_PREFIX
     keys = [key for key in file.shapes if key.startswith(prefix)]
@@ -265,24 +242,24 @@ def _convert_text(
     else:
         weights = diffusers_names.convert_ldm_clip_checkpoint(tensors)
     if not hasattr(model, "text_model"):
-        # transformers 5.6 flattened CLIPTextModel.
+        # CLIPTextModel has no `text_model` level since transformers 5.6.
         weights = {key.removeprefix("text_model."): value for key, value in weights.items()}
     return weights
 
 
 def fill(file: TensorFile, what: str, build: Any, weights: Any, place: Placement) -> Any:
-    """Build a module without memory of its own and hand it its weights.
+    """Build a module on the meta device and assign its weights.
 
     Args:
         file: Named in errors.
         what: The component, named in errors.
         build: Returns the module.
-        weights: Its state dict, or a function from the empty module to it. More than the module
-            needs is left out.
-        place: Where the weights are, and where its buffers go.
+        weights: The state dict, or a function from the empty module to it. Extra entries are
+            ignored.
+        place: Device of the weights, where buffers go too.
 
     Raises:
-        CheckpointError: Weights are missing or of another shape.
+        CheckpointError: Weights are missing or have the wrong shape.
     """
     from accelerate import init_empty_weights
 
@@ -307,6 +284,6 @@ def fill(file: TensorFile, what: str, build: Any, weights: Any, place: Placement
         )
     spare = len(weights) - len(needed)
     if spare:
-        logger.debug("%s: %d tensors beside the %s's own left out", file.path, spare, what)
+        logger.debug("%s: %d tensors that the %s does not need are ignored", file.path, spare, what)
     model.load_state_dict({key: weights[key] for key in needed}, assign=True)
     return model.to(place.device).eval()

@@ -1,8 +1,8 @@
-"""What a checkpoint says about itself besides its weights: the .yaml beside it, its metadata.
+"""Hyper-parameters that a checkpoint states outside its weights: .yaml, metadata, marker tensors.
 
-Attention heads, groups of the norms, what the UNet predicts and the latent's scale cannot be
-seen in shapes. Read in this order: the A1111-style .yaml, our own metadata (`METADATA_KEY`), the
-metadata of others (modelspec), marker tensors (`v_pred`, `ztsnr`).
+Shapes do not show attention heads, groups of the norms, the prediction type and the latent scale.
+Sources, the first one wins: the A1111-style .yaml beside the file, our own metadata
+(`METADATA_KEY`), other metadata (modelspec), marker tensors (`v_pred`, `ztsnr`).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ PREDICTIONS = {
     "v": "v_prediction",
     "v_prediction": "v_prediction",
 }
-"""What files call it → what diffusers calls it."""
+"""Name in files → name in diffusers."""
 
 
 @dataclass(frozen=True)
 class LdmHints:
-    """Hyper-parameters that shapes do not tell; None where nobody said.
+    """Hyper-parameters that shapes do not show; None where no source states them.
 
     Args:
         head_count: Attention heads of the UNet at every width.
         head_width: Channels of a head, when the count follows the width.
         prediction_type: "epsilon" or "v_prediction".
         zero_snr: The noise levels were rescaled to end in pure noise.
-        sample_size: Side of the pictures it was trained on, in latent cells.
-        scaling_factor: What latents are multiplied with.
+        sample_size: Side of the training images, in latent cells.
+        scaling_factor: Factor of the latents.
         unet_groups, vae_groups: Groups of the GroupNorms.
         text_heads: Component name → attention heads of that text encoder.
-        text_last_layer: SD2: the text encoder's last layer is used, not the last but one.
+        text_last_layer: SD2 uses the text encoder's last layer, not the last but one.
     """
 
     head_count: int | None = None
@@ -59,7 +59,7 @@ class LdmHints:
     text_last_layer: bool | None = None
 
     def or_else(self, other: LdmHints) -> LdmHints:
-        """Fill what is unknown here from other hints; the kind of heads goes as a pair."""
+        """Fill unknown entries from other hints; head count and head width go together."""
         merged = {
             f.name: getattr(other, f.name)
             if getattr(self, f.name) in (None, {})
@@ -77,7 +77,7 @@ class LdmHints:
 
 
 def read_hints(file: TensorFile) -> LdmHints:
-    """Collect what a checkpoint says about itself.
+    """Collect the hints of a checkpoint.
 
     Raises:
         CheckpointError: The .yaml beside the checkpoint cannot be understood.
@@ -100,7 +100,7 @@ def _from_metadata(file: TensorFile) -> LdmHints:
 
 
 def _is_sound(name: str, value: object) -> bool:
-    """Whether a hint from a file can be used; what cannot is passed over."""
+    """Whether a hint from a file has a valid value; invalid hints are ignored."""
     if name in ("head_count", "head_width", "sample_size", "unet_groups", "vae_groups"):
         return _is_count(value)
     if name == "prediction_type":
@@ -151,13 +151,13 @@ def _from_yaml(path: Path) -> LdmHints:
 
 
 def _from_params(params: dict[str, Any], unet: dict[str, Any]) -> LdmHints:
-    # -1 is how the original code says "the other one rules".
+    # In the original code -1 means that the other entry decides.
     count, width = int(unet.get("num_heads") or -1), int(unet.get("num_head_channels") or -1)
     text = (params.get("cond_stage_config") or {}).get("params") or {}
     denoiser = str((params.get("denoiser_config") or {}).get("params") or "")
     prediction = None
     if params.get("unet_config"):
-        # SD1 and SD2; the original code predicts noise where the file is silent.
+        # SD1 and SD2; without an entry the original code predicts noise.
         prediction = PREDICTIONS[str(params.get("parameterization") or "eps")]
     elif "VScaling" in denoiser and "EDMVScaling" not in denoiser:
         prediction = "v_prediction"

@@ -1,7 +1,7 @@
 """Names of the original (LDM) layout for each tensor of a diffusers model.
 
-Nothing is copied from a conversion table: every name that the original layout could have is sent
-through diffusers' own conversion as a tag, and what comes out is turned around.
+There is no conversion table here. Every possible name of the original layout goes through
+diffusers' own conversion with a numbered tag as its tensor; the result is inverted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import (
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import (
     GUIDANCE_KEYS,
     UNET_PREFIX,
     VAE_PREFIX,
@@ -42,13 +42,13 @@ def to_ldm_unet(weights: Tensors, config: Mapping[str, Any]) -> dict[str, torch.
         Keys of the original layout, with `model.diffusion_model.`, → tensors.
 
     Raises:
-        CheckpointError: It has a tensor that the original layout has no name for.
+        CheckpointError: A tensor has no name in the original layout.
     """
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     tags, names = _tags(_unet_names(weights, config), UNET_PREFIX)
     converted = convert_ldm_unet_checkpoint(tags, config)
-    # Unknown to diffusers' conversion.
+    # diffusers' conversion does not know this tensor.
     guidance = {"time_embedding.cond_proj.weight": UNET_PREFIX + GUIDANCE_KEYS[0]}
     return _rename(weights, converted, names, "UNet", guidance)
 
@@ -59,7 +59,7 @@ def to_ldm_vae(weights: Tensors, config: Mapping[str, Any]) -> dict[str, torch.T
 
     tags, names = _tags(_vae_names(config), VAE_PREFIX)
     renamed = _rename(weights, convert_ldm_vae_checkpoint(tags, config), names, "VAE", {})
-    # The original's attention is made of 1x1 convolutions: [C, C] -> [C, C, 1, 1]
+    # The original layout's attention uses 1x1 convolutions: [C, C] -> [C, C, 1, 1]
     return {
         key: tensor[:, :, None, None] if ".attn_1." in key and tensor.ndim == 2 else tensor
         for key, tensor in renamed.items()
@@ -67,7 +67,7 @@ def to_ldm_vae(weights: Tensors, config: Mapping[str, Any]) -> dict[str, torch.T
 
 
 def to_clip_text(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
-    """Rename the tensors of SD1's text encoder: transformers' names behind a prefix."""
+    """Rename the tensors of SD1's text encoder: a prefix, then transformers' names."""
     return {
         f"{prefix}text_model.{key.removeprefix('text_model.')}": tensor
         for key, tensor in weights.items()
@@ -77,13 +77,13 @@ def to_clip_text(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 def to_open_clip_text(
     weights: Tensors, prefix: str, model: Any, unused_layer: bool
 ) -> dict[str, torch.Tensor]:
-    """Rename the tensors of an OpenCLIP text encoder: q, k and v are one tensor there.
+    """Rename the tensors of an OpenCLIP text encoder, which has q, k and v in one tensor.
 
     Args:
         weights: transformers' state dict.
-        prefix: What the keys start with in the file.
+        prefix: Of the keys in the file.
         model: The text encoder itself, for diffusers' conversion.
-        unused_layer: Add the last layer that SD2's UNet never sees, as a copy of the one before.
+        unused_layer: Add the last layer, which SD2's UNet ignores, as a copy of the one before.
     """
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
@@ -117,9 +117,9 @@ def to_open_clip_text(
 
 
 def _tags(names: Iterable[str], prefix: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Number the names: name → a tensor that holds its number."""
+    """Return (name → a tensor with its number, names by number)."""
     listed = [prefix + name for name in names]
-    # One dimension: conversions slice and transpose what has more.
+    # One dimension: conversions slice and transpose tensors with more.
     return {name: torch.tensor([number]) for number, name in enumerate(listed)}, listed
 
 
@@ -149,7 +149,7 @@ def _both(stems: Iterable[str]) -> Iterator[str]:
 
 def _unet_names(weights: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
     levels, layers = len(config["block_out_channels"]), config["layers_per_block"]
-    # Below an attention, both layouts use the same names.
+    # Inside an attention, both layouts use the same names.
     inner = [
         sorted({key.split(f".attentions.{layer}.", 1)[1] for key in weights if mark in key})
         for layer, mark in enumerate(f".attentions.{n}." for n in range(layers + 1))

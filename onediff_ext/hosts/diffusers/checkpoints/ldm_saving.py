@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.architectures import label_of, read_architecture
+from onediff_ext.hosts.diffusers.checkpoints.architectures import read_architecture
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import LdmHints
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import (
     to_clip_text,
@@ -35,12 +36,12 @@ def save_ldm(
 ) -> Path:
     """Save a pipeline's weights in the layout that WebUIs load.
 
-    `load_checkpoint` gives back the same tensors, at any width.
+    `load_checkpoint` returns the same tensors, at any width.
 
     Args:
         pipeline: A diffusers pipeline of SD1, SD2, SDXL or its refiner, or the dict of its
             components.
-        path: A .safetensors file; written whole or not at all.
+        path: A .safetensors file; written completely or not at all.
         dtype: Of the stored weights; None keeps the pipeline's.
         with_yaml: SD1 and SD2: write an A1111-style .yaml of the same name beside it.
         text_encoder_version: SD1: the .yaml's CLIP, by name or as a folder with a config.json
@@ -50,7 +51,7 @@ def save_ldm(
         The file's path.
 
     Raises:
-        CheckpointError: A component is missing, or does not fit the original layout.
+        CheckpointError: A component is missing or does not fit the original layout.
     """
     from safetensors.torch import save_file
 
@@ -61,7 +62,7 @@ def save_ldm(
     for name in ("unet", "vae", "scheduler"):
         if parts.get(name) is None:
             raise CheckpointError(f"The pipeline has no {name}.", "Save a whole pipeline.")
-    label = label_of(parts["unet"].config, parts.get("text_encoder") is not None)
+    label = architecture_of_unet(parts["unet"].config, parts.get("text_encoder") is not None)
     hints = collect_hints(parts, label)
     tensors = {
         **to_ldm_unet(parts["unet"].state_dict(), parts["unet"].config),
@@ -90,7 +91,7 @@ def save_ldm(
 
 
 def collect_hints(parts: Mapping[str, Any], label: str) -> LdmHints:
-    """Collect the hyper-parameters that shapes do not tell.
+    """Collect the hyper-parameters that shapes do not show.
 
     Raises:
         CheckpointError: The attention heads follow neither of the original layout's two rules.
@@ -148,7 +149,7 @@ def _text_tensors(parts: Mapping[str, Any], label: str) -> dict[str, torch.Tenso
 
 
 def _markers(label: str, hints: LdmHints) -> dict[str, torch.Tensor]:
-    """Return the empty tensors by which WebUIs know SDXL models that predict v."""
+    """Return the empty tensors that mark SDXL models with v-prediction or zero SNR for WebUIs."""
     markers = {}
     if label.startswith("sdxl") and hints.prediction_type == "v_prediction":
         markers["v_pred"] = torch.empty(0)

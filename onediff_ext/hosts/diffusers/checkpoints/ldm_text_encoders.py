@@ -1,23 +1,23 @@
-"""Where the text encoders of each architecture lie in a checkpoint of the original layout."""
+"""The places of the text encoders in a checkpoint of the original (LDM) layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import Shapes, count_items
+from onediff_ext.hosts.diffusers.checkpoints.ldm_config_from_shapes import Shapes, count_items
 
 OPEN_CLIP_LAYERS = "transformer.resblocks."
 
 
 @dataclass(frozen=True)
 class TextEncoderPlace:
-    """Where a text encoder lies, and how its tensors are named.
+    """The place of a text encoder in a checkpoint, and the naming of its tensors.
 
     Args:
-        component: The pipeline's name for it.
-        prefix: What its keys start with.
-        open_clip: OpenCLIP's names (fused q, k and v); otherwise transformers' own.
-        pooled: It has a projection for the pooled output.
+        component: Its name in the pipeline.
+        prefix: Of its keys.
+        open_clip: OpenCLIP's names (fused q, k and v); otherwise transformers' names.
+        pooled: The encoder has a projection for the pooled output.
     """
 
     component: str
@@ -41,9 +41,9 @@ TEXT_ENCODERS = {
 
 
 def text_keys(shapes: Shapes, place: TextEncoderPlace) -> dict[str, str]:
-    """Map each key of a text encoder, as it should be called, to its key in the file.
+    """Map each standard key of a text encoder to its key in the file.
 
-    Some SD1 files leave out `text_model.`: transformers before 4.0 wrote them so.
+    Some SD1 files lack `text_model.`, as transformers before 4.0 wrote them.
     """
     keys = {}
     for key in shapes:
@@ -61,9 +61,9 @@ def used_layers(shapes: Shapes, published_layers: int, last_layer: bool) -> int:
 
     Args:
         shapes: The text encoder's shapes, without prefix.
-        published_layers: What diffusers gives the full-size model (23 of 24).
-        last_layer: The output of the last layer is used, not of the last but one.
+        published_layers: Layers of the full-size model in diffusers (23 of 24).
+        last_layer: The UNet uses the output of the last layer, not of the last but one.
     """
     layers = count_items(shapes, OPEN_CLIP_LAYERS)
-    # Files converted from diffusers have left the unused layer out already.
+    # Files converted from diffusers lack the unused layer already.
     return layers if last_layer or layers == published_layers else layers - 1

@@ -20,7 +20,7 @@ def write_yaml(
     """Write the .yaml of an SD1 or SD2 model.
 
     Args:
-        path: Where.
+        path: The file to write.
         parts: Component name → model.
         label: "sd1" or "sd2".
         hints: Heads, prediction type and scale.
@@ -28,7 +28,7 @@ def write_yaml(
             tokenizer's files.
 
     Raises:
-        CheckpointError: The widths are no multiples of the first one.
+        CheckpointError: A width is not a multiple of the first one.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""Load a checkpoint, one file or a diffusers folder, with no network."""
+"""Load a checkpoint, a single file or a diffusers folder, without a network."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import torch
 from onediff_ext.core.errors import CheckpointError, OneDiffError
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.engine.out_of_memory import is_out_of_memory
-from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture, label_of
+from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import (
+    architecture_of_unet,
+    detect_architecture,
+)
 from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import (
     Placement,
-    find_architecture,
     read_components,
 )
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import LdmHints, read_hints
@@ -34,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint, ready to make pictures.
+    """A loaded checkpoint with its pipeline.
 
     Args:
         path: The file or folder.
         architecture: "sd1", "sd2", "sdxl" or "sdxl-refiner".
-        pipeline: A diffusers pipeline: text to image, for 9-channel UNets inpainting, for the
-            refiner image to image.
+        pipeline: A diffusers pipeline: text to image; inpainting for 9-channel UNets; image to
+            image for the refiner.
         prediction_type: "epsilon" or "v_prediction".
         zero_snr: The noise levels end in pure noise.
         is_inpaint: The UNet also takes a mask and the masked image.
@@ -79,14 +82,14 @@ def load_checkpoint(
     Args:
         path: A .safetensors file in the original (LDM) layout, or a diffusers folder.
         dtype: Of the weights; None keeps the file's.
-        device: As torch takes it.
-        vae_path: A VAE .safetensors file in the original layout, in place of the checkpoint's.
+        device: Any device that torch accepts.
+        vae_path: A VAE .safetensors file in the original layout that replaces the checkpoint's.
 
     Raises:
-        CheckpointError: It cannot be loaded; message and hint say why and what to do.
+        CheckpointError: The checkpoint cannot be loaded; message and hint say why and what to do.
     """
     path = Path(path).expanduser()
-    if not os.path.exists(path):  # Path's own test raises for a name that is too long
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise CheckpointError(
             f"There is no checkpoint {path}.", "Check the path; nothing is downloaded."
         )
@@ -117,7 +120,7 @@ def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedChe
         return _loaded(path, _read_file(file, vae_file, place))
     except (OneDiffError, MemoryError):
         raise
-    except Exception as exc:  # torch, diffusers and transformers, at shapes that make no model
+    except Exception as exc:  # torch, diffusers and transformers raise any type here
         if is_out_of_memory(exc):
             raise
         reason = str(exc).strip().splitlines()[:1] or [type(exc).__name__]
@@ -128,12 +131,12 @@ def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedChe
 
 
 def _read_file(file: TensorFile, vae_file: TensorFile | None, place: Placement) -> Any:
-    architecture = find_architecture(file)
+    architecture = detect_architecture(file)
     hints = read_hints(file)
     parts = read_components(file, hints, place, vae_file)
     noise = _noise(architecture, hints, parts["unet"])
     if architecture.label == "sd2" and hints.sample_size is None:
-        # SD2 that predicts noise was trained on 512x512, the other on 768x768.
+        # SD2 with noise prediction was trained on 512x512, with v-prediction on 768x768.
         size = 96 if noise["prediction_type"] == "v_prediction" else 64
         parts["unet"].register_to_config(sample_size=size)
         parts["vae"].register_to_config(sample_size=8 * size)
@@ -187,7 +190,7 @@ def _loaded(path: Path, pipeline: Any) -> LoadedCheckpoint:
     has_first = getattr(pipeline, "text_encoder", None) is not None
     return LoadedCheckpoint(
         path=path,
-        architecture=label_of(unet, has_first),
+        architecture=architecture_of_unet(unet, has_first),
         pipeline=pipeline,
         prediction_type=noise.get("prediction_type", "epsilon"),
         zero_snr=bool(noise.get("rescale_betas_zero_snr", False)),

@@ -1,4 +1,4 @@
-"""Load a diffusers folder (`model_index.json`) with no network and no pickles."""
+"""Load a diffusers folder (`model_index.json`) without a network and without pickles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPELINES = (
     "StableDiffusionXLInpaintPipeline",
     "LatentConsistencyModelPipeline",
 )
-"""The `_class_name`s of model_index.json that are Stable Diffusion."""
+"""Values of `_class_name` in model_index.json that mean Stable Diffusion."""
 
 _CLASSES = {
     "diffusers": re.compile(r"UNet2DConditionModel|AutoencoderKL|AutoencoderTiny|\w+Scheduler"),
@@ -34,7 +34,7 @@ _CLASSES = {
         r"|VisionModelWithProjection)"
     ),
 }
-"""Library → the classes that a component may have."""
+"""Library → allowed classes of a component."""
 
 _LEFT_OUT = ("safety_checker", "feature_extractor")
 """Components that are not loaded where the model has a safety checker."""
@@ -47,8 +47,8 @@ def load_folder(folder: Path, place: Placement) -> Any:
     """Load the pipeline of a diffusers folder.
 
     Raises:
-        CheckpointError: The folder is no Stable Diffusion model, is incomplete, or holds pickles
-            only.
+        CheckpointError: The folder is not a Stable Diffusion model, is incomplete, or has only
+            pickled weights.
     """
     import diffusers
     from packaging.version import Version
@@ -72,7 +72,7 @@ def load_folder(folder: Path, place: Placement) -> Any:
         options["requires_safety_checker"] = False
     if class_name.startswith("StableDiffusionXL"):
         options["add_watermarker"] = False
-    # LatentConsistencyModelPipeline takes the same parts; one class serves all text to image.
+    # LatentConsistencyModelPipeline has the same components; one class serves text to image.
     name = "StableDiffusionPipeline" if class_name.startswith("Latent") else class_name
     try:
         pipeline = getattr(diffusers, name).from_pretrained(
@@ -80,7 +80,7 @@ def load_folder(folder: Path, place: Placement) -> Any:
         )
     except MemoryError:
         raise
-    except Exception as exc:  # whatever diffusers and transformers meet in a folder not theirs
+    except Exception as exc:  # diffusers and transformers raise any type here
         if is_out_of_memory(exc):
             raise
         raise CheckpointError(f"{folder} cannot be loaded: {_first_line(exc)}", _AGAIN) from exc
@@ -109,16 +109,16 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_other_files(folder: Path) -> None:
-    """Refuse a folder with pipes, devices or sockets: who reads one of them waits for ever."""
+    """Refuse a folder with pipes, devices or sockets: reading one may never return."""
     for path in folder.rglob("*"):
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             raise CheckpointError(f"{path} is not an ordinary file.", _AGAIN)
 
 
 def _refuse_other_code(folder: Path, index: dict[str, Any]) -> None:
-    """Refuse components that are not known classes.
+    """Refuse components of unknown classes.
 
-    diffusers imports a component's library by the name in model_index.json. Versions without
+    diffusers imports a component's library by its name in model_index.json. Versions without
     ``trust_remote_code`` also run a ``.py`` file of that name from the component's folder.
     """
     left_out = _LEFT_OUT if "safety_checker" in index else ()
@@ -138,7 +138,7 @@ def _refuse_other_code(folder: Path, index: dict[str, Any]) -> None:
 
 
 def _variant(folder: Path) -> str | None:
-    """Return "fp16" when only half-precision weights are there."""
+    """Return "fp16" when the folder has only half-precision weights, else None."""
     weights = folder / "unet"
     full = list(weights.glob("diffusion_pytorch_model*.safetensors"))
     half = [path for path in full if ".fp16." in path.name]

@@ -1,4 +1,4 @@
-"""Tell whether a UNet predicts noise or velocity when nothing in the file says so."""
+"""Detect whether a UNet predicts noise or velocity when nothing in the file says so."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @torch.no_grad()
 def probe_prediction_type(unet: Any) -> str:
-    """Ask an SD2 UNet at the last timestep, where its input is nearly all noise.
+    """Run an SD2 UNet at the last timestep, where its input is nearly all noise.
 
-    One that predicts noise repeats its input; one that predicts v answers minus the picture, far
-    below a grey input.
+    Noise prediction returns roughly the input. v-prediction returns roughly the negative image,
+    far below a grey input.
 
     Returns:
         "epsilon" or "v_prediction".

@@ -1,4 +1,4 @@
-"""A safetensors file: its keys, shapes and metadata, with clear refusals of anything else."""
+"""Open a safetensors file (keys, shapes, metadata) and explain why any other file is refused."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
 _MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library itself accepts."""
+"""The limit of the safetensors library itself."""
 
 _MAX_DIAGNOSED_BYTES = 16 * 2**20
-"""Larger headers are not read only to word an error better."""
+"""Larger headers are not read just for a better error message."""
 
 MAX_FILE_BYTES = 2**40
 _LOOK_LIMIT_S = 60.0
@@ -29,7 +29,7 @@ _LOOK_LIMIT_S = 60.0
 _DAMAGE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
 )  # fmt: skip
-"""What a header raises that is no safetensors header."""
+"""Errors from parsing a header that is not a safetensors header."""
 
 _DOWNLOAD_AGAIN = "Download the file again, and compare its size with the source's."
 
@@ -43,12 +43,12 @@ _MAGIC = (
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What the header of a safetensors file says; no tensor has been read.
+    """The header of a safetensors file; no tensor has been read.
 
     Args:
         path: The file.
         shapes: Key → shape of every tensor.
-        metadata: Free text entries that the file's writer added.
+        metadata: Free text entries of the file's writer.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class TensorFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first tensor, None for a file without tensors."""
+        """Return the dtype of the first tensor, or None for a file without tensors."""
         first = list(self.shapes)[:1]
         return next((tensor.dtype for tensor in self.read(first).values()), None)
 
@@ -66,12 +66,12 @@ class TensorFile:
         """Read tensors.
 
         Args:
-            keys: Which ones.
+            keys: Keys of the tensors.
             dtype: Cast floating-point tensors to this; None keeps the file's.
-            device: Where they go.
+            device: Of the returned tensors.
 
         Raises:
-            CheckpointError: The file changed or cannot be read any more.
+            CheckpointError: The file has changed or can no longer be read.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -81,7 +81,7 @@ class TensorFile:
                 for key in keys:
                     tensor = handle.get_tensor(key)
                     wanted = dtype if tensor.is_floating_point() else None
-                    # A copy: otherwise the weights change when the file is written again.
+                    # Copy, because mapped weights would change when the file is overwritten.
                     tensors[key] = tensor.to(device=device, dtype=wanted, copy=True)
         except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"{self.path} cannot be read: {exc}.", _DOWNLOAD_AGAIN) from exc
@@ -91,8 +91,8 @@ class TensorFile:
 def open_tensor_file(path: Path) -> TensorFile:
     """Read the header of a safetensors file.
 
-    The safetensors library decides what one is. Only what it refuses is looked at here, to say
-    what it is instead.
+    The safetensors library decides whether the file is valid. This module only examines refused
+    files, to say what they are.
 
     Raises:
         CheckpointError: The path is missing, is a pickle, or is not a whole safetensors file.
@@ -100,7 +100,7 @@ def open_tensor_file(path: Path) -> TensorFile:
     refuse_pickle(path)
     try:
         with open_regular(path, limit_bytes=MAX_FILE_BYTES, limit_s=_LOOK_LIMIT_S) as handle:
-            # In this order: the library would wait for a pipe.
+            # Open first: the library would wait for a pipe.
             return _read_header(path, handle)
     except FileNotFoundError as exc:
         raise CheckpointError(f"There is no file {path}.", "Check the path.") from exc
@@ -113,10 +113,10 @@ def open_tensor_file(path: Path) -> TensorFile:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Refuse a file whose name says that it is a pickle.
+    """Refuse a file with a suffix of pickles.
 
     Raises:
-        CheckpointError: It is one.
+        CheckpointError: The suffix is one of `PICKLE_SUFFIXES`.
     """
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise _pickle_error(path)
@@ -142,14 +142,14 @@ def _read_header(path: Path, handle: BinaryIO) -> TensorFile:
 
 
 def _what_it_is(path: Path, handle: BinaryIO, refusal_reason: Exception) -> CheckpointError:
-    """What a file is that the library has refused."""
+    """Return an error that says what a refused file is."""
     size_bytes = handle.seek(0, os.SEEK_END)
     if size_bytes == 0:
         return CheckpointError(f"{path} is empty (0 bytes).", _DOWNLOAD_AGAIN)
     handle.seek(0)
     start = handle.read(64)
     header_bytes = int.from_bytes(start[:8], "little")
-    # First of all: the length of a header may begin with any byte, a pickle's too.
+    # Check this first: a header's length may begin with any byte, also a pickle's first byte.
     if header_bytes <= _MAX_HEADER_BYTES and start[8:].lstrip()[:1] == b"{":
         needed_bytes = 8 + header_bytes
         if size_bytes >= needed_bytes:
@@ -174,7 +174,7 @@ def _what_it_is(path: Path, handle: BinaryIO, refusal_reason: Exception) -> Chec
 
 
 def _end_of_tensors(header: bytes) -> int:
-    """Where the last tensor ends, in bytes behind the header; 0 for a damaged or large header."""
+    """Return the end of the last tensor in bytes after the header; 0 if it cannot be read."""
     if len(header) > _MAX_DIAGNOSED_BYTES:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""CLIP's tokenizer, built from the files that ship with the package."""
+"""CLIP's tokenizer, from the files that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-"""What the CLIP-L tokenizer of SD1 and SDXL pads with (id 49407)."""
+"""Padding token of the CLIP-L tokenizer of SD1 and SDXL (id 49407)."""
 
 OPEN_CLIP_PAD = "!"
-"""What SD2's tokenizer and SDXL's second one pad with (id 0)."""
+"""Padding token of SD2's tokenizer and of SDXL's second one (id 0)."""
 
 
 def make_tokenizer(pad_token: str = END_OF_TEXT) -> CLIPTokenizer:
-    """Build CLIP's tokenizer (49,408 tokens, 77 a prompt) without a network.
+    """Build CLIP's tokenizer (49,408 tokens, 77 for each prompt) without a network.
 
     Args:
         pad_token: `END_OF_TEXT` or `OPEN_CLIP_PAD`.
@@ -27,7 +27,7 @@ def make_tokenizer(pad_token: str = END_OF_TEXT) -> CLIPTokenizer:
 
     folder = str(files("onediff_ext") / "assets" / "tokenizer")
     tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    # Set afterwards: given to from_pretrained, "!" would turn into a special token and a
-    # prompt's own "!" would become padding.
+    # Set afterwards: as an argument of from_pretrained, "!" would become a special token, and a
+    # prompt's own "!" would count as padding.
     tokenizer.pad_token = pad_token
     return tokenizer

@@ -1,4 +1,4 @@
-"""What the text encoders have made of the prompts of one job."""
+"""A cache of the encoded prompts of one job."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LIMIT = 8  # some megabytes for each batch of prompts
 
 
 class EncodedPrompts:
-    """Has each distinct prompt encoded once, while the text encoders stay what they are.
+    """Encodes each distinct prompt once; the text encoders must not change meanwhile.
 
-    SDXL's have 44 layers, which run for the prompt and again for the negative prompt: the same
-    computation before each picture of a job.
+    SDXL's text encoders have 44 layers, which run for the prompt and again for the negative prompt.
+    Without the cache this repeats before each picture of a job.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class EncodedPrompts:
 
     @contextmanager
     def kept(self, pipe: Any) -> Iterator[None]:
-        """Within this ``with`` block the pipeline encodes only what is not known yet."""
+        """Encode only new prompts within this ``with`` block."""
         own = pipe.encode_prompt
 
         def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-            # Prompts, numbers and a device: whoever draws here gives no tensors.
+            # Arguments are prompts, numbers and a device; no caller here passes tensors.
             key = repr((args, sorted(kwargs.items())))
             if key not in self._known:
                 self._known[key] = own(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Draw pictures with a loaded checkpoint: text to image and image to image, timed."""
+"""Generate pictures with a loaded checkpoint, timed: text to image and image to image."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TASKS = {"txt2img": "", "img2img": "Img2Img", "inpaint": "Inpaint"}  # in diffu
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """What decides a picture, besides its size, its seed and the picture it starts from.
+    """The settings of a picture, except its size, its seed and its input picture.
 
     Args:
         prompt, negative_prompt: As in the WebUI; cut at 75 tokens.
@@ -45,7 +45,7 @@ class DrawSettings:
         deepcache: How much of the UNet's work is reused between steps.
 
     Raises:
-        OptionError: A value cannot be used.
+        OptionError: A value is out of range or unknown.
     """
 
     prompt: str = ""
@@ -68,7 +68,7 @@ class DrawSettings:
         infotext_names(self.scheduler)
 
     def check_img2img_steps(self) -> None:
-        """Raise OptionError when strength leaves image to image without a single step."""
+        """Raise OptionError when steps times strength is less than one step."""
         if int(self.steps * self.strength) < 1:
             enough = next(n for n in itertools.count(self.steps) if int(n * self.strength) >= 1)
             raise OptionError(
@@ -82,14 +82,14 @@ class Drawn:
     """The result of one batch.
 
     Args:
-        images: RGB pictures in the order of the seeds; None where a model's numbers ran over
-            (NaN), which would have been a black picture.
+        images: RGB pictures in the order of the seeds; None where a model's values overflowed
+            (NaN), which would be a black picture.
         seconds: Of the whole batch, from prompt to pixels.
-        step_seconds: Of each sampling step but the first, whose start is not seen; all of a
-            batch of one step is its only entry.
-        uneven: Some steps do more than others (DeepCache).
-        errors: For each picture why there is none, or None.
-        notes: What is worth knowing of how the VAE ran, such as tiles for lack of memory.
+        step_seconds: Of each sampling step except the first, whose start is not observed. A
+            batch of one step has one entry, the time of the whole batch.
+        uneven: Some steps do more work than others (DeepCache).
+        errors: For each picture the reason why it is None, or None.
+        notes: How the VAE ran, where the user should know, such as tiles for lack of memory.
     """
 
     images: list[Image.Image | None]
@@ -100,24 +100,24 @@ class Drawn:
     notes: list[VaeNote] = field(default_factory=list)
 
     def error(self, index: int) -> PictureError:
-        """Why the picture of this index is None."""
+        """Return why the picture of this index is None."""
         error = self.errors[index]
         assert error is not None
         return error
 
     @property
     def seconds_per_step(self) -> float:
-        """Median over the steps; their mean where they are uneven."""
+        """The median of the steps, or their mean if they are uneven."""
         if self.uneven:
             return sum(self.step_seconds) / len(self.step_seconds)
         return sorted(self.step_seconds)[len(self.step_seconds) // 2]
 
 
 class _StepClock:
-    """Times each sampling step, and keeps one step in hand.
+    """Times each sampling step, with at most one step queued on the device.
 
-    It waits for the step before the one that has just been handed to the device: this one is at
-    work while Python prepares the next, and whoever cancels is heard a step later at most.
+    It waits for the step before the one that was just queued. So the device always has work while
+    Python prepares the next step, and a cancel takes effect one step later at most.
     """
 
     def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
@@ -142,7 +142,7 @@ class _StepClock:
         return event
 
     def seconds(self) -> list[float]:
-        """Of each step but the first, whose start is not seen; the last has to be done."""
+        """Return the seconds of each step except the first; the last step must have finished."""
         pairs = itertools.pairwise(self._ends)
         if self._device.type == "cuda":
             return [before.elapsed_time(after) / 1e3 for before, after in pairs]
@@ -150,21 +150,21 @@ class _StepClock:
 
 
 class ImageGenerator:
-    """Draws with one checkpoint. Its pipelines share all models.
+    """Generates pictures with one checkpoint. Its pipelines share all models.
 
     Args:
         checkpoint: From `load_checkpoint`.
-        vae_tiling: Whether the VAE runs over tiles: "auto" (when a picture would not fit into
-            memory otherwise), "on" or "off".
-        overflowing: Parts of the VAE ("encoder", "decoder") that run over in float16, as far as
-            that was seen before; what is found out is added.
+        vae_tiling: Whether the VAE runs over tiles: "auto" (when a whole picture does not fit
+            into memory), "on" or "off".
+        overflowing: Parts of the VAE ("encoder", "decoder") that are known to overflow in
+            float16; newly found parts are added.
 
     Raises:
         OptionError: `vae_tiling` is unknown.
 
     Attributes:
-        on_step: Called with the number of each finished sampling step; what it raises ends the
-            drawing and reaches the caller.
+        on_step: Called with the number of each finished sampling step. An exception from it ends
+            the drawing and reaches the caller.
     """
 
     def __init__(
@@ -183,18 +183,18 @@ class ImageGenerator:
 
     @property
     def device(self) -> torch.device:
-        """Where the UNet is."""
+        """The UNet's device."""
         device: torch.device = next(self.pipe.unet.parameters()).device
         return device
 
     def check(self, settings: DrawSettings) -> None:
-        """Raise OptionError when sampler or DeepCache cannot be used: before anything is built."""
+        """Raise OptionError when sampler or DeepCache cannot be used, before anything is built."""
         make_scheduler(settings.scheduler, self._noise_config)
         with deepcache_for(self.pipe, settings.deepcache):
             pass
 
     def deepcache_refusal(self, settings: DrawSettings) -> str | None:
-        """Why pictures are drawn without the DeepCache that was asked for, or None."""
+        """Return why pictures are drawn without the requested DeepCache, or None."""
         if not settings.deepcache.is_on:
             return None
         return distilled_refusal(self.pipe.unet) or few_steps_refusal(
@@ -202,7 +202,7 @@ class ImageGenerator:
         )
 
     def check_txt2img(self) -> None:
-        """Raise OptionError when the checkpoint cannot draw without a picture."""
+        """Raise OptionError when the checkpoint needs an input picture."""
         if self.checkpoint.is_inpaint or self.checkpoint.architecture == "sdxl-refiner":
             raise OptionError(
                 f"{self.checkpoint.name} cannot draw from text alone.",
@@ -210,7 +210,7 @@ class ImageGenerator:
             )
 
     def ignored_text(self, settings: DrawSettings) -> list[str]:
-        """A warning for each setting that is left out, wholly or, as a long prompt, in part."""
+        """Return a warning for each setting that is ignored, or cut as a long prompt is."""
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
         refusal_reason = self.deepcache_refusal(settings)
         warnings = [] if refusal_reason is None else [f"{refusal_reason}; drawn without."]
@@ -235,17 +235,16 @@ class ImageGenerator:
     ) -> Drawn:
         """Draw from pictures of one size, both sides multiples of 8.
 
-        Args:
-            settings: What to draw.
-            images: Pictures, or what `read` has made of them.
-            seeds: One for each.
-            prompts: Each picture's own; None for the settings' one.
+        Each picture's noise comes from its own seed, so the batch does not change it.
 
-        Each picture's noise comes from its own seed, so that the batch it is in
-        does not matter.
+        Args:
+            settings: Settings of all pictures.
+            images: Pictures, or the result of `read`.
+            seeds: One for each picture.
+            prompts: One for each picture; None means the settings' prompt.
 
         Raises:
-            OptionError: Strength and steps leave nothing to draw.
+            OptionError: Steps times strength is less than one step.
         """
         settings.check_img2img_steps()
         inputs = {"image": images, "strength": settings.strength}
@@ -259,7 +258,7 @@ class ImageGenerator:
         return self._draw(self._pipe("img2img"), settings, inputs, seeds, prompts)
 
     def read(self, images: Sequence[Image.Image]) -> Any:
-        """What `img2img` takes: it may be made of the next pictures while these are drawn."""
+        """Preprocess pictures for `img2img`; another thread may do this for the next batch."""
         if self.checkpoint.is_inpaint:
             return list(images)
         return self._pipe("img2img").image_processor.preprocess(list(images))
@@ -270,7 +269,7 @@ class ImageGenerator:
         """Draw pictures of one size, both sides multiples of 8, one for each seed.
 
         Raises:
-            OptionError: The checkpoint cannot draw without a picture (inpainting, refiner).
+            OptionError: The checkpoint needs an input picture (inpainting, refiner).
         """
         self.check_txt2img()
         inputs = {"width": width_px, "height": height_px}
@@ -285,7 +284,7 @@ class ImageGenerator:
         prompts: Sequence[str] | None = None,
     ) -> Drawn:
         pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
-        # From the CPU: one seed is one picture on every device.
+        # On the CPU, so a seed gives the same picture on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         clock = _StepClock(self.device, self.on_step)
         start = time.perf_counter()
@@ -316,8 +315,10 @@ class ImageGenerator:
 
     @contextmanager
     def one_job(self) -> Iterator[None]:
-        """Within this ``with`` block the models stay what they are: what text encoders make of a
-        prompt is kept for the next picture, and so are the VAE's weights in float32."""
+        """Cache encoded prompts and the VAE's float32 weights within this ``with`` block.
+
+        The models must not change meanwhile.
+        """
         self._prompts = EncodedPrompts()
         try:
             with KeptCasts(self.pipe.vae).kept():
@@ -336,8 +337,10 @@ class ImageGenerator:
 
 
 def _pictures(pixels: torch.Tensor) -> list[Image.Image]:
-    """Pixels [B, 3, H, W] from 0 to 1 as pictures; rounded where they are, so that a quarter of the
-    bytes are copied."""
+    """Convert pixels [B, 3, H, W] from 0 to 1 into pictures.
+
+    Rounding happens on the pixels' device, so only a quarter of the bytes are copied.
+    """
     from PIL import Image
 
     levels = (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
@@ -345,7 +348,7 @@ def _pictures(pixels: torch.Tensor) -> list[Image.Image]:
 
 
 def _take_what_is_read(image_processor: Any) -> None:
-    """Have diffusers' `VaeImageProcessor` leave alone what it has made of pictures before."""
+    """Make diffusers' `VaeImageProcessor` return preprocessed pictures unchanged."""
     own = image_processor.preprocess
 
     def preprocess(images: Any) -> torch.Tensor:
@@ -358,10 +361,9 @@ def _take_what_is_read(image_processor: Any) -> None:
 
 
 class _OnOneDevice:
-    """A pipeline whose models all lie where its UNet does.
+    """A pipeline whose models are all on the UNet's device.
 
-    diffusers looks through all modules of all models for one that is offloaded, before each
-    picture.
+    Before each picture, diffusers searches all modules of all models for an offloaded one.
     """
 
     unet: Any
@@ -372,9 +374,9 @@ class _OnOneDevice:
 
 
 def _pipeline_for(task: str, pipe: Any, architecture: str) -> Any:
-    """A pipeline of the same models for another task.
+    """Create a pipeline of the same models for another task.
 
-    diffusers' AutoPipelines do this for all architectures that it has, and import them all.
+    diffusers' AutoPipelines do this too, but they import all its architectures.
     """
     import diffusers
 

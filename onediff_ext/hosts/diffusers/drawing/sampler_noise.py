@@ -1,4 +1,4 @@
-"""The noise that samplers add at each step, on its way to the GPU while that computes."""
+"""Asynchronous copies of the noise that samplers add at each step to the GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from onediff_ext.engine.patches import Patches
 
 @contextmanager
 def noise_sent_ahead(scheduler: Any) -> Iterator[None]:
-    """Within this ``with`` block a diffusers scheduler does not wait for the GPU to take its noise.
+    """Copy a diffusers scheduler's noise to the GPU without waiting, within this ``with`` block.
 
-    Noise is drawn on the CPU, so that a seed gives the same picture on every device. Copied as
-    diffusers does it, each step waited until the GPU had done all that came before.
+    Noise is drawn on the CPU, so a seed gives the same picture on every device. diffusers copies
+    it synchronously: each step waits until the GPU has finished all earlier work.
     """
     module = sys.modules[type(scheduler).__module__]
     with Patches() as patches:
@@ -27,7 +27,7 @@ def noise_sent_ahead(scheduler: Any) -> Iterator[None]:
 
 
 def _sending_ahead(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """diffusers' `randn_tensor`, but for noise that goes from the CPU to a GPU."""
+    """Wrap diffusers' `randn_tensor` for noise that goes from the CPU to a GPU."""
 
     def randn_tensor(
         shape: Any, generator: Any = None, device: Any = None, *others: Any, **named: Any
@@ -37,7 +37,7 @@ def _sending_ahead(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         if target.type != "cuda" or first is None or first.device.type != "cpu":
             return own(shape, generator, device, *others, **named)
         noise = own(shape, generator, torch.device("cpu"), *others, **named)
-        # torch keeps pinned memory until it has been copied.
+        # torch keeps the pinned memory until the copy is done.
         return noise.pin_memory().to(target, non_blocking=True)
 
     return randn_tensor

@@ -1,7 +1,7 @@
-"""Unfusing a LoRA gives back the very weights from before, not weights close to them.
+"""Exact unfusing of a LoRA: the original weights return, without rounding errors.
 
-peft subtracts what it had added, which leaves rounding behind; after some rounds the
-checkpoint is no longer the one that was loaded.
+peft subtracts what it added, which leaves rounding errors. After some rounds the weights are no
+longer those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODELS = ("unet", "text_encoder", "text_encoder_2")
 
 
 class ExactFusing:
-    """A pipeline's `fuse_lora` and `unfuse_lora` that keep the original weights meanwhile.
+    """A pipeline's `fuse_lora` and `unfuse_lora` that keep copies of the original weights.
 
     Args:
         pipe: A diffusers pipeline with LoRA support.
@@ -32,7 +32,7 @@ class ExactFusing:
         return ExactFusing(copy.deepcopy(self._pipe, memo))
 
     def fuse_lora(self, *args: Any, **kwargs: Any) -> Any:
-        """As the pipeline's own; copies of the weights are kept in main memory."""
+        """Call the pipeline's own method; copies of the weights stay in main memory."""
         for layer in self._layers():
             if not layer.merged and id(layer) not in self._originals:
                 weight = layer.get_base_layer().weight.detach()
@@ -40,7 +40,7 @@ class ExactFusing:
         return self._fuse(*args, **kwargs)
 
     def unfuse_lora(self, *args: Any, **kwargs: Any) -> Any:
-        """As the pipeline's own, then exact."""
+        """Call the pipeline's own method, then restore the exact weights."""
         result = self._unfuse(*args, **kwargs)
         for key, (layer, original) in list(self._originals.items()):
             if layer.merged:
@@ -60,7 +60,7 @@ class ExactFusing:
 
 
 def _is_rounding(weight: torch.Tensor, original: torch.Tensor) -> bool:
-    """Whether a weight is the original but for rounding, and not another checkpoint's."""
+    """Whether a weight differs from the original only by rounding."""
     if weight.shape != original.shape or weight.dtype != original.dtype:
         return False
     tolerance = 8 * torch.finfo(original.dtype).eps

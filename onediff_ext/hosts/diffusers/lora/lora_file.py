@@ -1,4 +1,4 @@
-"""Load LoRA files into a diffusers pipeline, through diffusers' own conversion."""
+"""Parse LoRA files and load them into a diffusers pipeline, with diffusers' own conversion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.hosts.diffusers.checkpoints.architectures import label_of
+from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
 
@@ -20,19 +20,19 @@ _COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
 def load_lora(
     pipe: Any, path: str | Path, weight: float = 1.0, adapter_name: str | None = None
 ) -> str:
-    """Load a LoRA and switch it on beside those that are already there.
+    """Load a LoRA and activate it in addition to the LoRAs already active.
 
     Args:
         pipe: A diffusers pipeline of SD1, SD2 or SDXL.
         path: A .safetensors file with diffusers', PEFT's or kohya's names.
         weight: Strength; 1.0 is as trained.
-        adapter_name: What diffusers calls it; made from the file's name when None.
+        adapter_name: Its name in diffusers; None derives it from the file's name.
 
     Returns:
         The adapter's name, for `pipe.set_adapters` and `pipe.delete_adapters`.
 
     Raises:
-        CheckpointError: It is no LoRA, or is made for another architecture.
+        CheckpointError: The file is not a LoRA, or is for another architecture.
     """
     path = Path(path).expanduser()
     file = open_tensor_file(path)
@@ -50,7 +50,7 @@ def load_lora(
         pipe.load_lora_weights(weights, adapter_name=name)
     except MemoryError:
         raise
-    except Exception as exc:  # whatever diffusers and peft meet in a file that is not theirs
+    except Exception as exc:  # diffusers and peft raise any type here
         present_now = {one for names in pipe.get_list_adapters().values() for one in names}
         if name in present_now - present:
             pipe.delete_adapters(name)
@@ -77,7 +77,7 @@ def _strength(pipe: Any, name: str) -> float:
 def _free_name(stem: str, taken: set[str]) -> str:
     from torch.nn import ModuleDict
 
-    # Adapter names become attribute names: no dots, and none that a module has itself.
+    # Adapter names become attribute names: no dots, and no existing attribute of a module.
     base = re.sub(r"\W+", "_", stem) or "lora"
     if hasattr(ModuleDict(), base):
         base += "_lora"
@@ -88,12 +88,12 @@ def _free_name(stem: str, taken: set[str]) -> str:
 
 
 def _check_fit(pipe: Any, file: TensorFile) -> None:
-    """Refuse a LoRA whose context width, or whose text encoders, are another architecture's.
+    """Refuse a LoRA whose context width or text encoders belong to another architecture.
 
     Raises:
-        CheckpointError: It does not fit.
+        CheckpointError: The LoRA does not fit.
     """
-    label = label_of(pipe.unet.config, getattr(pipe, "text_encoder", None) is not None)
+    label = architecture_of_unet(pipe.unet.config, getattr(pipe, "text_encoder", None) is not None)
     context_width = pipe.unet.config.cross_attention_dim
     second = getattr(pipe, "text_encoder_2", None)
     text_widths = [

@@ -1,4 +1,4 @@
-"""LoRA layers of peft, expressed as another weight of the layer that they wrap."""
+"""peft's LoRA layers as a changed weight of the layer that they wrap."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onediff_ext.engine.validity.tensor_contents import content_of
 class PeftLoraRule(WrapperRule):
     """peft's LoRA around a Linear or Conv2d: base weight + Σ scale · B·A.
 
-    So a LoRA that is merely loaded runs through the graph of the bare layer,
-    without a rebuild, and once it is unloaded, the very weights from before run.
+    So a loaded, unfused LoRA runs through the graph of the bare layer without a rebuild. After it
+    is unloaded, the original weights run again.
     """
 
     def matches(self, module: nn.Module) -> bool:
@@ -49,7 +49,7 @@ class PeftLoraRule(WrapperRule):
             down, up = module.lora_A[name].weight, module.lora_B[name].weight
             parts += [name, module.scaling[name], content_of(down), content_of(up)]
             parts += [getattr(module, "fan_in_fan_out", False)]
-        # A merge or an undone one writes into the base weight past its version counter.
+        # Merging and unmerging change the base weight without changing its version counter.
         parts += module.merged_adapters
         return tuple(parts)
 
@@ -75,13 +75,13 @@ class PeftLoraRule(WrapperRule):
 
     @staticmethod
     def _live(module: Any) -> list[str]:
-        """Adapters that the layer's forward adds to its base, in order."""
+        """Return the adapters that the layer's forward adds to its base, in order."""
         if module.disable_adapters or module.merged:
             return []
         return [name for name in module.active_adapters if name in module.lora_A]
 
 
 def _adds_up(base: Any, down: Any) -> bool:
-    """Whether a convolution with the sum of both weights is the sum of both convolutions."""
+    """Whether one convolution with summed weights equals the sum of both convolutions."""
     names = ("stride", "padding", "dilation", "padding_mode")
     return all(getattr(base, name, None) == getattr(down, name, None) for name in names)

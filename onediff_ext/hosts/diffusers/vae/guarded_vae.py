@@ -1,4 +1,4 @@
-"""A VAE that is looked after while a picture is drawn: it must fit, and give numbers."""
+"""Guards a VAE while a picture is drawn: tiles when memory is short, a wider dtype on overflow."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def wider_dtype(device: torch.device) -> torch.dtype:
-    """What to use where float16's range does not reach: bfloat16 where the device has it, since it
-    is as fast as float16; else float32."""
+    """Return the dtype to use when float16 overflows.
+
+    bfloat16 where the device supports it, because it is as fast as float16; else float32.
+    """
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
 
 
 class GuardedVae:
-    """Encodes and decodes for a pipeline, in tiles and in another dtype where that is needed.
+    """Encodes and decodes for a pipeline, with tiles and a wider dtype where needed.
 
-    diffusers itself runs a VAE in float32 in SDXL's pipelines, if it is float16 and its config
-    says ``force_upcast``; SD1's and SD2's pipelines do not look at that. Whatever dtype a
-    VAE is called in: what runs over in float16 is done again in a wider dtype, and that part of
-    the VAE starts in it from then on. Its weights are in that dtype for the call only.
+    diffusers runs a float16 VAE in float32 in SDXL's pipelines if its config says
+    ``force_upcast``; SD1's and SD2's pipelines ignore that entry. This class works in any dtype:
+    a call that overflows in float16 is repeated in a wider dtype, and that part of the VAE uses
+    the wider dtype from then on. Weights have that dtype only during the call.
 
     Args:
-        pipe: Its ``vae`` is used, its captures may be dropped.
-        tiling: As `VaeFallbacks` takes it.
-        overflowing: Parts ("encoder", "decoder") that are known to run over in float16; those
-            that turn out to are added.
-        memory: What there is on the device; None is what torch says.
+        pipe: Its ``vae`` is used; its CUDA graphs may be dropped.
+        tiling: See `VaeFallbacks`.
+        overflowing: Parts ("encoder", "decoder") that are known to overflow in float16; newly
+            found parts are added.
+        memory: Memory of the device; None asks torch.
 
     Raises:
         OptionError: `tiling` is unknown.
@@ -60,7 +62,7 @@ class GuardedVae:
 
     @contextmanager
     def drawing(self) -> Iterator[VaeRun]:
-        """Within this ``with`` block, one batch of pictures is drawn by the pipeline."""
+        """Guard the VAE while the pipeline draws one batch, within this ``with`` block."""
         run = VaeRun(self._vae, self._fitting, self._overflowing)
         with Patches() as patches:
             patches.set(self._vae, "encode", run.encode)
@@ -69,10 +71,10 @@ class GuardedVae:
 
 
 class VaeRun:
-    """What stands for a VAE's ``encode`` and ``decode`` while one batch is drawn.
+    """Replaces a VAE's ``encode`` and ``decode`` while one batch is drawn.
 
     Attributes:
-        notes: What the user should know, each kind of note once.
+        notes: Notes for the user, one for each kind.
     """
 
     def __init__(self, vae: Any, fitting: VaeFallbacks, overflowing: set[str]) -> None:
@@ -83,19 +85,19 @@ class VaeRun:
         self.notes: list[VaeNote] = []
 
     def error(self, index: int) -> PictureError | None:
-        """Why there is no picture of this index of the batch, or None."""
+        """Return why the picture of this index failed, or None."""
         return self._errors[index] if index < len(self._errors) else None
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """As AutoencoderKL has it: pictures [B, 3, H, W] → a distribution of latents."""
+        """AutoencoderKL's `encode`: pictures [B, 3, H, W] → a distribution of latents."""
 
         def own(pictures: torch.Tensor) -> Any:
             return self._own_encode(pictures, return_dict=False)[0]
 
-        posterior = self._careful("encoder", own, x)
-        # moments [B, 2C, H/8, W/8]; only float16 can be helped, so only there is waited for it
+        posterior = self._run("encoder", own, x)
+        # moments [B, 2C, H/8, W/8]; checking waits for the device, so check only float16
         if x.dtype == torch.float16 and not all(_finite(posterior.parameters)):
-            posterior = self._wider("encoder", own, x)
+            posterior = self._run_wider("encoder", own, x)
         self._encoded.append(posterior.parameters.isfinite().all())
         if posterior.parameters.dtype != x.dtype:
             posterior = type(posterior)(posterior.parameters.to(x.dtype))
@@ -106,21 +108,22 @@ class VaeRun:
         return AutoencoderKLOutput(latent_dist=posterior)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True, **others: Any) -> Any:
-        """As AutoencoderKL has it: latents [B, C, H/8, W/8] → pictures [B, 3, H, W]."""
+        """AutoencoderKL's `decode`: latents [B, C, H/8, W/8] → pictures [B, 3, H, W]."""
 
         def own(latents: torch.Tensor) -> Any:
             return self._own_decode(latents, return_dict=False, **others)[0]
 
-        pixels = self._careful("decoder", own, z)
-        good = _finite(pixels)  # the one wait of a batch; pixels are needed next anyway
+        pixels = self._run("decoder", own, z)
+        good = _finite(pixels)  # the only wait of a batch; pixels are needed next anyway
         if not all(good):
             usable = _finite(z)
             again = [i for i, ok in enumerate(good) if usable[i] and not ok]
             if again and z.dtype == torch.float16:
-                pixels[again] = self._wider("decoder", own, z[again]).to(pixels.dtype)
+                pixels[again] = self._run_wider("decoder", own, z[again]).to(pixels.dtype)
                 good = _finite(pixels)
             self._errors = [
-                None if ok else self._why_not(usable[i], z.dtype) for i, ok in enumerate(good)
+                None if ok else self._overflow_error(usable[i], z.dtype)
+                for i, ok in enumerate(good)
             ]
         pixels = pixels.to(z.dtype)
         if not return_dict:
@@ -129,26 +132,26 @@ class VaeRun:
 
         return DecoderOutput(sample=pixels)
 
-    def _careful(self, part: str, own: Any, given: torch.Tensor) -> Any:
+    def _run(self, part: str, own: Any, given: torch.Tensor) -> Any:
         if given.dtype == torch.float16 and part in self._overflowing:
-            return self._wider(part, own, given)
+            return self._run_wider(part, own, given)
         return self._fitting.run(part, own, given, self._note)
 
-    def _wider(self, part: str, own: Any, given: torch.Tensor) -> Any:
+    def _run_wider(self, part: str, own: Any, given: torch.Tensor) -> Any:
         dtype = wider_dtype(given.device)
         self._overflowing.add(part)
         done = part.removesuffix("r") + "d"
         self._note(VaeNote(f"VAE {done} in {_NAMES[dtype]}", "its numbers run over in fp16"))
-        with _in_dtype(getattr(self._vae, part), dtype), _in_dtype(self._small(part), dtype):
+        with _in_dtype(getattr(self._vae, part), dtype), _in_dtype(self._latent_conv(part), dtype):
             return self._fitting.run(part, own, given.to(dtype), self._note)
 
-    def _small(self, part: str) -> nn.Module | None:
-        """The convolution between a part and the latents."""
+    def _latent_conv(self, part: str) -> nn.Module | None:
+        """Return the convolution between a part and the latents."""
         name = "quant_conv" if part == "encoder" else "post_quant_conv"
         found: nn.Module | None = getattr(self._vae, name, None)
         return found
 
-    def _why_not(self, has_latents: bool, dtype: torch.dtype) -> PictureError:
+    def _overflow_error(self, has_latents: bool, dtype: torch.dtype) -> PictureError:
         name = _NAMES.get(dtype, str(dtype))
         if not all(bool(flag) for flag in self._encoded):
             return PictureError(
@@ -175,15 +178,14 @@ class VaeRun:
 
 
 def _finite(tensor: torch.Tensor) -> list[bool]:
-    """For each of a batch, whether all its numbers are; waits for the device."""
+    """Return for each item of a batch whether all its values are finite; waits for the device."""
     flags: list[bool] = tensor.isfinite().flatten(1).all(1).tolist()
     return flags
 
 
 @contextmanager
 def _in_dtype(module: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
-    """Within this ``with`` block a model has its weights in another dtype; the very same tensors
-    are put back after it."""
+    """Cast a model's weights within this ``with`` block; the original tensors return after it."""
     own = [] if module is None else [(p, p.data) for p in module.parameters()]
     try:
         for parameter, weight in own:

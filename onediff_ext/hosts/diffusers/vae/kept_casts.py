@@ -1,4 +1,4 @@
-"""Casts of a VAE to float32 and back, done once for a job."""
+"""Cached casts of a VAE to float32 and back, computed once for each job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onediff_ext.engine.patches import Patches
 
 @dataclass(frozen=True)
 class _Twins:
-    """The same numbers in two types, as long as nobody has changed either in place."""
+    """The same values in two types, valid while neither tensor is changed in place."""
 
     narrow: torch.Tensor
     wide: torch.Tensor
@@ -23,15 +23,15 @@ class _Twins:
 
 
 class KeptCasts:
-    """Keeps what a model's weights are in a wider type, for the next time.
+    """Keeps a model's weights in a wider type for the next cast.
 
-    SDXL's pipelines have a float16 VAE cast to float32 for encoding, back, and the same again for
-    decoding (``force_upcast``): four times for each picture all of its modules are gone through
-    and all of its weights are written anew.
+    SDXL's pipelines cast a float16 VAE to float32 for encoding and back, and again for decoding
+    (``force_upcast``). So for each picture all its modules are visited and all its weights are
+    written four times.
 
     Args:
-        model: Its weights are in two types within the block, which takes half as much memory again
-            as the wider ones alone.
+        model: Its weights exist in two types within the block, which takes 1.5 times the memory
+            of the wider type alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,8 +40,10 @@ class KeptCasts:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within this ``with`` block ``model.to(dtype)`` puts the tensors of an earlier cast back
-        in, where they are what a cast would give."""
+        """Let ``model.to(dtype)`` reuse the tensors of an earlier cast within this ``with`` block.
+
+        They are reused only where they equal a new cast.
+        """
         own = self._model.to
 
         def to(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +72,7 @@ class KeptCasts:
                     return
         cast = now.to(dtype)
         parameter.data = cast
-        # Only a wider type has all numbers of the other, so that the way back changes none.
+        # Only a wider type represents all values of the other, so the way back is exact.
         if cast.element_size() > now.element_size():
             self._twins[parameter] = _Twins(now, cast, parameter._version)
         else:
@@ -78,7 +80,7 @@ class KeptCasts:
 
 
 def _only_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The type, where a call of `Module.to` asks for nothing else."""
+    """Return the dtype if a call of `Module.to` asks for nothing else, else None."""
     given = [*args, *kwargs.values()]
     if len(given) == 1 and set(kwargs) <= {"dtype"} and isinstance(given[0], torch.dtype):
         return given[0]

@@ -1,4 +1,4 @@
-"""In which ways a VAE may run over pictures, best first, when memory is short."""
+"""How a VAE runs when memory is short: whole batches, one picture at a time, or tiles."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TILING = ("auto", "on", "off")
 
 @dataclass(frozen=True)
 class VaeNote:
-    """Something that the user should know of how a VAE was run.
+    """A note for the user about how a VAE ran.
 
     Args:
-        what: Equal for notes of one kind, such as ``"VAE decoded in tiles"``.
-        why: With figures, which may differ from picture to picture.
+        what: The kind of note, such as ``"VAE decoded in tiles"``.
+        why: The reason with figures, which may differ between pictures.
     """
 
     what: str
@@ -39,10 +39,12 @@ class VaeNote:
 
 @dataclass(frozen=True)
 class _Way:
-    """Args:
-    one_by_one: Each picture of the batch alone; gives the same pictures.
-    tile_cells: Side of the tiles, or None for whole pictures.
-    why: Why tiles, if it is known before it is tried.
+    """One way to run the VAE.
+
+    Args:
+        one_by_one: Each picture of the batch alone; the result is the same.
+        tile_cells: Side of the tiles in latent cells, or None for whole pictures.
+        why: Why tiles are used, if that is known before the attempt.
     """
 
     one_by_one: bool = False
@@ -51,15 +53,15 @@ class _Way:
 
 
 class VaeFallbacks:
-    """Runs a VAE in the best way that fits: whole batches, pictures one by one, tiles.
+    """Runs a VAE in the best way that fits into memory: whole batches, single pictures, tiles.
 
     Args:
-        vae: An AutoencoderKL; another one without tiles is run without.
-        memory: What there is on its device.
-        tiling: "auto", "on" (whether it would fit or not) or "off".
+        vae: An AutoencoderKL; a VAE class without tiling runs without tiles.
+        memory: Memory of its device.
+        tiling: "auto", "on" (always) or "off".
 
     Raises:
-        OptionError: `tiling` is none of these.
+        OptionError: `tiling` is unknown.
     """
 
     def __init__(self, vae: Any, memory: DeviceMemory, tiling: str = "auto") -> None:
@@ -76,16 +78,16 @@ class VaeFallbacks:
         given: torch.Tensor,
         note: Callable[[VaeNote], None],
     ) -> Any:
-        """Call a part of the VAE so that it fits.
+        """Call a part of the VAE in a way that fits into memory.
 
         Args:
             part: "encoder" or "decoder".
             call: The VAE's own encode or decode.
             given: Pictures [B, 3, H, W] or latents [B, C, H/8, W/8].
-            note: Told when there will be tiles, which change a picture a little.
+            note: Called before tiles are used, which change a picture slightly.
 
         Raises:
-            torch.OutOfMemoryError, RuntimeError: Nothing fits.
+            torch.OutOfMemoryError, RuntimeError: No way fits.
         """
         error: BaseException | None = None
         for way in self._ways(part, given):
@@ -115,11 +117,11 @@ class VaeFallbacks:
             return needed_bytes(part, channels, count, cells * cell_px**2, given.dtype)
 
         one, free = needs(1, height * width), self._memory.free_bytes(given.device)
-        if free is not None and free < one <= free + self._memory.bytes_of_captures():
-            self._memory.give_up_captures()
+        if free is not None and free < one <= free + self._memory.cuda_graph_bytes():
+            self._memory.drop_cuda_graphs()
             free = self._memory.free_bytes(given.device)
         ways = []
-        # What is known not to fit is not tried, unless tiles are not wanted.
+        # Skip ways that are known not to fit, unless tiling is off.
         if self._tiling == "off" or free is None or needs(pictures, height * width) <= free:
             ways.append(_Way())
         if pictures > 1 and (self._tiling == "off" or free is None or one <= free):

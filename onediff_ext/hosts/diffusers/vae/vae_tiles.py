@@ -1,4 +1,4 @@
-"""Running a VAE over tiles that overlap and are blended, by diffusers' own means."""
+"""Run a VAE over overlapping, blended tiles, with diffusers' own tiling."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from onediff_ext.engine.patches import Patches
 
-# Sides of a tile in latent cells, largest first: the fewer tiles, the closer to the whole
-# picture, since norms see more of it (docs/vae.md). Below 256 pixels they see too little.
+# Sides of a tile in latent cells, largest first. Fewer tiles are closer to the whole picture,
+# since norms see more of it (docs/vae.md). Below 256 pixels they see too little.
 TILE_CELLS = (128, 96, 64, 48, 32)
 _OVERLAP = 0.25
 _NARROWEST_CELLS = 4
@@ -21,14 +21,14 @@ def can_tile(vae: Any) -> bool:
 
 
 def tile_side(height_cells: int, width_cells: int, most_cells: int) -> int:
-    """The largest side of a tile that leaves no last row or column of a few cells only.
+    """Return the largest tile side whose last row and column of tiles are not too narrow.
 
-    diffusers lays tiles from the upper left, each 3/4 of its side after the one before, and the
-    last ones are as wide as what is left. A strip of one cell, whose norms see nothing but that
-    strip, is plainly further from the whole picture than the rest.
+    diffusers places tiles from the upper left, each 3/4 of its side after the previous one. The
+    last tiles are as wide as the rest. The norms of a strip of one cell see only that strip, so
+    it differs visibly from the whole picture.
 
     Returns:
-        At most `most_cells`, at least half of it, and a multiple of 4 as it is, so that overlaps
+        Cells: at most `most_cells`, at least half of it, and a multiple of 4, so that overlaps
         are whole cells.
     """
     for side in range(most_cells, most_cells // 2 - 1, -4):
@@ -38,14 +38,14 @@ def tile_side(height_cells: int, width_cells: int, most_cells: int) -> int:
 
 
 def _last(cells: int, side: int) -> int:
-    """How many cells the last tile along one direction has."""
+    """Return the cells of the last tile along one direction."""
     stride = side - side // 4
     return cells - stride * ((cells - 1) // stride) if cells > side else cells
 
 
 @contextmanager
 def tiles_of(vae: Any, side_cells: int) -> Iterator[None]:
-    """Within this ``with`` block the VAE runs over tiles; everything is put back after it."""
+    """Run the VAE over tiles within this ``with`` block; all settings are restored after it."""
     cell_px = 2 ** (len(vae.config.block_out_channels) - 1)
     with Patches() as patches:
         for name, value in (

@@ -1,4 +1,4 @@
-"""Each graph that is loaded is its own, though the system reuses descriptors' numbers."""
+"""Each loaded library is a separate one, although the system reuses descriptor numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.backends.inductor.backend import _as_library
+from onediff_ext.backends.inductor.aot_library import library_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries in memory are Linux's")
@@ -21,6 +21,6 @@ def test_libraries_loaded_one_after_the_other_are_different(tmp_path: Path) -> N
         source, target = tmp_path / f"{number}.c", tmp_path / f"{number}.so"
         source.write_text(f"int answer(void) {{ return {number}; }}")
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", target, source], check=True)
-        with _as_library(target.read_bytes()) as path:
+        with library_path(target.read_bytes()) as path:
             answers.append(ctypes.CDLL(path))
     assert [library.answer() for library in answers] == list(range(5))

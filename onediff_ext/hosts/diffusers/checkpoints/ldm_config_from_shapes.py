@@ -1,7 +1,7 @@
-"""Hyper-parameters deduced from the shapes of a checkpoint in the original (LDM) layout.
+"""Deduce diffusers configs from the tensor shapes of a checkpoint in the original (LDM) layout.
 
-Widths, depths and context sizes are visible in the tensors; the number of attention heads and
-the groups of the norms are not (see `ldm_hints.py`).
+Shapes show widths, depths and context sizes. They do not show the number of attention heads and
+the groups of the norms (see `ldm_hints.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 UNET_PREFIX = "model.diffusion_model."
 VAE_PREFIX = "first_stage_model."
 GUIDANCE_KEYS = ("time_embedding.cond_proj.weight", "time_embed.cond_proj.weight")
-"""Both spellings that LCM checkpoints use for the guidance embedding, below `UNET_PREFIX`."""
+"""Both names that LCM checkpoints use for the guidance embedding, without `UNET_PREFIX`."""
 
 
 def below(shapes: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return the entries under a prefix, without it."""
+    """Return the entries whose keys start with a prefix, with the prefix removed."""
     cut = len(prefix)
     return {key[cut:]: shape for key, shape in shapes.items() if key.startswith(prefix)}
 
@@ -32,13 +32,16 @@ def count_items(keys: Any, prefix: str) -> int:
 
 
 def deduce_unet(shapes: Shapes) -> dict[str, Any]:
-    """Deduce a diffusers UNet config from shapes without the `UNET_PREFIX`.
+    """Deduce a diffusers UNet config.
+
+    Args:
+        shapes: Of the UNet's tensors, without `UNET_PREFIX`.
 
     Returns:
-        The entries of UNet2DConditionModel's config that shapes tell, `heads` left out.
+        The entries of UNet2DConditionModel's config that shapes show; no attention heads.
 
     Raises:
-        CheckpointError: The layers follow no pattern that diffusers has.
+        CheckpointError: diffusers has no UNet with this pattern of layers.
     """
     try:
         return _deduce_unet(shapes)
@@ -70,7 +73,8 @@ def _deduce_unet(shapes: Shapes) -> dict[str, Any]:
             "Use an SD1, SD2 or SDXL checkpoint, or the model's diffusers folder.",
         )
     level_depths = [level[0] for level in depths]
-    # diffusers gives the middle block the last level's depth; without attention there, it is free.
+    # diffusers gives the middle block the last level's depth. A last level without attention
+    # leaves that depth free.
     if level_depths[-1] not in (0, mid_depth):
         raise CheckpointError(
             "The UNet's middle block has another depth than its last level.",
@@ -99,7 +103,10 @@ def _deduce_unet(shapes: Shapes) -> dict[str, Any]:
 
 
 def deduce_vae(shapes: Shapes) -> dict[str, Any]:
-    """Deduce a diffusers AutoencoderKL config from shapes without the `VAE_PREFIX`.
+    """Deduce a diffusers AutoencoderKL config.
+
+    Args:
+        shapes: Of the VAE's tensors, without `VAE_PREFIX`.
 
     Raises:
         CheckpointError: A tensor that every VAE has is missing.
@@ -124,10 +131,10 @@ def deduce_vae(shapes: Shapes) -> dict[str, Any]:
 
 
 def deduce_text_encoder(shapes: Shapes) -> dict[str, Any]:
-    """Deduce a CLIPTextConfig from a text encoder's shapes, CLIP's or OpenCLIP's names.
+    """Deduce a CLIPTextConfig, from CLIP's or OpenCLIP's names.
 
     Args:
-        shapes: Below `…transformer.text_model.` (CLIP) or `…model.` (OpenCLIP).
+        shapes: Without the prefix `…transformer.text_model.` (CLIP) or `…model.` (OpenCLIP).
 
     Raises:
         CheckpointError: A tensor that every text encoder has is missing.

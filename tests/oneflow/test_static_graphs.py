@@ -1,4 +1,4 @@
-"""Bounds, the reset, and what is left after a failure; each in a process of its own."""
+"""Limits, the reset, and the state after a failure; each in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 from onediff_ext.backends.oneflow.availability import process_reason
 assert process_reason() is None, process_reason()
 import oneflow
-from onediff_ext.backends.oneflow.static_graphs import Plans
+from onediff_ext.backends.oneflow.static_graphs import StaticGraphCache
 from onediff_ext.backends.oneflow.program import FlowProgram
 from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.core.errors import BackendError
@@ -28,20 +28,20 @@ def make_program():
 weight = torch.randn(5, 5)
 program = make_program()
 
-def run(plans, n, program=program):
+def run(graphs, n, program=program):
     x = torch.randn(n, 5)
-    torch.testing.assert_close(plans.run(program, [weight, x]), Block()(weight, x)[0])
+    torch.testing.assert_close(graphs.run(program, [weight, x]), Block()(weight, x)[0])
 """
 
 
 def test_more_shapes_than_allowed_drop_all_and_go_on(flow, run_apart):
     code = """
-plans = Plans(oneflow, limit_count=4)
+graphs = StaticGraphCache(oneflow, limit_count=4)
 seen = []
 for n in (*range(1, 12), 1, 2, 11, 1, 2):
-    run(plans, n)
-    seen.append(len(plans))
-print(json.dumps([seen, plans.resets]))
+    run(graphs, n)
+    seen.append(len(graphs))
+print(json.dumps([seen, graphs.resets]))
 """
     seen, resets = json.loads(run_apart(_START + code).splitlines()[-1])
     assert seen == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 3]
@@ -50,11 +50,11 @@ print(json.dumps([seen, plans.resets]))
 
 def test_memory_counts(flow, run_apart):
     code = """
-plans = Plans(oneflow, limit_bytes=30 * 2**20)
+graphs = StaticGraphCache(oneflow, limit_bytes=30 * 2**20)
 for n in range(20000, 20010):
-    run(plans, n)
-    assert plans.size_bytes < 30 * 2**20 + 2**23, plans.size_bytes
-print(json.dumps([len(plans), plans.resets, plans.size_bytes]))
+    run(graphs, n)
+    assert graphs.size_bytes < 30 * 2**20 + 2**23, graphs.size_bytes
+print(json.dumps([len(graphs), graphs.resets, graphs.size_bytes]))
 """
     count, resets, size_bytes = json.loads(run_apart(_START + code).splitlines()[-1])
     assert resets > 0
@@ -63,18 +63,18 @@ print(json.dumps([len(plans), plans.resets, plans.size_bytes]))
 
 def test_what_does_not_fit_at_once_is_refused_and_not_planned_at_every_step(flow, run_apart):
     code = """
-plans = Plans(oneflow, limit_count=3)
+graphs = StaticGraphCache(oneflow, limit_count=3)
 programs = [make_program() for _ in range(5)]
 refused = set()
 for step in range(6):
     for i, program in enumerate(programs):
         if i not in refused:
             try:
-                run(plans, 7, program)
+                run(graphs, 7, program)
             except BackendError as exc:
                 refused.add(i)
                 message = exc.message
-print(json.dumps([sorted(refused), message, plans.resets, len(plans)]))
+print(json.dumps([sorted(refused), message, graphs.resets, len(graphs)]))
 """
     refused, message, resets, count = json.loads(run_apart(_START + code).splitlines()[-1])
     assert len(refused) == 2
@@ -83,7 +83,7 @@ print(json.dumps([sorted(refused), message, plans.resets, len(plans)]))
     assert count == 3
 
 
-def test_graphs_of_somebody_else_are_not_reset_away(flow, run_apart):
+def test_graphs_of_other_code_are_not_reset(flow, run_apart):
     code = """
 class Theirs(oneflow.nn.Graph):
     def build(self, x):
@@ -91,23 +91,23 @@ class Theirs(oneflow.nn.Graph):
 
 theirs = Theirs()
 theirs(oneflow.ones(3))
-plans = Plans(oneflow, limit_count=2)
-run(plans, 1), run(plans, 2)
+graphs = StaticGraphCache(oneflow, limit_count=2)
+run(graphs, 1), run(graphs, 2)
 try:
-    run(plans, 3)
+    run(graphs, 3)
 except BackendError as exc:
     print(exc.message)
 assert theirs(oneflow.ones(3)).numpy().tolist() == [2, 2, 2]
-assert plans.resets == 0
+assert graphs.resets == 0
 """
     assert "memory is full of another program part's graphs" in run_apart(_START + code)
 
 
 def test_after_a_failed_plan_nothing_is_planned_and_the_rest_goes_on(flow, run_apart):
-    # The kernel of group_norm is missing on a CPU, and only the planner is led to it.
+    # group_norm has no kernel on a CPU; only planning reaches it here.
     code = """
-plans = Plans(oneflow)
-run(plans, 3)
+graphs = StaticGraphCache(oneflow)
+run(graphs, 3)
 silu = TABLE["aten.silu.default"]
 
 def fails_when_planned(flow, x):
@@ -120,16 +120,16 @@ TABLE["aten.silu.default"] = fails_when_planned
 messages = []
 for n in (4, 5):
     try:
-        plans.run(program, [weight, torch.randn(n, 5)])
+        graphs.run(program, [weight, torch.randn(n, 5)])
     except BackendError as exc:
         messages.append(exc.message)
 TABLE["aten.silu.default"] = silu
 try:
-    run(plans, 6)
+    run(graphs, 6)
 except BackendError as exc:
     messages.append(exc.message)
-run(plans, 3)
-print(json.dumps([messages, plans.broken, len(plans)]))
+run(graphs, 3)
+print(json.dumps([messages, graphs.broken, len(graphs)]))
 """
     messages, broken, count = json.loads(run_apart(_START + code).splitlines()[-1])
     assert messages == [broken] * 3
@@ -142,27 +142,27 @@ print(json.dumps([messages, plans.broken, len(plans)]))
 
 def test_a_missing_kernel_does_no_harm(flow, run_apart):
     code = """
-plans = Plans(oneflow)
+graphs = StaticGraphCache(oneflow)
 try:
-    plans.run(program, [weight.half(), torch.randn(3, 5).half()])
+    graphs.run(program, [weight.half(), torch.randn(3, 5).half()])
 except BackendError as exc:
     print(exc.message)
-run(plans, 3)
-assert plans.broken is None
+run(graphs, 3)
+assert graphs.broken is None
 """
     assert run_apart(_START + code).splitlines()[-1].startswith("OneFlow has no kernel for ")
 
 
 def test_a_graph_that_computes_something_else_is_not_used(flow, run_apart):
     code = """
-plans = Plans(oneflow)
+graphs = StaticGraphCache(oneflow)
 silu = TABLE["aten.silu.default"]
 TABLE["aten.silu.default"] = lambda flow, x: silu(flow, x) * (2 if x.is_lazy else 1)
 try:
-    plans.run(program, [weight, torch.randn(3, 5)])
+    graphs.run(program, [weight, torch.randn(3, 5)])
 except BackendError as exc:
     print(exc.message)
-assert len(plans) == 0
+assert len(graphs) == 0
 """
     assert "OneFlow's graph differs from eager" in run_apart(_START + code)
 
@@ -170,7 +170,7 @@ assert len(plans) == 0
 _THIRTY_SIZES = """
 import json, random, sys, torch
 torch.set_num_threads(1)
-from onediff_ext.backends.oneflow.static_graphs import process_plans
+from onediff_ext.backends.oneflow.static_graphs import process_graphs
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from tests.support import models
 unet = models.unet((32,), attention=(True,))
@@ -179,8 +179,8 @@ holder.unet = unet
 session = new_session({"backend": "oneflow", "build": "wait", "store": sys.argv[1]})
 assert session.backend.name == "oneflow", session.fallbacks()
 compile_pipe(holder, session=session)
-plans = process_plans()
-plans._limit_bytes = 120 * 2**20
+graphs = process_graphs()
+graphs._limit_bytes = 120 * 2**20
 
 def resident():
     for line in open("/proc/self/status"):
@@ -195,7 +195,7 @@ with torch.no_grad():
     for _ in range(30):
         unet(**models.unet_inputs(unet, 2, chooser.randint(3, 16), chooser.randint(3, 16)))
         memory.append(round((resident() - before) / 2**20))
-print(json.dumps([memory, plans.resets, [f.reason for f in session.fallbacks()]]))
+print(json.dumps([memory, graphs.resets, [f.reason for f in session.fallbacks()]]))
 """
 
 
@@ -204,5 +204,5 @@ def test_thirty_sizes_stay_within_the_bound(flow, run_apart, shared_store):
     memory, resets, fallbacks = json.loads(found.splitlines()[-1])
     assert fallbacks == []
     assert resets >= 2, memory
-    # The stated bound of the graphs, one more graph, and what the process itself takes.
+    # The limit of the graphs, one more graph, and the process itself.
     assert max(memory) < 120 + 250, memory

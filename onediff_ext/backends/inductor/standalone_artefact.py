@@ -1,0 +1,91 @@
+"""Artefacts of `torch._inductor.standalone_compile`: the format of graphs on a GPU.
+
+An artefact contains the compiled device code of its kernels, so loading it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onediff_ext.backends.inductor.device_index import loading_for
+from onediff_ext.engine.backend_port import Graph
+from onediff_ext.engine.torch_versions import ready_for_standalone_compile
+
+# Inductor settings that change the generated code; they are part of every key.
+CUDA_CONFIG: Mapping[str, Any] = {
+    # Otherwise a kernel writes its best launch settings into the folder where it was built. A
+    # worker removes that folder; the drawing process would create it again and leave it behind.
+    "autotune_local_cache": False,
+    # Otherwise each process that draws tries several launch settings for a kernel at its first
+    # call: a tenth of a second for each kernel, 4.6 s for SDXL (H200, torch 2.11).
+    "triton.autotune_pointwise": False,
+    # Otherwise our own kernels load through Triton, which has gcc compile a launcher for each of
+    # them in the process that draws (docs/architecture.md).
+    "static_launch_user_defined_triton_kernels": True,
+}
+# Older torch versions change a setting for all threads, so two threads must not load at once.
+_loading = threading.Lock()
+
+
+def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:
+    """Compile a graph and return the artefact's bytes.
+
+    A CPU can build and run artefacts too, but it compiles their C++ again at each load.
+
+    Args:
+        graph_module: Takes the weights, then the inputs, all flattened.
+        fakes: Fake tensors for its inputs, with symbolic shapes.
+    """
+    from torch._inductor import config, standalone_compile
+
+    ready_for_standalone_compile(graph_module)
+    with config.patch(dict(CUDA_CONFIG)):
+        artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
+    with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
+        path = Path(folder) / "graph.bin"
+        artefact.save(path=str(path), format="binary")
+        return path.read_bytes()
+
+
+def load_artefact(payload: bytes, index: int | None = None) -> Graph:
+    """Load what `build_artefact` returned.
+
+    Args:
+        payload: From `build_artefact`.
+        index: Number of the GPU to run on; None for the one that it was built on.
+    """
+    from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
+
+    with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
+        path = Path(folder) / "graph.bin"
+        path.write_bytes(payload)
+        place = contextlib.nullcontext() if index is None else loading_for(index)
+        with _without_compilers(), place:
+            artefact = CompiledArtifact.load(path=str(path), format="binary")
+
+    def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        output = artefact(*arguments)
+        first: torch.Tensor = output[0] if isinstance(output, (list, tuple)) else output
+        return first
+
+    return run
+
+
+@contextlib.contextmanager
+def _without_compilers() -> Iterator[None]:
+    """Load Triton kernels without Inductor's pool of compiler processes.
+
+    Otherwise the first load starts one process for each core, which stays until the end. The
+    kernels are already compiled, so the pool has nothing to do.
+    """
+    from torch._inductor import config
+
+    with _loading, config.patch(compile_threads=1):
+        yield
