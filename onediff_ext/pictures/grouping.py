@@ -26,11 +26,13 @@ class PlannedPicture:
             seed derived from it does not change when another file turns out broken.
         facts: From the header.
         fit: Target and canvas.
+        caption: Its own prompt, as it was when the job was planned.
     """
 
     index: int
     facts: PictureHeader
     fit: Fit
+    caption: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.grouping import PlannedPicture, plan_pictures
 from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
@@ -75,9 +76,10 @@ def plan_results(
     settings_of: Callable[[PlannedPicture], Mapping[str, object]],
     report: Report,
     recursive: bool = False,
+    captions: bool = False,
     max_megapixels: float = MAX_MEGAPIXELS,
 ) -> Plan:
-    """Find the pictures and settle sizes and names; reads headers only.
+    """Find the pictures and settle sizes and names; reads headers and captions only.
 
     Args:
         inputs: Files and folders.
@@ -88,6 +90,7 @@ def plan_results(
         settings_of: What a picture's result depends on besides its input.
         report: Gets the pictures that are left out.
         recursive: Look into subfolders too.
+        captions: Give each picture the text beside it as its caption.
         max_megapixels: Larger results are left out.
 
     Raises:
@@ -97,7 +100,8 @@ def plan_results(
     found = find_pictures(inputs, report=report, recursive=recursive, output_dir=output_dir)
     paths = [picture.path for picture in found]
     planned = plan_pictures(paths, size_rule, report=report, max_megapixels=max_megapixels)
-    planned, settings = _with_settings(planned, settings_of, report)
+    if captions:
+        planned = _with_captions(planned, report)
     today = datetime.date.today()
     names = distinct_names(
         [
@@ -114,7 +118,7 @@ def plan_results(
             for one in planned
         ]
     )
-    digests = [job_digest(one, p.facts) for one, p in zip(settings, planned, strict=True)]
+    digests = [job_digest(settings_of(one), one.facts) for one in planned]
     outputs = plan_outputs(output_dir, names, digests, inputs=paths)
     return Plan(
         todo=[
@@ -126,19 +130,15 @@ def plan_results(
     )
 
 
-def _with_settings(
-    planned: Sequence[PlannedPicture],
-    settings_of: Callable[[PlannedPicture], Mapping[str, object]],
-    report: Report,
-) -> tuple[list[PlannedPicture], list[Mapping[str, object]]]:
-    """Each picture with its settings; those whose own ones cannot be read go to the report."""
-    kept, settings = [], []
+def _with_captions(planned: Sequence[PlannedPicture], report: Report) -> list[PlannedPicture]:
+    """Each picture with its caption; those whose caption cannot be read go to the report.
+
+    Captions are read once: what is drawn later is what the digest was made of.
+    """
+    kept = []
     for one in planned:
         try:
-            found = settings_of(one)
+            kept.append(replace(one, caption=read_caption(one.facts.path)))
         except PictureError as exc:
             report.skip(one.facts.path, exc)
-        else:
-            kept.append(one)
-            settings.append(found)
-    return kept, settings
+    return kept

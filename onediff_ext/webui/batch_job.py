@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.core.words import counted
 from onediff_ext.pictures.background_io import Writing, read_ahead
-from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
     LoadedPicture,
@@ -171,6 +170,7 @@ class BatchJob:
             settings_of=self._settings_of,
             report=self.result.report,
             recursive=choices.recursive,
+            captions=choices.captions,
         )
         check_found(plan, choices.inputs, self.result.report)
         self.result.already_done = plan.already_done
@@ -238,8 +238,7 @@ class BatchJob:
         return self._seed + (planned.index if self._choices.vary_seed else 0)
 
     def _prompt_of(self, planned: PlannedPicture) -> str:
-        caption = read_caption(planned.facts.path) if self._choices.captions else None
-        return self._p.prompt if caption is None else caption
+        return self._p.prompt if planned.caption is None else planned.caption
 
     def _settings_of(self, planned: PlannedPicture) -> dict[str, object]:
         p = self._p

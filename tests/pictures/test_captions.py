@@ -52,7 +52,7 @@ def test_a_broken_caption_leaves_the_other_pictures_alone(tmp_path: Path):
     report = Report()
     plan = plan_results(
         [tmp_path], tmp_path / "out", OwnSize(), NameTemplate(), seed_of=lambda _: 0,
-        settings_of=lambda one: {"prompt": read_caption(one.facts.path)}, report=report,
+        settings_of=lambda one: {"prompt": one.caption}, report=report, captions=True,
     )  # fmt: skip
     assert [result.path.name for result in plan.todo] == ["a.png", "c.png"]
     assert [entry.path.name for entry in report.failures] == ["b.png"]

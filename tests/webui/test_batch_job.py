@@ -145,6 +145,16 @@ def test_captions_and_seeds_belong_to_the_picture_not_the_batch(folder: Path) ->
     assert drawn[1]["b.png"] == "a dog\nSeed: 8"
 
 
+def test_a_caption_is_read_once(folder: Path) -> None:
+    def break_captions(_: InvertingHost) -> None:
+        (folder / "b.txt").write_bytes(b"\xff")
+
+    result = run(folder, InvertingHost(break_captions), captions=True)
+    assert len(result.written) == 5
+    infotext = read_png(folder.parent / "out" / "b.png").texts[INFOTEXT_KEYWORD]
+    assert infotext == "a dog\nSeed: 7"
+
+
 def test_names_alpha_and_size_rule(folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()

@@ -21,6 +21,7 @@ from onediff_ext.hosts.diffusers.drawing.image_generator import (
 )
 from onediff_ext.hosts.diffusers.drawing.sampler_noise import noise_sent_ahead
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
+from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from tests.support import models
 from tests.support.sample_pictures import gradient, save_pictures
 
@@ -225,6 +226,27 @@ def test_a_prompt_is_encoded_once_for_a_job(
     assert encoded == [["a cat"], ["a fox"]]
     assert command_line(*command, "-o", tmp_path / "again").status == 0
     assert len(encoded) == 4
+
+
+def test_a_caption_is_read_once(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
+    caption, draw = folder / "b.txt", ImageGenerator.img2img
+    caption.write_text("a fox")
+
+    def break_caption(*arguments: Any) -> Any:
+        caption.write_bytes(b"\xff")
+        return draw(*arguments)
+
+    monkeypatch.setattr(ImageGenerator, "img2img", break_caption)
+    options = ("--eager", "-p", "a cat", "--captions", "--batch-size", "1", *FEW)
+    ended = command_line("img2img", folder, "-o", tmp_path / "out", *options)
+    assert ended.status == 0, ended
+    texts = {
+        path.name: read_png(path).texts[INFOTEXT_KEYWORD] for path in (tmp_path / "out").iterdir()
+    }
+    assert [texts[f"{name}.png"].splitlines()[0] for name in "ab"] == ["a cat", "a fox"]
 
 
 def test_prompts_are_encoded_anew_after_a_job(command_line: CommandLine) -> None:

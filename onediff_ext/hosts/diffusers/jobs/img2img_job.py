@@ -15,7 +15,6 @@ from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSetti
 from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult, ReuseCounter, RunReport
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
 from onediff_ext.pictures.background_io import Writing, read_ahead
-from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
     Group,
@@ -78,13 +77,10 @@ class Img2ImgJob:
         return self.seed + (planned.index if self.vary_seed else 0)
 
     def settings_of(self, planned: PlannedPicture) -> DrawSettings:
-        """The settings with the picture's own prompt, if it has one.
-
-        Raises:
-            PictureError: Its caption cannot be read.
-        """
-        caption = read_caption(planned.facts.path) if self.captions else None
-        return self.settings if caption is None else replace(self.settings, prompt=caption)
+        """The settings with the picture's own prompt, if it has one."""
+        if planned.caption is None:
+            return self.settings
+        return replace(self.settings, prompt=planned.caption)
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,7 @@ def plan_job(job: Img2ImgJob, report: Report) -> Plan:
         settings_of=partial(_digest_settings, job),
         report=report,
         recursive=job.recursive,
+        captions=job.captions,
         max_megapixels=job.max_megapixels,
     )
 
