@@ -16,7 +16,8 @@ from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone
     from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter, RunReport
     from onediff_ext.session.session import Session
 
@@ -86,26 +87,26 @@ def run(arguments: argparse.Namespace) -> int:
         store = session.library.folder.root
         print(printable(f"graphs ready after {report.ready_seconds:.1f} s; kept in {store}"))
     sheet = _contact_sheet(job, drawn, eager_report, report)
-    print(printable(f"pictures: {job.output_dir}; all of them together: {sheet}"))
+    print(printable(f"pictures: {job.batch.output_dir}; all of them together: {sheet}"))
     return 0
 
 
 def _draw_prompts(job: Img2ImgJob, name: str, image_generator: ImageGenerator) -> list[Path]:
     """Text to image at a few sizes; nothing for a checkpoint that needs a picture."""
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext
+    from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext
     from onediff_ext.pictures.writing import write_png
 
     paths: list[Path] = []
     for number, (prompt, width, height) in enumerate(PROMPTS):
         settings = dataclasses.replace(job.settings, prompt=prompt)
         try:
-            image = image_generator.txt2img(settings, width, height, [job.seed]).images[0]
+            image = image_generator.txt2img(settings, width, height, [job.batch.seed]).images[0]
         except OptionError:
             return []
         if image is not None:
-            paths.append(job.output_dir / name / f"txt2img-{number}.png")
-            text = infotext(image_generator, settings, job.seed, image, {})
+            paths.append(job.batch.output_dir / name / f"txt2img-{number}.png")
+            text = compose_infotext(image_generator, settings, job.batch.seed, image.size, {})
             write_png(paths[-1], image, infotext=text, digest="")
     return paths
 
@@ -133,7 +134,7 @@ def _contact_sheet(
                 ]
             )
         )
-    path = job.output_dir / "contact-sheet.jpg"
+    path = job.batch.output_dir / "contact-sheet.jpg"
     stack(sheets).save(path, quality=90)
     return path
 
@@ -152,13 +153,15 @@ def _compile(
 def _run(
     job: Img2ImgJob, name: str, image_generator: ImageGenerator, session: Session | None
 ) -> tuple[RunReport, ReuseCounter]:
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
+    from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
     from onediff_ext.pictures.skipped import Report
 
     # Times are what the demo is about, so nothing of an earlier demo is taken over.
     identity = {**job.identity, "demo": id(job)}
-    job = dataclasses.replace(job, output_dir=job.output_dir / name, identity=identity)
+    batch = dataclasses.replace(job.batch, output_dir=job.batch.output_dir / name)
+    job = dataclasses.replace(job, batch=batch, identity=identity)
     skipped, report = Report(), RunReport(device=describe_device(image_generator.device))
     plan = plan_job(job, skipped)
     progress = Progress(f"{name} pictures", len(plan.todo))
@@ -168,7 +171,9 @@ def _run(
         progress.advance(len(batch.outputs), note)
 
     try:
-        reuse = run_job(job, plan, image_generator, report, skipped, session=session, on_batch=show)
+        reuse = run_img2img(
+            job, plan, image_generator, report, skipped, session=session, on_batch=show
+        )
     finally:
         progress.close()
     report.take_session(session, image_generator.device)

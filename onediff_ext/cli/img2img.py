@@ -13,7 +13,8 @@ from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone
 
 
 def add_parser(commands: Any) -> None:
@@ -61,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do the job; 1 when pictures had to be left out."""
     with without_collection():
-        from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+        from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
+        from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
         from onediff_ext.pictures.skipped import Report
 
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress.advance(len(batch.outputs), note)
 
             try:
-                run_job(
+                run_img2img(
                     job,
                     plan,
                     model.image_generator,
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         report_file.write_report(arguments.report, report)
     if plan.todo:
         report_file.print_summary(report)
-        drawn = f"{counted(len(report.pictures), 'picture')} drawn, in {job.output_dir}"
+        drawn = f"{counted(len(report.pictures), 'picture')} drawn, in {job.batch.output_dir}"
         print(printable(drawn))
     else:
         report_file.print_left_out(report)
@@ -139,18 +141,17 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
     """
     from onediff_ext.core.errors import OptionError
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.pictures.batch.batch_job import BatchJob
     from onediff_ext.pictures.naming import NameTemplate
     from onediff_ext.pictures.sizing import parse_size_rule
 
     if not 1 <= arguments.batch_size <= 31:
         raise OptionError("The batch size must be 1 to 31.", "Leave --batch-size out for 4.")
-    return Img2ImgJob(
+    batch = BatchJob(
         inputs=arguments.inputs,
         output_dir=arguments.output,
-        settings=draw_arguments.draw_settings(arguments),
-        identity=identity,
-        seed=arguments.seed,
         size_rule=parse_size_rule(arguments.size),
+        seed=arguments.seed,
         vary_seed=arguments.vary_seed,
         batch_size=arguments.batch_size,
         name_template=NameTemplate(arguments.name),
@@ -159,3 +160,4 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
         keep_alpha=arguments.keep_alpha,
         max_megapixels=arguments.max_megapixels,
     )
+    return Img2ImgJob(batch, draw_arguments.draw_settings(arguments), identity)

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             RunReport,
             describe_device,
         )
-        from onediff_ext.pictures.background_io import Writing
+        from onediff_ext.pictures.batch.background_io import Writing
         from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
@@ -114,7 +114,7 @@ def _write(
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+    from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
     from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
     from onediff_ext.pictures.writing import write_png
 
@@ -123,7 +123,8 @@ def _write(
             report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})
             continue
         path = _free(folder / f"{seed:05d}-{image.width}x{image.height}.png")
-        text = infotext(model.image_generator, settings, seed, image, lora_field(model.identity))
+        lora = lora_field(model.identity)
+        text = compose_infotext(model.image_generator, settings, seed, image.size, lora)
         write_png(path, image, infotext=text, digest="")
         report.pictures.append(
             PictureResult(

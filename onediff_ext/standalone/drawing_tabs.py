@@ -12,7 +12,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import nearest_side_px
 from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
-from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.panel.choices import Choices
 from onediff_ext.pictures.fitting import from_canvas, to_canvas
 from onediff_ext.pictures.formats import picture_errors
@@ -140,11 +140,11 @@ def _keep(
         if image is None:
             raise drawn.error(index)
         used = choices.infotext() if standalone_app.session is not None else {}
-        text = infotext(
+        text = compose_infotext(
             image_generator,
             settings,
             seed,
-            image,
+            image.size,
             {**extra, **lora_field(standalone_app.identity), **used},
         )
         path = _free(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob, plan_job, run_job
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
+from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone, run_img2img
 from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.planning import check_found
+from onediff_ext.pictures.batch.planning import check_found
 from onediff_ext.pictures.skipped import Report
 from onediff_ext.standalone.app import StandaloneApp
 
@@ -49,7 +50,7 @@ def run_folder(
     progress = FolderProgress(needed=len(plan.todo), already_done=len(plan.already_done))
     progress.skipped = [str(entry) for entry in report.failures]
     if not plan.todo:
-        check_found(plan, job.inputs, report)
+        check_found(plan, job.batch.inputs, report)
         yield progress
         return
     plan.make_folders()
@@ -62,7 +63,7 @@ def run_folder(
                 standalone_app.apply(choices)
                 image_generator.on_step = standalone_app.check_cancelled
                 try:
-                    run_job(
+                    run_img2img(
                         job,
                         plan,
                         image_generator,

@@ -20,6 +20,7 @@ from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.foreign_requests import RefuseForeign
 from onediff_ext.panel.gradio_versions import accepted
 from onediff_ext.panel.panel_host import WarmUpStep
+from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.sizing import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
@@ -202,19 +203,20 @@ class PageEvents:
             raise OptionError("No input folder is given.", "Write the path of a folder.")
         if not (own["target"] or "").strip():
             raise OptionError("No output folder is given.", "Write the path of a folder.")
-        return Img2ImgJob(
+        batch = BatchJob(
             inputs=[Path(own["source"]).expanduser()],
             output_dir=Path(own["target"]).expanduser(),
-            settings=_settings(choices, picture, own["strength"]),
-            identity={**self.standalone_app.identity, **choices.changes()},
-            seed=chosen_seed(picture["seed"]),
             size_rule=parse_size_rule(own["size"] or "own"),
+            seed=chosen_seed(picture["seed"]),
             vary_seed=own["vary_seed"],
             batch_size=_whole(picture["batch"], "number of pictures"),
             recursive=own["recursive"],
             captions=own["captions"],
             keep_alpha=own["keep_alpha"],
         )
+        settings = _settings(choices, picture, own["strength"])
+        identity = {**self.standalone_app.identity, **choices.changes()}
+        return Img2ImgJob(batch, settings, identity)
 
     def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
         try:

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from onediff_ext.core.errors import PictureError
+from onediff_ext.pictures.batch.batch_job import BatchJob
+from onediff_ext.pictures.batch.planning import plan_batch
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.contact_sheet import make_contact_sheet
 from onediff_ext.pictures.finding import find_pictures
-from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.planning import plan_results
 from onediff_ext.pictures.sizing import OwnSize
 from onediff_ext.pictures.skipped import Report
 
@@ -50,10 +50,8 @@ def test_a_broken_caption_leaves_the_other_pictures_alone(tmp_path: Path):
         Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     report = Report()
-    plan = plan_results(
-        [tmp_path], tmp_path / "out", OwnSize(), NameTemplate(), seed_of=lambda _: 0,
-        settings_of=lambda one: {"prompt": one.caption}, report=report, captions=True,
-    )  # fmt: skip
+    job = BatchJob([tmp_path], tmp_path / "out", OwnSize(), seed=0, captions=True)
+    plan = plan_batch(job, lambda one: {"prompt": one.caption}, report)
     assert [result.path.name for result in plan.todo] == ["a.png", "c.png"]
     assert [entry.path.name for entry in report.failures] == ["b.png"]
 

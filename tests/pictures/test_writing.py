@@ -18,6 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
 from onediff_ext.pictures import png_chunks
+from onediff_ext.pictures.batch.resume import Output, is_done, job_digest, plan_outputs
 from onediff_ext.pictures.picture_header import PictureHeader
 from onediff_ext.pictures.png_chunks import (
     MAX_ALL_TEXTS_BYTES,
@@ -25,7 +26,6 @@ from onediff_ext.pictures.png_chunks import (
     PngChunks,
     read_png,
 )
-from onediff_ext.pictures.resume import Output, is_done, job_digest, plan_outputs
 from onediff_ext.pictures.writing import write_png
 
 IMAGE = Image.effect_noise((80, 60), 60).convert("RGB")

@@ -16,6 +16,7 @@ from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
+from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.sizing import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.drawing_tabs import from_text
@@ -60,14 +61,13 @@ def test_the_line_below_a_picture_says_it(standalone_app: StandaloneApp, tmp_pat
 
 
 def test_a_folders_progress_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
-    job = Img2ImgJob(
+    batch = BatchJob(
         inputs=[save_pictures(tmp_path / "in", a=(64, 64))],
         output_dir=tmp_path / "out",
-        settings=SETTINGS,
-        identity={},
-        seed=0,
         size_rule=parse_size_rule("own"),
+        seed=0,
     )
+    job = Img2ImgJob(batch, SETTINGS, identity={})
     assert [progress.note for progress in run_folder(standalone_app, Choices(), job)][-1].endswith(
         NOTE
     )

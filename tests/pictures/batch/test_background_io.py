@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from onediff_ext.pictures.background_io import Writing, read_ahead
+from onediff_ext.pictures.batch.background_io import Writing, read_ahead
 
 WAIT_S = 20
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.pictures import grouping
-from onediff_ext.pictures.grouping import group_by_canvas, plan_pictures, read_batches
+from onediff_ext.pictures.batch import grouping
+from onediff_ext.pictures.batch.grouping import group_by_canvas, plan_pictures, read_batches
 from onediff_ext.pictures.sizing import OwnSize
 from onediff_ext.pictures.skipped import Report
 
