@@ -9,9 +9,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import img2img, model_arguments, report_file
+from onediff_ext.cli import img2img, library_imports, report_file
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_image_generator, open_session, put_graphs_under
 from onediff_ext.cli.progress import BuildListener, Progress
 from onediff_ext.cli.tables import format_table
+from onediff_ext.core.demo_files import DEMO_PHOTOS
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ PROMPTS = (
     ("an octopus under the sea", 256, 192),
     ("a castle at sunset", 192, 128),
 )
-PHOTOS = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
 
 def add_parser(commands: Any) -> None:
@@ -59,10 +61,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Draw everything eager, then compiled; print a table and where the pictures are."""
     report_file.check_report_path(arguments.report)
-    arguments.inputs = arguments.inputs or sorted(PHOTOS.glob("*.jpg"))
-    identity = model_arguments.model_identity(arguments)
-    model_arguments.import_libraries()
-    image_generator = model_arguments.load_painter(arguments)
+    arguments.inputs = arguments.inputs or sorted(DEMO_PHOTOS.glob("*.jpg"))
+    identity = model_identity(arguments)
+    library_imports.import_libraries()
+    image_generator = load_image_generator(arguments)
     if arguments.size is None:
         arguments.size = "own" if image_generator.device.type == "cuda" else "scale:0.375"
     job = img2img.make_job(arguments, identity)
@@ -145,8 +147,8 @@ def _compile(
     import time
 
     start = time.perf_counter()
-    session = model_arguments.open_session(arguments, identity)
-    model_arguments.compile_painter(image_generator, arguments, session, BuildListener())
+    session = open_session(arguments, identity)
+    put_graphs_under(image_generator, arguments, session, BuildListener())
     return session, time.perf_counter() - start
 
 

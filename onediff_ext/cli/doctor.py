@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments
+from onediff_ext.cli.model_arguments import add_store_arguments
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("doctor", help="say what works here and what to do about the rest")
-    model_arguments.add_store_arguments(parser)
+    add_store_arguments(parser)
     parser.set_defaults(run=run)
 
 

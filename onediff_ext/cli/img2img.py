@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import draw_arguments, model_arguments, report_file
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_amount
+from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import BuildListener, Progress
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
@@ -50,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-alpha", action="store_true", help="keep the inputs' transparency")
     parser.add_argument(
         "--max-megapixels",
-        type=model_arguments.positive_amount,
+        type=positive_amount,
         default=4.2,
         help="larger results are left out (default: 4.2)",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
-    draw_arguments.add_draw_arguments(parser, with_strength=True)
-    model_arguments.add_model_arguments(parser)
+    add_draw_arguments(parser, with_strength=True)
+    add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
         from onediff_ext.pictures.skipped import Report
 
-    job = make_job(arguments, model_arguments.model_identity(arguments))
+    job = make_job(arguments, model_identity(arguments))
     skipped, report = Report(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]
@@ -77,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{counted(len(plan.already_done), 'picture')} already done.")
     try:
         if plan.todo:
-            model = model_arguments.load_model(
+            model = load_model(
                 arguments,
                 job.identity,
                 BuildListener(),
@@ -160,4 +165,4 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
         keep_alpha=arguments.keep_alpha,
         max_megapixels=arguments.max_megapixels,
     )
-    return Img2ImgJob(batch, draw_arguments.draw_settings(arguments), identity)
+    return Img2ImgJob(batch, draw_settings(arguments), identity)

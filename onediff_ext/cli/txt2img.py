@@ -8,13 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import draw_arguments, model_arguments, report_file
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import BuildListener, Progress
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
-    from onediff_ext.cli.model_arguments import LoadedModel
+    from onediff_ext.cli.model_loading import LoadedModel
     from onediff_ext.core.shapes import BatchShape
     from onediff_ext.hosts.diffusers.drawing.image_generator import (
         Drawn,
@@ -32,23 +37,23 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--count",
-        type=model_arguments.positive_count,
+        type=positive_count,
         default=1,
         help="batches of each size (default: 1)",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
-    draw_arguments.add_draw_arguments(parser, with_strength=False)
-    model_arguments.add_model_arguments(parser)
+    add_draw_arguments(parser, with_strength=False)
+    add_model_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw; every picture gets the next seed. 1 when pictures had to be left out."""
-    settings = draw_arguments.draw_settings(arguments)
-    sizes = model_arguments.given_sizes(arguments.sizes)
+    settings = draw_settings(arguments)
+    sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
-    identity = model_arguments.model_identity(arguments)
+    identity = model_identity(arguments)
 
     with without_collection():
         from onediff_ext.hosts.diffusers.jobs.run_report import (
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         image_generator.check_txt2img()
         image_generator.check(settings)
 
-    model = model_arguments.load_model(arguments, identity, BuildListener(), check=check)
+    model = load_model(arguments, identity, BuildListener(), check=check)
     image_generator, report = model.image_generator, RunReport(ready_seconds=model.ready_seconds)
     report.device = describe_device(image_generator.device)
     report.warnings = image_generator.ignored_text(settings)

@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments, report_file
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import Progress
 from onediff_ext.cli.tables import format_table
 
@@ -32,12 +36,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--most",
-        type=model_arguments.positive_count,
+        type=positive_count,
         default=8,
         help="sizes to take from folders at most (default: 8)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
-    model_arguments.add_model_arguments(parser)
+    add_model_arguments(parser)
     parser.set_defaults(run=run, when_stopped="What was built is kept; the rest is built later.")
 
 
@@ -49,10 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
     shapes = _shapes(arguments)
     report_file.check_report_path(arguments.json)
-    identity = model_arguments.model_identity(arguments)
+    identity = model_identity(arguments)
     if not arguments.no_build:
         arguments.build = "background"  # the warm-up itself waits
-    model = model_arguments.load_model(arguments, identity, hold_builds=True)
+    model = load_model(arguments, identity, hold_builds=True)
     session = model.session
     assert session is not None
 
@@ -87,7 +91,7 @@ def _shapes(arguments: argparse.Namespace) -> list[BatchShape]:
     shapes = parse_sizes(" ".join(arguments.sizes))
     if arguments.from_folders:
         shapes += sizes_used(arguments.from_folders, arguments.most)
-    return list(dict.fromkeys(shapes)) or model_arguments.given_sizes("")
+    return list(dict.fromkeys(shapes)) or required_sizes("")
 
 
 def _table(report: WarmUpReport) -> str:

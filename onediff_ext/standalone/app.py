@@ -16,6 +16,7 @@ from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
+from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import STOP
 from onediff_ext.store import ContentHashes, GraphLibrary, default_root
@@ -124,10 +125,7 @@ class StandaloneApp:
             hashes = ContentHashes(self.library.folder)
             identity: dict[str, object] = {
                 "checkpoint": hashes.content_hash(model),
-                "loras": [
-                    f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}"
-                    for path, weight in loras
-                ],
+                "loras": lora_identities(loras, hashes),
                 "dtype": str(self.dtype),
             }
             if self.image_generator is not None and identity == self.identity:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onediff_ext.core.demo_files import DEMO_MODEL, DEMO_PHOTOS
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.pictures.writing import make_folder
 from onediff_ext.standalone.app import StandaloneApp
-from onediff_ext.standalone.checkpoint_list import DEMO
 from onediff_ext.standalone.page import Page, PageDefaults, build_page
 from onediff_ext.standalone.page_events import PageEvents, launch
 from onediff_ext.standalone.serving import Serving
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 _SIDES_PX = {"sd1": 512, "sd2": 768, "sdxl": 1024, "sdxl-refiner": 1024}
-_PHOTOS = DEMO.parent.parent / "photos"
 _EXAMPLES = (
     "a fox in the snow",
     "a cat and a rocket on a yellow background",
@@ -76,11 +75,11 @@ def _defaults(standalone_app: StandaloneApp, output_dir: Path) -> PageDefaults:
         output_dir=output_dir,
         side_px=_SIDES_PX.get(checkpoint.architecture, 512),
     )
-    if checkpoint.path.resolve() != DEMO.resolve():
+    if checkpoint.path.resolve() != DEMO_MODEL.resolve():
         return defaults
     return replace(
         defaults,
-        input_dir=str(_PHOTOS) if _PHOTOS.is_dir() else "",
+        input_dir=str(DEMO_PHOTOS) if DEMO_PHOTOS.is_dir() else "",
         prompt=_EXAMPLES[0],
         steps=16,
         guidance=4.0,

@@ -14,6 +14,7 @@ from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
@@ -24,7 +25,7 @@ from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.sizing import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
-from onediff_ext.standalone.checkpoint_list import known_models, parse_loras
+from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
 from onediff_ext.standalone.folder_job import FolderProgress, run_folder
 from onediff_ext.standalone.page import Page, PageDefaults, page_css, page_theme
@@ -222,7 +223,7 @@ class PageEvents:
         try:
             if not self.defaults.is_local:
                 self._refuse_other_files(checkpoint, loras)
-            self.standalone_app.load(Path(checkpoint), parse_loras(loras or ""))
+            self.standalone_app.load(Path(checkpoint), parse_lora_lines(loras or ""))
         except OneDiffError as exc:
             return [html.error(exc), *self._status(enabled)]
         name = self.standalone_app.loaded().checkpoint.name
