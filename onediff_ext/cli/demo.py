@@ -158,13 +158,13 @@ def _run(
     from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
     from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
-    from onediff_ext.pictures.skipped import Report
+    from onediff_ext.pictures.skipped import SkipReport
 
     # Times are what the demo is about, so nothing of an earlier demo is taken over.
     identity = {**job.identity, "demo": id(job)}
     batch = dataclasses.replace(job.batch, output_dir=job.batch.output_dir / name)
     job = dataclasses.replace(job, batch=batch, identity=identity)
-    skipped, report = Report(), RunReport(device=describe_device(image_generator.device))
+    skipped, report = SkipReport(), RunReport(device=describe_device(image_generator.device))
     plan = plan_job(job, skipped)
     progress = Progress(f"{name} pictures", len(plan.todo))
 
@@ -185,11 +185,13 @@ def _run(
 
 def _table(eager: RunReport, compiled: RunReport, reuse: ReuseCounter | None) -> str:
     """One row for each size of result."""
+    from onediff_ext.pictures.canvas_sizes import canvas_size
+
     before, after = _by_size(eager), _by_size(compiled)
     rows = []
     for size, seconds in before.items():
         eager_s, fast_s = statistics.median(seconds), statistics.median(after[size])
-        graphs = reuse.by_size.get(_canvas(size)) if reuse else None
+        graphs = reuse.by_size.get(canvas_size(*size)) if reuse else None
         counts = [graphs[n] for n in ("built", "loaded", "reused")] if graphs else ["-"] * 3
         rows.append(
             [
@@ -210,10 +212,3 @@ def _by_size(report: RunReport) -> dict[tuple[int, int], list[float]]:
     for picture in report.pictures:
         found[picture.width, picture.height].append(picture.seconds_per_step)
     return found
-
-
-def _canvas(size: tuple[int, int]) -> tuple[int, int]:
-    from onediff_ext.core.shapes import CELL_PX, MIN_SIDE_PX, round_up
-
-    rows, columns = round_up(size[1], size[0])
-    return max(MIN_SIDE_PX, columns * CELL_PX), max(MIN_SIDE_PX, rows * CELL_PX)

@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
         from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
         from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
-        from onediff_ext.pictures.skipped import Report
+        from onediff_ext.pictures.skipped import SkipReport
 
     job = make_job(arguments, model_identity(arguments))
-    skipped, report = Report(), RunReport()
+    skipped, report = SkipReport(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]
     plan.make_folders()
@@ -148,7 +148,7 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.pictures.batch.batch_job import BatchJob
     from onediff_ext.pictures.naming import NameTemplate
-    from onediff_ext.pictures.sizing import parse_size_rule
+    from onediff_ext.pictures.size_rules import parse_size_rule
 
     if not 1 <= arguments.batch_size <= 31:
         raise OptionError("The batch size must be 1 to 31.", "Leave --batch-size out for 4.")

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             RunReport,
             describe_device,
         )
-        from onediff_ext.pictures.batch.background_io import Writing
+        from onediff_ext.pictures.batch.background_io import BackgroundWriter
         from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.advance(shape.batch, note)
 
     try:
-        with image_generator.one_job(), Writing() as writing:
+        with image_generator.one_job(), BackgroundWriter() as writing:
             for shape in shapes:
                 had = reuse.before()
                 seeds = range(seed, seed + shape.batch)
@@ -121,13 +121,14 @@ def _write(
 ) -> None:
     from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
     from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
+    from onediff_ext.pictures.naming import free_path
     from onediff_ext.pictures.writing import write_png
 
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
             report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})
             continue
-        path = _free(folder / f"{seed:05d}-{image.width}x{image.height}.png")
+        path = free_path(folder / f"{seed:05d}-{image.width}x{image.height}.png")
         lora = lora_field(model.identity)
         text = compose_infotext(model.image_generator, settings, seed, image.size, lora)
         write_png(path, image, infotext=text, digest="")
@@ -141,12 +142,3 @@ def _write(
                 seconds_per_step=drawn.seconds_per_step,
             )
         )
-
-
-def _free(path: Path) -> Path:
-    """A path that is not taken: nothing is overwritten."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free

@@ -14,9 +14,11 @@ from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.fitting import from_canvas, to_canvas
+from onediff_ext.pictures.canvas_images import from_canvas, to_canvas
+from onediff_ext.pictures.canvas_sizes import fit_size
 from onediff_ext.pictures.formats import picture_errors
-from onediff_ext.pictures.sizing import fit_size, parse_size_rule
+from onediff_ext.pictures.naming import free_path
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.pictures.writing import write_png
 from onediff_ext.standalone.app import StandaloneApp
 
@@ -147,7 +149,7 @@ def _keep(
             image.size,
             {**extra, **lora_field(standalone_app.identity), **used},
         )
-        path = _free(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
+        path = free_path(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
         write_png(path, image, infotext=text, digest="")
         paths.append(path)
     count = counted(len(paths), "picture")
@@ -158,11 +160,3 @@ def _keep(
         [said, *image_generator.ignored_text(settings), *(f"{n}." for n in drawn.notes)]
     )
     return Result(paths, said)
-
-
-def _free(path: Path) -> Path:
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free

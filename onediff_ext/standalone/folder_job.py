@@ -13,7 +13,7 @@ from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone, run_img2img
 from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 from onediff_ext.panel.choices import Choices
 from onediff_ext.pictures.batch.planning import check_found
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
 
 
@@ -45,7 +45,7 @@ def run_folder(
         OneDiffError: A setting cannot be used, a result cannot be written, or the user has
             cancelled; what was written stays, and the same job goes on there.
     """
-    report = Report()
+    report = SkipReport()
     plan = plan_job(job, report)
     progress = FolderProgress(needed=len(plan.todo), already_done=len(plan.already_done))
     progress.skipped = [str(entry) for entry in report.failures]

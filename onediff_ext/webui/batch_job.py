@@ -21,7 +21,7 @@ from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.batch.grouping import LoadedPicture, PlannedPicture
 from onediff_ext.pictures.batch.planning import check_found, plan_batch
 from onediff_ext.pictures.batch.run_batches import batch_count, run_batches
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.skipped import SkipReport
 
 
 @dataclass
@@ -39,7 +39,7 @@ class BatchResult:
 
     written: list[Path] = field(default_factory=list)
     already_done: list[Path] = field(default_factory=list)
-    report: Report = field(default_factory=Report)
+    report: SkipReport = field(default_factory=SkipReport)
     shown: list[Any] = field(default_factory=list)
     infotexts: list[str] = field(default_factory=list)
     was_stopped: bool = False

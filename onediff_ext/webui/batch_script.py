@@ -11,7 +11,7 @@ from modules import processing, scripts, sd_models, shared
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.webui.always_visible import changes_of_job
 from onediff_ext.webui.batch_job import run_batch_job
 from onediff_ext.webui.host_access import hides_folders

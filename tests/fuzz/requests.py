@@ -28,7 +28,7 @@ from onediff_ext.panel.choices import Choices, from_arguments, from_infotext
 from onediff_ext.panel.fields import BY_NAME, FIELDS
 from onediff_ext.panel.foreign_requests import why_foreign
 from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.serving import parse_serving
 from tests.fuzz.strategies import JSON, TEXTS, joined, near
 from tests.fuzz.target import Target

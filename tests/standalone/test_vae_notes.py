@@ -17,7 +17,7 @@ from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
 from onediff_ext.pictures.batch.batch_job import BatchJob
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.drawing_tabs import from_text
 from onediff_ext.standalone.folder_job import run_folder

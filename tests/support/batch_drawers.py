@@ -41,13 +41,13 @@ class InvertingDrawer(BatchDrawer[int]):
         return self._is_stopped()
 
     def draw(self, batch: BatchToDraw) -> Iterator[DrawnBatch[int]]:
-        names = [loaded.planned.facts.path.name for loaded in batch.pictures]
+        names = [loaded.planned.header.path.name for loaded in batch.pictures]
         self.drawn.append((batch.number, batch.canvas_size_px, names))
         pairs = list(zip(batch.pictures, batch.prepared, strict=True))
         for start in range(0, len(pairs), self._part_size):
             part = [
                 DrawnPicture(source, PictureError("It cannot be drawn."))
-                if source.planned.facts.path.name in self._failing
+                if source.planned.header.path.name in self._failing
                 else DrawnPicture(source, ImageOps.invert(canvas), f"a cat {source.planned.index}")
                 for source, canvas in pairs[start : start + self._part_size]
             ]

@@ -16,7 +16,7 @@ from onediff_ext.pictures.batch import run_batches
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.pictures.writing import write_png
 from onediff_ext.webui.batch_job import BatchResult, run_batch_job
 from tests.support.webui_stand_in import StandInJob, StandInState

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.pictures.batch.grouping import PlannedPicture
+from onediff_ext.pictures.canvas_sizes import MAX_MEGAPIXELS
 from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, SizeRule
+from onediff_ext.pictures.size_rules import SizeRule
 
 MAX_BATCH_SIZE = 64
 

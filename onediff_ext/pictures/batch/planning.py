@@ -14,7 +14,7 @@ from onediff_ext.pictures.batch.resume import job_digest, plan_outputs
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.naming import NameFacts, distinct_names
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.pictures.writing import make_folder
 
 
@@ -55,7 +55,7 @@ class Plan:
             make_folder(folder)
 
 
-def check_found(plan: Plan, inputs: Sequence[Path], report: Report) -> None:
+def check_found(plan: Plan, inputs: Sequence[Path], report: SkipReport) -> None:
     """Refuse inputs without a single image, readable or not.
 
     Raises:
@@ -69,7 +69,7 @@ def check_found(plan: Plan, inputs: Sequence[Path], report: Report) -> None:
 def plan_batch(
     job: BatchJob,
     settings_of: Callable[[PlannedPicture], Mapping[str, object]],
-    report: Report,
+    report: SkipReport,
 ) -> Plan:
     """Find a job's images and settle sizes, names and digests.
 
@@ -94,7 +94,7 @@ def plan_batch(
         planned = _with_captions(planned, report)
     names = _names(job, planned)
     digests = [
-        job_digest({**settings_of(one), **job.digest_settings(one)}, one.facts) for one in planned
+        job_digest({**settings_of(one), **job.digest_settings(one)}, one.header) for one in planned
     ]
     outputs = plan_outputs(job.output_dir, names, digests, inputs=paths)
     return Plan(
@@ -113,7 +113,7 @@ def _names(job: BatchJob, planned: Sequence[PlannedPicture]) -> list[str]:
         [
             job.name_template.render(
                 NameFacts(
-                    path=one.facts.path,
+                    path=one.header.path,
                     index=one.index,
                     seed=job.seed_of(one),
                     width_px=one.fit.target_width_px,
@@ -126,7 +126,7 @@ def _names(job: BatchJob, planned: Sequence[PlannedPicture]) -> list[str]:
     )
 
 
-def _with_captions(planned: Sequence[PlannedPicture], report: Report) -> list[PlannedPicture]:
+def _with_captions(planned: Sequence[PlannedPicture], report: SkipReport) -> list[PlannedPicture]:
     """Add each image's caption; an image with an unreadable caption goes to the report.
 
     Captions are read once, so the drawn prompt is the one in the digest.
@@ -134,7 +134,7 @@ def _with_captions(planned: Sequence[PlannedPicture], report: Report) -> list[Pl
     kept = []
     for one in planned:
         try:
-            kept.append(replace(one, caption=read_caption(one.facts.path)))
+            kept.append(replace(one, caption=read_caption(one.header.path)))
         except PictureError as exc:
-            report.skip(one.facts.path, exc)
+            report.skip(one.header.path, exc)
     return kept

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from onediff_ext.core.errors import PictureError
-from onediff_ext.pictures.batch.background_io import Writing, read_ahead
+from onediff_ext.pictures.batch.background_io import BackgroundWriter, read_ahead
 from onediff_ext.pictures.batch.batch_drawer import (
     BatchDrawer,
     BatchToDraw,
@@ -19,13 +19,13 @@ from onediff_ext.pictures.batch.batch_drawer import (
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.batch.grouping import group_by_canvas, read_batches
 from onediff_ext.pictures.batch.planning import Plan, PlannedResult
-from onediff_ext.pictures.fitting import from_canvas, to_target
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.canvas_images import from_canvas, to_target
+from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.pictures.writing import write_png
 
 
 def run_batches(
-    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: Report
+    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: SkipReport
 ) -> None:
     """Draw the results that are still missing.
 
@@ -43,7 +43,7 @@ def run_batches(
             results stay, and the same job goes on there.
     """
     targets = {result.planned.index: result for result in plan.todo}
-    with Writing() as writing:
+    with BackgroundWriter() as writing:
         for batch in read_ahead(_read(job, plan, drawer, report)):
             if drawer.is_stopped():
                 return
@@ -58,7 +58,7 @@ def batch_count(job: BatchJob, plan: Plan) -> int:
 
 
 def _read(
-    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: Report
+    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: SkipReport
 ) -> Iterator[BatchToDraw]:
     number = 0
     for group in group_by_canvas([result.planned for result in plan.todo]):
@@ -73,13 +73,13 @@ def _write_batch(
     targets: dict[int, PlannedResult],
     drawer: BatchDrawer[HostResultT],
     drawn: DrawnBatch[HostResultT],
-    report: Report,
+    report: SkipReport,
 ) -> None:
     paths: list[Path] = []
     for picture in drawn.pictures:
         planned = picture.source.planned
         if isinstance(picture.image, PictureError):
-            report.skip(planned.facts.path, picture.image)
+            report.skip(planned.header.path, picture.image)
             continue
         written = _write(job, targets[planned.index], picture)
         paths.append(written.path)

@@ -14,8 +14,8 @@ from onediff_ext.pictures.batch.batch_job import MAX_BATCH_SIZE, BatchJob
 from onediff_ext.pictures.batch.planning import Plan, plan_batch
 from onediff_ext.pictures.batch.run_batches import batch_count, run_batches
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
-from onediff_ext.pictures.sizing import OwnSize
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.size_rules import OwnSize
+from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.pictures.writing import write_png
 from tests.support.batch_drawers import InvertingDrawer
 from tests.support.sample_pictures import save_pictures
@@ -30,14 +30,14 @@ def job(tmp_path: Path) -> BatchJob:
     return BatchJob([folder], tmp_path / "out", OwnSize(), seed=3, batch_size=2)
 
 
-def plan(job: BatchJob, report: Report | None = None) -> Plan:
-    return plan_batch(job, lambda one: {"prompt": "a cat"}, report or Report())
+def plan(job: BatchJob, report: SkipReport | None = None) -> Plan:
+    return plan_batch(job, lambda one: {"prompt": "a cat"}, report or SkipReport())
 
 
 def test_images_of_one_canvas_are_drawn_together_and_written_in_their_own_size(
     job: BatchJob,
 ) -> None:
-    drawer, report = InvertingDrawer(), Report()
+    drawer, report = InvertingDrawer(), SkipReport()
     planned = plan(job, report)
     run_batches(job, planned, drawer, report)
     assert drawer.drawn == [
@@ -49,7 +49,7 @@ def test_images_of_one_canvas_are_drawn_together_and_written_in_their_own_size(
     assert [number for number, _ in drawer.batches_written] == [1, 2, 3]
     assert [p.path.name for _, p in drawer.written] == ["a.png", "c.png", "d.png", "b.png", "e.png"]
     for _, picture in drawer.written:
-        source = Image.open(picture.planned.facts.path)
+        source = Image.open(picture.planned.header.path)
         with Image.open(picture.path) as result:
             assert result.size == source.size == picture.image.size
         text = read_png(picture.path).texts[INFOTEXT_KEYWORD]
@@ -59,13 +59,13 @@ def test_images_of_one_canvas_are_drawn_together_and_written_in_their_own_size(
 
 def test_parts_of_a_batch_are_written_as_they_are_drawn(job: BatchJob) -> None:
     drawer = InvertingDrawer(part_size=1)
-    run_batches(job, plan(job), drawer, Report())
+    run_batches(job, plan(job), drawer, SkipReport())
     assert [len(paths) for _, paths in drawer.batches_written] == [1] * 5
     assert plan(job).todo == []
 
 
 def test_an_image_that_cannot_be_drawn_leaves_the_others_alone(job: BatchJob) -> None:
-    drawer, report = InvertingDrawer(failing=("c.png",)), Report()
+    drawer, report = InvertingDrawer(failing=("c.png",)), SkipReport()
     run_batches(job, plan(job), drawer, report)
     assert [entry.path.name for entry in report.failures] == ["c.png"]
     assert [len(paths) for _, paths in drawer.batches_written] == [1, 1, 2]
@@ -75,12 +75,12 @@ def test_an_image_that_cannot_be_drawn_leaves_the_others_alone(job: BatchJob) ->
 def test_a_stopped_run_goes_on_with_the_next_batch(job: BatchJob) -> None:
     answers = iter([False, True])
     first = InvertingDrawer(is_stopped=lambda: next(answers))
-    run_batches(job, plan(job), first, Report())
+    run_batches(job, plan(job), first, SkipReport())
     assert [number for number, _, _ in first.drawn] == [1]
     rest = plan(job)
     assert [path.name for path in rest.already_done] == ["a.png", "c.png"]
     second = InvertingDrawer()
-    run_batches(job, rest, second, Report())
+    run_batches(job, rest, second, SkipReport())
     assert [names for _, _, names in second.drawn] == [["b.png", "e.png"], ["d.png"]]
 
 
@@ -95,7 +95,7 @@ def test_results_before_a_full_disk_are_kept_and_told(
     monkeypatch.setattr(module, "write_png", write)
     drawer = InvertingDrawer()
     with pytest.raises(PictureError, match="full"):
-        run_batches(job, plan(job), drawer, Report())
+        run_batches(job, plan(job), drawer, SkipReport())
     assert [picture.path.name for _, picture in drawer.written] == ["a.png"]
     assert drawer.batches_written == []
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from onediff_ext import __version__
 from onediff_ext.hosts.diffusers.schedulers import infotext_names
-from onediff_ext.pictures.infotext import build_infotext
+from onediff_ext.pictures.infotext_format import build_infotext
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator

@@ -12,7 +12,7 @@ from onediff_ext.pictures.batch.planning import Plan, plan_batch
 
 if TYPE_CHECKING:
     from onediff_ext.pictures.batch.grouping import PlannedPicture
-    from onediff_ext.pictures.skipped import Report
+    from onediff_ext.pictures.skipped import SkipReport
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Img2ImgJob:
         return replace(self.settings, prompt=planned.caption)
 
 
-def plan_job(job: Img2ImgJob, report: Report) -> Plan:
+def plan_job(job: Img2ImgJob, report: SkipReport) -> Plan:
     """Find the images and settle sizes and names; loads no model.
 
     Args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.pictures.batch.grouping import LoadedPicture
     from onediff_ext.pictures.batch.planning import Plan
-    from onediff_ext.pictures.skipped import Report
+    from onediff_ext.pictures.skipped import SkipReport
     from onediff_ext.session.session import Session
 
 
@@ -46,7 +46,7 @@ def run_img2img(
     plan: Plan,
     image_generator: ImageGenerator,
     report: RunReport,
-    skipped: Report,
+    skipped: SkipReport,
     *,
     session: Session | None,
     on_batch: Callable[[BatchDone], None] = lambda _: None,
@@ -86,7 +86,7 @@ class _PipelineDrawer(BatchDrawer[Drawn]):
         job: Img2ImgJob,
         image_generator: ImageGenerator,
         report: RunReport,
-        skipped: Report,
+        skipped: SkipReport,
         reuse: ReuseCounter,
         on_batch: Callable[[BatchDone], None],
     ) -> None:
@@ -109,7 +109,7 @@ class _PipelineDrawer(BatchDrawer[Drawn]):
                 reason = PictureError(
                     "It does not fit into memory.", "Use a smaller size, such as longest:1024."
                 )
-                self._skipped.skip(batch.pictures[part.start].planned.facts.path, reason)
+                self._skipped.skip(batch.pictures[part.start].planned.header.path, reason)
                 continue
             self._report.take_notes(drawn.host_result.notes)
             self._report.reused += self.reuse.after(*batch.canvas_size_px, had)
@@ -117,7 +117,7 @@ class _PipelineDrawer(BatchDrawer[Drawn]):
 
     def on_written(self, drawn: DrawnBatch[Drawn], picture: WrittenPicture) -> None:
         self._results[picture.planned.index] = PictureResult(
-            input=str(picture.planned.facts.path),
+            input=str(picture.planned.header.path),
             output=str(picture.path),
             width=picture.image.width,
             height=picture.image.height,

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from onediff_ext.core.errors import OptionError, ShapeError
-from onediff_ext.pictures.fitting import from_canvas, to_canvas, to_target
-from onediff_ext.pictures.sizing import (
+from onediff_ext.pictures.canvas_images import from_canvas, to_canvas, to_target
+from onediff_ext.pictures.canvas_sizes import fit_size
+from onediff_ext.pictures.size_rules import (
     FixedSize,
     LongestSide,
     OwnSize,
     ScaledSize,
     SizeRule,
-    fit_size,
     parse_size_rule,
 )
 
