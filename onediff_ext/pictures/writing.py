@@ -105,9 +105,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _remove_if_old(path: Path) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # just finished, or another user's
+    with contextlib.suppress(OSError):  # just finished, or another user's
         if time.time() - path.stat().st_mtime > _STALE_AGE_S:
             path.unlink()
 
