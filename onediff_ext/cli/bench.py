@@ -12,7 +12,7 @@ from onediff_ext.cli.argument_types import positive_count, required_sizes
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
-from onediff_ext.cli.progress import BuildListener
+from onediff_ext.cli.progress import BuildProgressBars
 from onediff_ext.cli.tables import format_table
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = required_sizes(arguments.sizes)
     report_file.check_report_path(arguments.json)
     identity = model_identity(arguments)
-    model = load_model(arguments, identity, BuildListener())
+    model = load_model(arguments, identity, BuildProgressBars())
 
     from onediff_ext.hosts.diffusers.jobs.run_report import describe_device, left_eager, versions
     from onediff_ext.hosts.diffusers.jobs.step_bench import time_steps

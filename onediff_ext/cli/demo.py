@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.cli import img2img, library_imports, report_file
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_image_generator, open_session, put_graphs_under
-from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.cli.tables import format_table
 from onediff_ext.core.demo_files import DEMO_PHOTOS
 from onediff_ext.core.words import printable
@@ -148,7 +148,7 @@ def _compile(
 
     start = time.perf_counter()
     session = open_session(arguments, identity)
-    put_graphs_under(image_generator, arguments, session, BuildListener())
+    put_graphs_under(image_generator, arguments, session, BuildProgressBars())
     return session, time.perf_counter() - start
 
 

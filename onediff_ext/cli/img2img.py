@@ -13,7 +13,7 @@ from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
-from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             model = load_model(
                 arguments,
                 job.identity,
-                BuildListener(),
+                BuildProgressBars(),
                 check=lambda image_generator: image_generator.check(job.settings),
             )
             report.device = describe_device(model.image_generator.device)

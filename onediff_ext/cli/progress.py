@@ -53,7 +53,7 @@ class Progress:
             self._bar.close()
 
 
-class BuildListener:
+class BuildProgressBars:
     """Shows the progress of builds, each wave as a stage of its own."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
-from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         image_generator.check_txt2img()
         image_generator.check(settings)
 
-    model = load_model(arguments, identity, BuildListener(), check=check)
+    model = load_model(arguments, identity, BuildProgressBars(), check=check)
     image_generator, report = model.image_generator, RunReport(ready_seconds=model.ready_seconds)
     report.device = describe_device(image_generator.device)
     report.warnings = image_generator.ignored_text(settings)

@@ -142,7 +142,7 @@ class WarmUpReport:
         }
 
 
-ProgressListener = Callable[[WarmUpProgress], None]
+WarmUpListener = Callable[[WarmUpProgress], None]
 
 
 class WarmUp:
@@ -173,7 +173,7 @@ class WarmUp:
         others: Callable[[], object],
         shapes: Sequence[BatchShape],
         device: torch.device,
-        listen: ProgressListener | None = None,
+        listen: WarmUpListener | None = None,
         give_way: Callable[[], bool] = lambda: False,
     ) -> None:
         self._session, self._components = session, list(components)
