@@ -1,4 +1,4 @@
-"""``onediff-ext bench`` measures single UNet steps, eager beside compiled."""
+"""``onediff-ext bench``: single UNet steps, eager and compiled."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def timing_table(timings: list[StepTiming]) -> str:
-    """Sizes and their times, for people."""
+    """Return a table of sizes and times."""
     return format_table(
         ["size", "at once", "first s", "eager ms", "compiled ms", "speed-up", "error"],
         [

@@ -1,4 +1,4 @@
-"""``onediff-ext demo``: the main job on the photographs that ship with the package."""
+"""``onediff-ext demo``: txt2img and img2img on sample photographs, eager and compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter, RunReport
     from onediff_ext.session.session import Session
 
-# What the demo checkpoint draws from text alone: prompt, width and height in pixels.
+# Prompts of txt2img for the demo checkpoint, with width and height in pixels.
 PROMPTS = (
     ("a fox in the snow", 192, 192),
     ("a cat and a rocket on a yellow background", 256, 128),
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw everything eager, then compiled; print a table and where the pictures are."""
+    """Draw everything eager, then compiled; print a table and the output folder."""
     report_file.check_report_path(arguments.report)
     arguments.inputs = arguments.inputs or sorted(DEMO_PHOTOS.glob("*.jpg"))
     identity = model_identity(arguments)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw_prompts(job: Img2ImgJob, name: str, image_generator: ImageGenerator) -> list[Path]:
-    """Text to image at a few sizes; nothing for a checkpoint that needs a picture."""
+    """Draw `PROMPTS`; returns no paths for a checkpoint that needs an input image."""
     from onediff_ext.core.errors import OptionError
     from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext
     from onediff_ext.pictures.writing import write_png
@@ -116,7 +116,7 @@ def _draw_prompts(job: Img2ImgJob, name: str, image_generator: ImageGenerator) -
 def _contact_sheet(
     job: Img2ImgJob, drawn: list[tuple[str, list[Path]]], eager: RunReport, compiled: RunReport
 ) -> Path:
-    """Pictures from text, then photographs with their results below each other."""
+    """Write a sheet: images from text, then photographs above their results."""
     from onediff_ext.pictures.contact_sheet import make_contact_sheet, stack
 
     sheets = []
@@ -160,7 +160,7 @@ def _run(
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
     from onediff_ext.pictures.skipped import SkipReport
 
-    # Times are what the demo is about, so nothing of an earlier demo is taken over.
+    # The demo shows times, so results of an earlier demo are not reused.
     identity = {**job.identity, "demo": id(job)}
     batch = dataclasses.replace(job.batch, output_dir=job.batch.output_dir / name)
     job = dataclasses.replace(job, batch=batch, identity=identity)
@@ -184,7 +184,7 @@ def _run(
 
 
 def _table(eager: RunReport, compiled: RunReport, reuse: ReuseCounter | None) -> str:
-    """One row for each size of result."""
+    """Return a table with one row for each size of the results."""
     from onediff_ext.pictures.canvas_sizes import canvas_size
 
     before, after = _by_size(eager), _by_size(compiled)

@@ -1,4 +1,4 @@
-"""``onediff-ext doctor``: what works on this machine, what does not, and what mends it."""
+"""``onediff-ext doctor``: checks of this machine, each failure with its remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line for each finding; 1 when something needs mending."""
+    """Print one line for each check; 1 when a check fails."""
     worst = 0
     for ok, line in _findings(arguments):
         print(printable(f"{'ok ' if ok else 'NO '} {line}"))
@@ -94,7 +94,7 @@ def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]
 
 
 def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
-    """What was measured for each checkpoint, and what could not be built."""
+    """Yield each checkpoint's measured speed-up, and the failed builds."""
     import torch
 
     from onediff_ext.core.options import CompileOptions

@@ -1,4 +1,4 @@
-"""``onediff-ext graphs``: the graph library on disk."""
+"""``onediff-ext graphs``: list, explain, check, prune and move the graphs of the store."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    """Also while another process draws and builds: everything is read from the store."""
+    """Print each checkpoint's status from the store, also while another process builds."""
     import json
 
     import torch
@@ -162,7 +162,7 @@ def _row(graph: StoredGraph, users: list[str]) -> list[str]:
 def _explain(arguments: argparse.Namespace) -> int:
     if arguments.graph is not None:
         return _explain_graph(_library(arguments), arguments.graph)
-    # Without building: which kinds does the checkpoint need, and why is one not there?
+    # Nothing is built: the block kinds of the checkpoint, and why a graph is missing.
     arguments.no_build, arguments.eager = True, False
     identity = model_identity(arguments)
     model = load_model(arguments, identity)

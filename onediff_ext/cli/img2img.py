@@ -1,4 +1,4 @@
-"""``onediff-ext img2img FOLDER…``: the main job."""
+"""``onediff-ext img2img FOLDER…``: folders of images through image to image."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything but the inputs; the demo has these too."""
+    """Add all arguments but the inputs; the demo has them too."""
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
     parser.add_argument(
         "--size",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do the job; 1 when pictures had to be left out."""
+    """Run the job; 1 when images failed."""
     with without_collection():
         from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
         from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
@@ -139,7 +139,7 @@ def _nothing_found(arguments: argparse.Namespace) -> str:
 
 
 def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2ImgJob:
-    """The job on the command line.
+    """Return the job of the command line.
 
     Raises:
         OptionError: A value cannot be used.

@@ -1,4 +1,4 @@
-"""The identity of a model: what of checkpoint, VAE and LoRAs decides an image."""
+"""The identity of a model: checkpoint, VAE, LoRAs and precision, by content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CACHED_WITHIN_S = 0.2
 
 
 def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return what of the model decides an image, by content.
+    """Return the parts of the model that decide an image, by content.
 
     Cached hashes are found at once. Otherwise the libraries are imported while the files are
     hashed.

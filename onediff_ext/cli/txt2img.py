@@ -1,4 +1,4 @@
-"""``onediff-ext txt2img``: pictures from a prompt, at one or several sizes."""
+"""``onediff-ext txt2img``: images from a prompt, at one or several sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw; every picture gets the next seed. 1 when pictures had to be left out."""
+    """Draw; every image gets the next seed. 1 when images failed."""
     settings = draw_settings(arguments)
     sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]

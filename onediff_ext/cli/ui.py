@@ -1,4 +1,4 @@
-"""``onediff-ext ui``: the panel in the browser, without a WebUI."""
+"""``onediff-ext ui``: the stand-alone page in the browser, without a WebUI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``onediff-ext warmup SIZES``: build or load everything, then one measured step of each size."""
+"""``onediff-ext warmup SIZES``: builds or loads all graphs, then measures a step of each size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Warm up; 1 when a kind has to run eager."""
+    """Warm up; 1 when a block kind stays eager."""
     from onediff_ext.core.errors import OptionError
 
     if arguments.eager:
@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     from onediff_ext.hosts.diffusers.jobs.run_report import left_eager
     from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
-    shown = _Shown()
+    progress = _StageProgress()
     try:
-        report = pipe_warm_up(model.image_generator.pipe, shapes, shown).run()
+        report = pipe_warm_up(model.image_generator.pipe, shapes, progress).run()
     finally:
-        shown.close()
+        progress.close()
         model.close()
     print(_table(report))
     print(
@@ -111,8 +111,8 @@ def _table(report: WarmUpReport) -> str:
     )
 
 
-class _Shown:
-    """Each stage as a progress of its own; stages without anything to do are not shown."""
+class _StageProgress:
+    """Shows each stage of a warm-up with its own progress; stages with nothing to do are hidden."""
 
     def __init__(self) -> None:
         self._stage, self._done = "", 0
@@ -130,7 +130,7 @@ class _Shown:
             self._progress.advance(more, progress.label or "done", progress.seconds_left)
 
     def close(self) -> None:
-        """End the stage that is shown."""
+        """End the display of the current stage."""
         if self._progress is not None:
             self._progress.close()
             self._progress = None

@@ -1,4 +1,4 @@
-"""Which checkpoints the page offers."""
+"""The list of checkpoints that the page offers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_CHECKPOINT = ("lora", "vae", "controlnet", "embedding")
 
 
 def known_models(current: Path, folders: Sequence[Path] = ()) -> list[str]:
-    """The current checkpoint, its neighbours, those of the folders, and the demo."""
+    """Return the current checkpoint, the files beside it, those of the folders, and the demo."""
     found = {str(current): None}
     for folder in (current.parent, *folders):
         if folder == DEMO_MODEL.parent:

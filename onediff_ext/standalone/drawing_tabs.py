@@ -1,4 +1,4 @@
-"""What the page's three tabs do: from text, from one picture, from a folder."""
+"""Drawing for the tabs "Text to image" and "Image to image"."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ OnStep = Callable[[int, int], None]  # step, of how many
 
 @dataclass(frozen=True)
 class Result:
-    """Pictures of one press of the button.
+    """The images of one press of the button.
 
     Args:
-        paths: Written pictures with their infotext.
-        said: What was done, how long it took, and what of the settings was left out.
+        paths: PNG files with infotext.
+        said: Count, time and seed, and the settings that were ignored.
     """
 
     paths: list[Path]
@@ -43,7 +43,7 @@ class Result:
 
 
 def chosen_seed(seed: float | None) -> int:
-    """The seed to draw with: a random one for -1 or nothing.
+    """Return the seed to draw with: a random one for -1 or an empty box.
 
     Raises:
         OptionError: It is too large.
@@ -69,7 +69,7 @@ def from_text(
     """Draw a batch from the prompt; seeds count up.
 
     Raises:
-        OneDiffError: It cannot be drawn, or was cancelled.
+        OneDiffError: It cannot be drawn, or the user cancelled.
     """
     width_px, height_px = nearest_side_px(width_px), nearest_side_px(height_px)
     seeds = list(range(seed, seed + batch))
@@ -94,10 +94,10 @@ def from_picture(
     output_dir: Path,
     on_step: OnStep,
 ) -> Result:
-    """Draw a batch from one picture, at the size that the rule says.
+    """Draw a batch from one image, at the size of the rule.
 
     Raises:
-        OneDiffError: There is no picture, it cannot be drawn, or was cancelled.
+        OneDiffError: The image is missing, it cannot be drawn, or the user cancelled.
     """
     if picture is None:
         raise OptionError("There is no picture to start from.", "Drop one into the box above.")

@@ -1,4 +1,4 @@
-"""The page's batch tab: folders of pictures of any size, with progress."""
+"""Folders of images for the tab "Batch", with progress."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from onediff_ext.standalone.app import StandaloneApp
 
 @dataclass
 class FolderProgress:
-    """How far a run over folders is.
+    """The progress of a run over folders.
 
     Args:
-        done, needed: Pictures.
-        note: What was drawn last.
-        paths: Finished pictures, the newest last.
-        skipped: Inputs left out, with the reason.
+        done, needed: Numbers of images.
+        note: Size and speed of the last batch.
+        paths: Finished images, the newest last.
+        skipped: Inputs that were left out, with the reasons.
+        already_done: Number of results of an earlier run.
     """
 
     done: int = 0
@@ -39,11 +40,11 @@ class FolderProgress:
 def run_folder(
     standalone_app: StandaloneApp, choices: Choices, job: Img2ImgJob
 ) -> Iterator[FolderProgress]:
-    """Do a job in a thread of its own and tell how far it is.
+    """Run a job in its own thread and yield its progress.
 
     Raises:
-        OneDiffError: A setting cannot be used, a result cannot be written, or the user has
-            cancelled; what was written stays, and the same job goes on there.
+        OneDiffError: A setting cannot be used, a result cannot be written, or the user cancelled.
+            Written results stay, and the same job goes on there.
     """
     report = SkipReport()
     plan = plan_job(job, report)

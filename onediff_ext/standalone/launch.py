@@ -1,4 +1,4 @@
-"""Puts studio and page together and serves them."""
+"""Connects the application with the page and serves it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def serve(
     """Load a checkpoint and serve the page until the process ends.
 
     Raises:
-        OneDiffError: The checkpoint or a LoRA cannot be loaded, or the output folder not used.
+        OneDiffError: The checkpoint or a LoRA cannot be loaded, or the output folder is not
+            writable.
     """
     make_folder(output_dir)
     standalone_app = StandaloneApp(device, dtype, options, vae_tiling)
@@ -55,12 +56,12 @@ def serve(
 
 
 def make_page(standalone_app: StandaloneApp, output_dir: Path, *, is_local: bool = True) -> Page:
-    """The whole page, events included, for a studio with a loaded checkpoint.
+    """Build the page with its events, for an application with a loaded checkpoint.
 
     Args:
         standalone_app: Draws.
-        output_dir: Where pictures go.
-        is_local: Only this machine's own users reach it: they may name files and folders.
+        output_dir: The folder of the images.
+        is_local: Only this machine's own users reach it, so they may name files and folders.
     """
     defaults = replace(_defaults(standalone_app, output_dir), is_local=is_local)
     page = build_page(standalone_app, defaults)

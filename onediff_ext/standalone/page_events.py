@@ -1,4 +1,4 @@
-"""What happens on the stand-alone page."""
+"""The events of the stand-alone page."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ Values = dict[str, Any]
 
 
 class PageEvents:
-    """Connects the page with the studio.
+    """Connects the page with the application.
 
     Args:
         page: From `build_page`.
         standalone_app: Draws.
-        defaults: Where pictures go.
+        defaults: Output folder, and whether the page is local.
     """
 
     def __init__(self, page: Page, standalone_app: StandaloneApp, defaults: PageDefaults) -> None:
         self.page, self.standalone_app, self.defaults = page, standalone_app, defaults
 
     def connect(self) -> None:
-        """Give every button its work. The panel's own are connected already."""
+        """Connect every button; the panel's own buttons are connected already."""
         page = self.page
         with page.blocks:
             self._on_draw("txt2img", page.text, ("width", "height"), self._draw_text)
@@ -237,9 +237,10 @@ class PageEvents:
             )
 
     def _shown(self, path: Path) -> str:
-        """A copy of a picture that Gradio hands out: of the output folder, it hands out nothing.
+        """Copy an image into Gradio's cache and return the copy.
 
-        So that visitors see what was drawn here, and nothing else that lies there.
+        Gradio serves its cache only, so visitors see the images of this page and no other files
+        of the output folder.
         """
         cache = self.page.result["gallery"].GRADIO_CACHE
         return str(save_file_to_cache(path, cache))
@@ -259,12 +260,12 @@ def launch(page: Page, serving: Serving, *, wait: bool = True) -> None:
 
     Args:
         page: With its events.
-        serving: Where, and for whom.
-        wait: Until the process ends; else it is served beside.
+        serving: Address and users.
+        wait: Block until the process ends; otherwise serve in the background.
     """
     blocks = page.blocks
     look = accepted(blocks.launch, css=page_css(), theme=page_theme())
-    # What Gradio would take from the environment otherwise: nobody has asked for it here.
+    # Gradio would take these from environment variables that were set for other programs.
     plain = accepted(
         blocks.launch, share=False, ssr_mode=False, mcp_server=False, enable_monitoring=False
     )
@@ -300,10 +301,10 @@ def _whole(value: float | None, name: str) -> int:
 
 
 def _given(value: float | None, name: str) -> float:
-    """A number of the page; a box that the user has emptied has none.
+    """Return a number of the page.
 
     Raises:
-        OptionError: There is none.
+        OptionError: The user has emptied the box.
     """
     if value is None:
         raise OptionError(f"The {name} is missing.", "Write a number.")

@@ -26,7 +26,7 @@ from onediff_ext.pictures.skipped import SkipReport
 
 @dataclass
 class BatchResult:
-    """What a run did.
+    """The results of a run.
 
     Args:
         written: Results of this run.
@@ -69,7 +69,7 @@ def run_batch_job(
     identity: dict[str, object],
     shown_limit: int = 32,
 ) -> BatchResult:
-    """Draw what is missing; images are read and written in threads while the host draws.
+    """Draw the missing results; images are read and written in threads while the host draws.
 
     Args:
         p: The host's img2img processing object, its seed already fixed.

@@ -1,4 +1,4 @@
-"""The page says how the VAE ran, and remembers what a checkpoint's VAE cannot do."""
+"""The page says how the VAE ran, and remembers the parts of a VAE that overflow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTE = "VAE decoded in fp32: its numbers run over in fp16"
 
 @pytest.fixture
 def standalone_app(tmp_path: Path) -> StandaloneApp:
-    """A studio in fp16 with a checkpoint whose decoder runs over."""
+    """An application in fp16 with a checkpoint whose decoder overflows."""
     pipe = models.sd15()
     pipe.vae = overflowing_vae("decoder")
     model = save_ldm(pipe, tmp_path / "overflowing.safetensors")

@@ -1,6 +1,6 @@
 """One run over folders of images: planned, drawn batch by batch, written and resumed.
 
-batch_job      what a run is asked to do
+batch_job      inputs, sizes, names and seeds of a run
 planning       folders → results that are still missing, each with size, name and digest
 grouping       images of one canvas size together, read in batches
 resume         which results exist already

@@ -39,7 +39,7 @@ class BatchToDraw:
 
 @dataclass(frozen=True)
 class DrawnPicture:
-    """What became of one image.
+    """The outcome for one image.
 
     Args:
         source: The image it was drawn from.

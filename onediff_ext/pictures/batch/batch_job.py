@@ -59,7 +59,7 @@ class BatchJob:
         return self.seed + (planned.index if self.vary_seed else 0)
 
     def digest_settings(self, planned: PlannedPicture) -> dict[str, object]:
-        """Return the job's own part of what a result depends on.
+        """Return the job's part of the settings that a result depends on.
 
         Batch size and grouping are no part of it: they do not change an image.
         """

@@ -51,7 +51,7 @@ def run_img2img(
     session: Session | None,
     on_batch: Callable[[BatchDone], None] = lambda _: None,
 ) -> ReuseCounter:
-    """Draw what is missing, batch after batch; an image that fails leaves the others alone.
+    """Draw the missing results, batch after batch; an image that fails leaves the others alone.
 
     Args:
         job: What to do.
