@@ -12,7 +12,8 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.pictures.writing import make_folder
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.page import Page, PageDefaults, build_page
-from onediff_ext.standalone.page_events import PageEvents, launch
+from onediff_ext.standalone.page_events import PageEvents
+from onediff_ext.standalone.page_server import launch
 from onediff_ext.standalone.serving import Serving
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import Any
 
 import gradio as gr
 from gradio.processing_utils import save_file_to_cache
-from starlette.middleware import Middleware
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
@@ -18,7 +17,6 @@ from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
-from onediff_ext.panel.foreign_requests import RefuseForeign
 from onediff_ext.panel.gradio_versions import accepted
 from onediff_ext.panel.panel_host import WarmUpStep
 from onediff_ext.pictures.batch.batch_job import BatchJob
@@ -28,8 +26,7 @@ from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
 from onediff_ext.standalone.folder_job import FolderProgress, run_folder
-from onediff_ext.standalone.page import Page, PageDefaults, page_css, page_theme
-from onediff_ext.standalone.serving import Serving
+from onediff_ext.standalone.page import Page, PageDefaults
 
 _PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch")
 _FOLDER = (
@@ -43,8 +40,6 @@ _FOLDER = (
     "keep_alpha",
 )
 _SHOWN_RESULTS = 30
-_MAX_UPLOAD = "100mb"
-_HOST_HINT = "Start the page with --allow-host NAME if that is its name."
 Values = dict[str, Any]
 
 
@@ -253,35 +248,6 @@ class PageEvents:
 
     def _status(self, enabled: bool) -> list[str]:
         return self.page.panel.show_status(enabled)
-
-
-def launch(page: Page, serving: Serving, *, wait: bool = True) -> None:
-    """Serve the page.
-
-    Args:
-        page: With its events.
-        serving: Address and users.
-        wait: Block until the process ends; otherwise serve in the background.
-    """
-    blocks = page.blocks
-    look = accepted(blocks.launch, css=page_css(), theme=page_theme())
-    # Gradio would take these from environment variables that were set for other programs.
-    plain = accepted(
-        blocks.launch, share=False, ssr_mode=False, mcp_server=False, enable_monitoring=False
-    )
-    guard = Middleware(RefuseForeign, names=serving.names, hint=_HOST_HINT)
-    blocks.queue().launch(
-        server_name=serving.host,
-        server_port=serving.port,
-        inbrowser=serving.open_browser,
-        auth=list(serving.auth) or None,
-        max_file_size=None if serving.is_local else _MAX_UPLOAD,
-        app_kwargs={"middleware": [guard]},
-        quiet=True,
-        prevent_thread_lock=not wait,
-        **plain,
-        **look,
-    )
 
 
 def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawSettings:

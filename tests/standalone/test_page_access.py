@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
 
     from onediff_ext.standalone.app import StandaloneApp
     from onediff_ext.standalone.launch import make_page
-    from onediff_ext.standalone.page_events import launch
+    from onediff_ext.standalone.page_server import launch
     from onediff_ext.standalone.serving import parse_serving
 
     folder = tmp_path_factory.mktemp("page")
