@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from onediff_ext.building.builder import Builder, BuildListener
+from onediff_ext.building.builder import Builder, ProgressListener
 from onediff_ext.core.errors import BackendError, NoMemoryError
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -32,7 +32,7 @@ class BackgroundBuilds:
         self._stop = threading.Event()
         self._cancelled: set[BlockKind] = set()
         self._closed = False
-        self.listener: BuildListener | None = None
+        self.listener: ProgressListener | None = None
 
     @property
     def is_building(self) -> bool:

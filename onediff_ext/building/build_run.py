@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from onediff_ext.building.build_jobs import Answer, Job, Loaded, WorkerPool, seconds_of
-from onediff_ext.building.builder import Builder, BuildListener, BuildProgress
+from onediff_ext.building.builder import Builder, BuildProgress, ProgressListener
 from onediff_ext.building.exporting import Exported, export_all
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.core.errors import (
@@ -44,7 +44,7 @@ class BuildRun:
         self,
         builder: Builder,
         kinds: Sequence[BlockKind],
-        listen: BuildListener | None,
+        listen: ProgressListener | None,
         stop: threading.Event,
         in_background: bool,
     ) -> None:

@@ -63,7 +63,7 @@ class BuildProgress:
     seconds_left: float
 
 
-BuildListener = Callable[[BuildProgress], None]
+ProgressListener = Callable[[BuildProgress], None]
 
 
 def worker_count(options: CompileOptions) -> int:
@@ -141,7 +141,7 @@ class Builder:
     def build(
         self,
         kinds: Sequence[BlockKind],
-        listen: BuildListener | None = None,
+        listen: ProgressListener | None = None,
         *,
         stop: threading.Event | None = None,
         in_background: bool = False,

@@ -14,7 +14,7 @@ from onediff_ext.cli.model_arguments import parse_ignored_components, parse_opti
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
 if TYPE_CHECKING:
-    from onediff_ext.building.builder import BuildListener
+    from onediff_ext.building.builder import ProgressListener
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
     from onediff_ext.session.session import Session
 
@@ -44,7 +44,7 @@ class LoadedModel:
 def load_model(
     arguments: argparse.Namespace,
     identity: dict[str, object],
-    listener: BuildListener | None = None,
+    listener: ProgressListener | None = None,
     check: Callable[[ImageGenerator], None] | None = None,
     *,
     hold_builds: bool = False,
@@ -115,7 +115,7 @@ def put_graphs_under(
     image_generator: ImageGenerator,
     arguments: argparse.Namespace,
     session: Session,
-    listener: BuildListener | None = None,
+    listener: ProgressListener | None = None,
     *,
     hold_builds: bool = False,
 ) -> None:

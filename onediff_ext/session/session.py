@@ -16,7 +16,7 @@ import torch
 from onediff_ext.backends.registry import choose_backend
 from onediff_ext.building.background_builds import BackgroundBuilds
 from onediff_ext.building.build_folder import remove_stale
-from onediff_ext.building.builder import Builder, BuildListener
+from onediff_ext.building.builder import Builder, ProgressListener
 from onediff_ext.building.event_log import EventLog
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.building.read_ahead import ReadAhead
@@ -89,7 +89,7 @@ class Session(KindRegistry):
         self.read_ahead = ReadAhead(self.builder, self.key_entries)
         self.stage, self.sizes_done = "", (0, 0)
         self.checkpoint: CheckpointUse | None = None
-        self._listener: BuildListener | None = None
+        self._listener: ProgressListener | None = None
         self.captures = CudaGraphCache(
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
@@ -112,12 +112,12 @@ class Session(KindRegistry):
         weakref.finalize(self, BackgroundBuilds.close, self.background)  # also when Python ends
 
     @property
-    def listener(self) -> BuildListener | None:
+    def listener(self) -> ProgressListener | None:
         """Told after each kind that was built."""
         return self._listener
 
     @listener.setter
-    def listener(self, listener: BuildListener | None) -> None:
+    def listener(self, listener: ProgressListener | None) -> None:
         self._listener = self.background.listener = listener
 
     @property

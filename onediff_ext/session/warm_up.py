@@ -142,7 +142,7 @@ class WarmUpReport:
         }
 
 
-WarmUpListener = Callable[[WarmUpProgress], None]
+ProgressListener = Callable[[WarmUpProgress], None]
 
 
 class WarmUp:
@@ -173,7 +173,7 @@ class WarmUp:
         others: Callable[[], object],
         shapes: Sequence[BatchShape],
         device: torch.device,
-        listen: WarmUpListener | None = None,
+        listen: ProgressListener | None = None,
         give_way: Callable[[], bool] = lambda: False,
     ) -> None:
         self._session, self._components = session, list(components)

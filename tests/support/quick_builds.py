@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onediff_ext.backends.eager import EagerBackend
-from onediff_ext.building.builder import Builder, BuildListener, BuildProgress
+from onediff_ext.building.builder import Builder, BuildProgress, ProgressListener
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -44,7 +44,7 @@ def quick_builds() -> Iterator[None]:
     def build(
         builder: Builder,
         kinds: Sequence[BlockKind],
-        listen: BuildListener | None = None,
+        listen: ProgressListener | None = None,
         **how: Any,
     ) -> None:
         replaced = {"build_in", "new_worker"} & vars(builder).keys()  # a test is about these
