@@ -12,6 +12,17 @@ from onediff_ext.core.errors import OptionError, ShapeError
 Placement = Literal["crop", "pad", "stretch"]
 
 MAX_RESULT_SIDE_PX = 16384
+SUGGESTED_RULES = (
+    "own",
+    "scale:0.5",
+    "longest:512",
+    "longest:768",
+    "longest:1024",
+    "longest:1024:shrink",
+    "fixed:512x512",
+)
+"""Rules that a list in a user interface offers."""
+
 _HINT = 'Use "own", "scale:0.5", "longest:768", "longest:768:shrink" or "fixed:512x512:crop".'
 
 
