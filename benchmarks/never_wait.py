@@ -32,7 +32,8 @@ import numpy
 import torch
 
 from benchmarks.fingerprint import fingerprint
-from onediff_ext.cli.model_arguments import default_model, import_libraries
+from onediff_ext.cli.library_imports import import_libraries
+from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.priority import usable_cores
 from onediff_ext.engine.blocks.block_kind import KindState
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=40)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--model", type=Path, default=default_model())
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--threads", type=int, default=max(1, usable_cores() // 2))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,1 +1,1 @@
-"""The command line ``onediff-ext``; each command is a module that loads torch only when it runs."""
+"""The command line ``onediff-ext``: one module for each command; torch is loaded only by run."""

@@ -1,4 +1,4 @@
-"""``onediff-ext bench`` measures single UNet steps, eager beside compiled."""
+"""``onediff-ext bench``: single UNet steps, eager and compiled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments, report_file
-from onediff_ext.cli.progress import BuildListener
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
+from onediff_ext.cli.progress import BuildProgressBars
 from onediff_ext.cli.tables import format_table
 
 if TYPE_CHECKING:
@@ -21,12 +25,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--sizes", default="512x512, 768x512, 720x960", help="sizes to measure")
     parser.add_argument(
         "--rounds",
-        type=model_arguments.positive_count,
+        type=positive_count,
         default=10,
         help="measured steps of each kind",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    model_arguments.add_model_arguments(parser)
+    add_model_arguments(parser)
     parser.set_defaults(run=run, build="wait")
 
 
@@ -36,10 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.eager:
         raise OptionError("bench compares eager with compiled.", "Leave --eager out.")
-    shapes = model_arguments.given_sizes(arguments.sizes)
+    shapes = required_sizes(arguments.sizes)
     report_file.check_report_path(arguments.json)
-    identity = model_arguments.model_identity(arguments)
-    model = model_arguments.load_model(arguments, identity, BuildListener())
+    identity = model_identity(arguments)
+    model = load_model(arguments, identity, BuildProgressBars())
 
     from onediff_ext.hosts.diffusers.jobs.run_report import describe_device, left_eager, versions
     from onediff_ext.hosts.diffusers.jobs.step_bench import time_steps
@@ -62,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def timing_table(timings: list[StepTiming]) -> str:
-    """Sizes and their times, for people."""
+    """Return a table of sizes and times."""
     return format_table(
         ["size", "at once", "first s", "eager ms", "compiled ms", "speed-up", "error"],
         [

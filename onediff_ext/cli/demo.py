@@ -1,4 +1,4 @@
-"""``onediff-ext demo``: the main job on the photographs that ship with the package."""
+"""``onediff-ext demo``: txt2img and img2img on sample photographs, eager and compiled."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import img2img, model_arguments, report_file
-from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli import img2img, library_imports, report_file
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_image_generator, open_session, put_graphs_under
+from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.cli.tables import format_table
+from onediff_ext.core.demo_files import DEMO_PHOTOS
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone
     from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter, RunReport
     from onediff_ext.session.session import Session
 
-# What the demo checkpoint draws from text alone: prompt, width and height in pixels.
+# Prompts of txt2img for the demo checkpoint, with width and height in pixels.
 PROMPTS = (
     ("a fox in the snow", 192, 192),
     ("a cat and a rocket on a yellow background", 256, 128),
@@ -28,7 +32,6 @@ PROMPTS = (
     ("an octopus under the sea", 256, 192),
     ("a castle at sunset", 192, 128),
 )
-PHOTOS = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
 
 def add_parser(commands: Any) -> None:
@@ -56,12 +59,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw everything eager, then compiled; print a table and where the pictures are."""
+    """Draw everything eager, then compiled; print a table and the output folder."""
     report_file.check_report_path(arguments.report)
-    arguments.inputs = arguments.inputs or sorted(PHOTOS.glob("*.jpg"))
-    identity = model_arguments.model_identity(arguments)
-    model_arguments.import_libraries()
-    image_generator = model_arguments.load_painter(arguments)
+    arguments.inputs = arguments.inputs or sorted(DEMO_PHOTOS.glob("*.jpg"))
+    identity = model_identity(arguments)
+    library_imports.import_libraries()
+    image_generator = load_image_generator(arguments)
     if arguments.size is None:
         arguments.size = "own" if image_generator.device.type == "cuda" else "scale:0.375"
     job = img2img.make_job(arguments, identity)
@@ -86,26 +89,26 @@ def run(arguments: argparse.Namespace) -> int:
         store = session.library.folder.root
         print(printable(f"graphs ready after {report.ready_seconds:.1f} s; kept in {store}"))
     sheet = _contact_sheet(job, drawn, eager_report, report)
-    print(printable(f"pictures: {job.output_dir}; all of them together: {sheet}"))
+    print(printable(f"pictures: {job.batch.output_dir}; all of them together: {sheet}"))
     return 0
 
 
 def _draw_prompts(job: Img2ImgJob, name: str, image_generator: ImageGenerator) -> list[Path]:
-    """Text to image at a few sizes; nothing for a checkpoint that needs a picture."""
+    """Draw `PROMPTS`; returns no paths for a checkpoint that needs an input image."""
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext
+    from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext
     from onediff_ext.pictures.writing import write_png
 
     paths: list[Path] = []
     for number, (prompt, width, height) in enumerate(PROMPTS):
         settings = dataclasses.replace(job.settings, prompt=prompt)
         try:
-            image = image_generator.txt2img(settings, width, height, [job.seed]).images[0]
+            image = image_generator.txt2img(settings, width, height, [job.batch.seed]).images[0]
         except OptionError:
             return []
         if image is not None:
-            paths.append(job.output_dir / name / f"txt2img-{number}.png")
-            text = infotext(image_generator, settings, job.seed, image, {})
+            paths.append(job.batch.output_dir / name / f"txt2img-{number}.png")
+            text = compose_infotext(image_generator, settings, job.batch.seed, image.size, {})
             write_png(paths[-1], image, infotext=text, digest="")
     return paths
 
@@ -113,7 +116,7 @@ def _draw_prompts(job: Img2ImgJob, name: str, image_generator: ImageGenerator) -
 def _contact_sheet(
     job: Img2ImgJob, drawn: list[tuple[str, list[Path]]], eager: RunReport, compiled: RunReport
 ) -> Path:
-    """Pictures from text, then photographs with their results below each other."""
+    """Write a sheet: images from text, then photographs above their results."""
     from onediff_ext.pictures.contact_sheet import make_contact_sheet, stack
 
     sheets = []
@@ -133,7 +136,7 @@ def _contact_sheet(
                 ]
             )
         )
-    path = job.output_dir / "contact-sheet.jpg"
+    path = job.batch.output_dir / "contact-sheet.jpg"
     stack(sheets).save(path, quality=90)
     return path
 
@@ -144,22 +147,24 @@ def _compile(
     import time
 
     start = time.perf_counter()
-    session = model_arguments.open_session(arguments, identity)
-    model_arguments.compile_painter(image_generator, arguments, session, BuildListener())
+    session = open_session(arguments, identity)
+    put_graphs_under(image_generator, arguments, session, BuildProgressBars())
     return session, time.perf_counter() - start
 
 
 def _run(
     job: Img2ImgJob, name: str, image_generator: ImageGenerator, session: Session | None
 ) -> tuple[RunReport, ReuseCounter]:
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
+    from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
-    from onediff_ext.pictures.skipped import Report
+    from onediff_ext.pictures.skipped import SkipReport
 
-    # Times are what the demo is about, so nothing of an earlier demo is taken over.
+    # The demo shows times, so results of an earlier demo are not reused.
     identity = {**job.identity, "demo": id(job)}
-    job = dataclasses.replace(job, output_dir=job.output_dir / name, identity=identity)
-    skipped, report = Report(), RunReport(device=describe_device(image_generator.device))
+    batch = dataclasses.replace(job.batch, output_dir=job.batch.output_dir / name)
+    job = dataclasses.replace(job, batch=batch, identity=identity)
+    skipped, report = SkipReport(), RunReport(device=describe_device(image_generator.device))
     plan = plan_job(job, skipped)
     progress = Progress(f"{name} pictures", len(plan.todo))
 
@@ -168,7 +173,9 @@ def _run(
         progress.advance(len(batch.outputs), note)
 
     try:
-        reuse = run_job(job, plan, image_generator, report, skipped, session=session, on_batch=show)
+        reuse = run_img2img(
+            job, plan, image_generator, report, skipped, session=session, on_batch=show
+        )
     finally:
         progress.close()
     report.take_session(session, image_generator.device)
@@ -177,12 +184,14 @@ def _run(
 
 
 def _table(eager: RunReport, compiled: RunReport, reuse: ReuseCounter | None) -> str:
-    """One row for each size of result."""
+    """Return a table with one row for each size of the results."""
+    from onediff_ext.pictures.canvas_sizes import canvas_size
+
     before, after = _by_size(eager), _by_size(compiled)
     rows = []
     for size, seconds in before.items():
         eager_s, fast_s = statistics.median(seconds), statistics.median(after[size])
-        graphs = reuse.by_size.get(_canvas(size)) if reuse else None
+        graphs = reuse.by_size.get(canvas_size(*size)) if reuse else None
         counts = [graphs[n] for n in ("built", "loaded", "reused")] if graphs else ["-"] * 3
         rows.append(
             [
@@ -203,10 +212,3 @@ def _by_size(report: RunReport) -> dict[tuple[int, int], list[float]]:
     for picture in report.pictures:
         found[picture.width, picture.height].append(picture.seconds_per_step)
     return found
-
-
-def _canvas(size: tuple[int, int]) -> tuple[int, int]:
-    from onediff_ext.core.shapes import CELL_PX, MIN_SIDE_PX, round_up
-
-    rows, columns = round_up(size[1], size[0])
-    return max(MIN_SIDE_PX, columns * CELL_PX), max(MIN_SIDE_PX, rows * CELL_PX)

@@ -1,4 +1,4 @@
-"""``onediff-ext doctor``: what works on this machine, what does not, and what mends it."""
+"""``onediff-ext doctor``: checks of this machine, each failure with its remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments
+from onediff_ext.cli.model_arguments import add_store_arguments
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("doctor", help="say what works here and what to do about the rest")
-    model_arguments.add_store_arguments(parser)
+    add_store_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line for each finding; 1 when something needs mending."""
+    """Print one line for each check; 1 when a check fails."""
     worst = 0
     for ok, line in _findings(arguments):
         print(printable(f"{'ok ' if ok else 'NO '} {line}"))
@@ -94,7 +94,7 @@ def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]
 
 
 def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
-    """What was measured for each checkpoint, and what could not be built."""
+    """Yield each checkpoint's measured speed-up, and the failed builds."""
     import torch
 
     from onediff_ext.core.options import CompileOptions

@@ -1,4 +1,4 @@
-"""Arguments that decide a picture."""
+"""Arguments that decide an image: prompt, sampler, steps, seed, DeepCache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_SEED = 2**53 - 1
 
 
 def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) -> None:
-    """Prompt, sampler and seed."""
+    """Add prompt, sampler, seed and DeepCache, and for img2img the strength."""
     group = parser.add_argument_group("picture")
     group.add_argument("-p", "--prompt", default="")
     group.add_argument("-n", "--negative-prompt", default="")
@@ -40,14 +40,14 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
 
 
 def _seed(text: str) -> int:
-    """A seed as it survives infotext and JSON, for argparse."""
+    """Read a seed that infotext and JSON keep exactly, for argparse."""
     if not text.isdecimal() or int(text) > _MAX_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {_MAX_SEED}")
     return int(text)
 
 
 def _deepcache(text: str) -> DeepCacheOptions:
-    """A DeepCache setting, for argparse."""
+    """Read a DeepCache setting, for argparse."""
     try:
         return DeepCacheOptions.parse(text)
     except OptionError as exc:
@@ -55,7 +55,7 @@ def _deepcache(text: str) -> DeepCacheOptions:
 
 
 def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
-    """The settings on the command line.
+    """Return the settings of the command line.
 
     Raises:
         OptionError: A value cannot be used.

@@ -1,4 +1,4 @@
-"""``onediff-ext graphs``: the graph library on disk."""
+"""``onediff-ext graphs``: list, explain, check, prune and move the graphs of the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments
+from onediff_ext.cli.argument_types import amount
+from onediff_ext.cli.model_arguments import add_model_arguments, add_store_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.tables import format_table
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.words import printable
@@ -35,16 +38,15 @@ def add_parser(commands: Any) -> None:
         sub = actions.add_parser(name, help=text, description=text)
         if name == "explain":
             sub.add_argument("graph", nargs="?", help="first digits of a graph's key")
-            model_arguments.add_model_arguments(sub)
+            add_model_arguments(sub)
         else:
-            model_arguments.add_store_arguments(sub)
+            add_store_arguments(sub)
         if name == "status":
             sub.add_argument("--json", action="store_true", help="for programs")
             sub.add_argument("--checkpoint", help="only this one, by name")
         if name == "verify":
             sub.add_argument("--repair", action="store_true", help="delete damaged graphs")
         if name == "prune":
-            amount = model_arguments.amount
             sub.add_argument("--to-gb", type=amount, help="down to this size")
             sub.add_argument("--older-than-days", type=amount, help="not used for so long")
             sub.add_argument("--other-versions", action="store_true", help="foreign graphs too")
@@ -90,7 +92,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    """Also while another process draws and builds: everything is read from the store."""
+    """Print each checkpoint's status from the store, also while another process builds."""
     import json
 
     import torch
@@ -161,10 +163,10 @@ def _row(graph: StoredGraph, users: list[str]) -> list[str]:
 def _explain(arguments: argparse.Namespace) -> int:
     if arguments.graph is not None:
         return _explain_graph(_library(arguments), arguments.graph)
-    # Without building: which kinds does the checkpoint need, and why is one not there?
+    # Nothing is built: the block kinds of the checkpoint, and why a graph is missing.
     arguments.no_build, arguments.eager = True, False
-    identity = model_arguments.model_identity(arguments)
-    model = model_arguments.load_model(arguments, identity)
+    identity = model_identity(arguments)
+    model = load_model(arguments, identity)
     assert model.session is not None
     for kind in model.session.kinds:
         if kind.graph is not None:

@@ -1,4 +1,4 @@
-"""``onediff-ext img2img FOLDER…``: the main job."""
+"""``onediff-ext img2img FOLDER…``: folders of images through image to image."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import draw_arguments, model_arguments, report_file
-from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_amount
+from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
+from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone
 
 
 def add_parser(commands: Any) -> None:
@@ -30,7 +36,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything but the inputs; the demo has these too."""
+    """Add all arguments but the inputs; the demo has them too."""
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
     parser.add_argument(
         "--size",
@@ -49,24 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-alpha", action="store_true", help="keep the inputs' transparency")
     parser.add_argument(
         "--max-megapixels",
-        type=model_arguments.positive_amount,
+        type=positive_amount,
         default=4.2,
         help="larger results are left out (default: 4.2)",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
-    draw_arguments.add_draw_arguments(parser, with_strength=True)
-    model_arguments.add_model_arguments(parser)
+    add_draw_arguments(parser, with_strength=True)
+    add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do the job; 1 when pictures had to be left out."""
+    """Run the job; 1 when images failed."""
     with without_collection():
-        from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+        from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
+        from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
-        from onediff_ext.pictures.skipped import Report
+        from onediff_ext.pictures.skipped import SkipReport
 
-    job = make_job(arguments, model_arguments.model_identity(arguments))
-    skipped, report = Report(), RunReport()
+    job = make_job(arguments, model_identity(arguments))
+    skipped, report = SkipReport(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]
     plan.make_folders()
@@ -75,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{counted(len(plan.already_done), 'picture')} already done.")
     try:
         if plan.todo:
-            model = model_arguments.load_model(
+            model = load_model(
                 arguments,
                 job.identity,
-                BuildListener(),
+                BuildProgressBars(),
                 check=lambda image_generator: image_generator.check(job.settings),
             )
             report.device = describe_device(model.image_generator.device)
@@ -93,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress.advance(len(batch.outputs), note)
 
             try:
-                run_job(
+                run_img2img(
                     job,
                     plan,
                     model.image_generator,
@@ -116,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         report_file.write_report(arguments.report, report)
     if plan.todo:
         report_file.print_summary(report)
-        drawn = f"{counted(len(report.pictures), 'picture')} drawn, in {job.output_dir}"
+        drawn = f"{counted(len(report.pictures), 'picture')} drawn, in {job.batch.output_dir}"
         print(printable(drawn))
     else:
         report_file.print_left_out(report)
@@ -132,25 +139,24 @@ def _nothing_found(arguments: argparse.Namespace) -> str:
 
 
 def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2ImgJob:
-    """The job on the command line.
+    """Return the job of the command line.
 
     Raises:
         OptionError: A value cannot be used.
     """
     from onediff_ext.core.errors import OptionError
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.pictures.batch.batch_job import BatchJob
     from onediff_ext.pictures.naming import NameTemplate
-    from onediff_ext.pictures.sizing import parse_size_rule
+    from onediff_ext.pictures.size_rules import parse_size_rule
 
     if not 1 <= arguments.batch_size <= 31:
         raise OptionError("The batch size must be 1 to 31.", "Leave --batch-size out for 4.")
-    return Img2ImgJob(
+    batch = BatchJob(
         inputs=arguments.inputs,
         output_dir=arguments.output,
-        settings=draw_arguments.draw_settings(arguments),
-        identity=identity,
-        seed=arguments.seed,
         size_rule=parse_size_rule(arguments.size),
+        seed=arguments.seed,
         vary_seed=arguments.vary_seed,
         batch_size=arguments.batch_size,
         name_template=NameTemplate(arguments.name),
@@ -159,3 +165,4 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
         keep_alpha=arguments.keep_alpha,
         max_megapixels=arguments.max_megapixels,
     )
+    return Img2ImgJob(batch, draw_settings(arguments), identity)

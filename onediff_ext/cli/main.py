@@ -1,4 +1,4 @@
-"""Entry point: parses, dispatches, turns errors into one clear message and an exit status."""
+"""Entry point: parses the words, runs the command, and turns errors into a message and a status."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _STOPPED = 128  # the shell's convention: 128 + the signal's number
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in two lines what is wrong, like every other error here."""
+    """Reports a wrong argument in two lines, like every other error of the command line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}\n  See `{self.prog} --help`.\n")
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log lines without a way to command the terminal: names in them come from files."""
+    """Escapes control characters in log lines, because names in them come from files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 class Stopped(KeyboardInterrupt):
-    """The system asks the process to end: for all that is running, the same as Ctrl-C."""
+    """The system asks the process to end. Running code handles it like Ctrl-C."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        Exit status: 0 all well, 1 some pictures were skipped or something is wrong,
-        2 the command cannot be done, 130 interrupted, 143 ended by the system.
+        Exit status: 0 success, 1 images were skipped or a check failed, 2 the command cannot be
+        done, 130 interrupted, 143 ended by the system.
     """
     parser = Parser(
         prog="onediff-ext", description="Stable Diffusion at any size, without recompiling."
@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_parser(commands)
-    for command in commands.choices.values():  # -v is taken before and after the command
+    for command in commands.choices.values():  # -v is accepted before and after the command
         _add_verbose(command, default=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    # The process ends without a last look through all that it has imported.
+    # Skips the garbage collector's pass over all imported objects at the end of the process.
     atexit.register(gc.freeze)
     _set_up_logging(arguments.verbose)
     try:
@@ -103,7 +103,7 @@ def _is_out_of_memory(exc: BaseException) -> bool:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """End as after Ctrl-C, workers and temporary folders gone, when the system ends the process."""
+    """Turn the system's signals into an interrupt, so that workers and temporary folders go."""
 
     def stop(signal_number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
         raise Stopped(signal_number)
@@ -111,11 +111,11 @@ def _signals_as_interrupts() -> Iterator[None]:
     before = {}
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP
-        # Whoever has set a handler of his own, or ignores it (nohup), is left alone.
+        # Handlers of the calling program stay, and so does nohup's "ignore".
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
             try:
                 before[number] = signal.signal(number, stop)
-            except ValueError:  # not the main thread, so somebody else's process
+            except ValueError:  # not the main thread: another program calls us
                 break
     try:
         yield
@@ -129,7 +129,7 @@ def _set_up_logging(verbose: bool) -> None:
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("onediff_ext").setLevel(logging.INFO if verbose else logging.WARNING)
-    # Nothing is downloaded; the libraries' own chatter does not concern the user.
+    # Nothing is downloaded; the libraries' own messages do not concern the user.
     if not verbose and not sys.warnoptions:
         warnings.simplefilter("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

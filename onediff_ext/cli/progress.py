@@ -1,4 +1,4 @@
-"""Progress of pictures and builds: bars on a terminal, plain lines elsewhere."""
+"""Progress displays: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Progress:
     """One stage with a known number of units.
 
     Args:
-        what: Named before the numbers, such as ``"pictures"``.
-        total: Units in all.
+        what: The text before the numbers, such as ``"pictures"``.
+        total: Number of units.
     """
 
     def __init__(self, what: str, total: int) -> None:
@@ -28,13 +28,13 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            # A terminal without rows and columns (docker's, CI's): tqdm would draw nothing.
+            # Terminals in docker and CI may report no rows and columns; tqdm would draw nothing.
             columns = os.get_terminal_size(sys.stderr.fileno()).columns
             width = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
             self._bar = tqdm(total=total, desc=what, unit="", leave=True, **width)
 
     def advance(self, units: int, note: str, seconds_left: float | None = None) -> None:
-        """Note finished units; the time left is estimated unless it is given."""
+        """Count finished units; the remaining time is estimated unless it is given."""
         self._done += units
         if self._bar is not None:
             self._bar.set_postfix_str(printable(note), refresh=False)
@@ -53,8 +53,8 @@ class Progress:
             self._bar.close()
 
 
-class BuildListener:
-    """Shows the progress of builds, each wave as a stage of its own."""
+class BuildProgressBars:
+    """Shows the progress of builds, with a bar for each run of builds."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None

@@ -1,4 +1,4 @@
-"""Writing `--report`, and saying at the end what happened."""
+"""The JSON file of ``--report``, and the summary at the end of a command."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_report_path(path: Path | None) -> None:
-    """Refuse a JSON file that cannot be written, before hours of work.
+    """Check that a JSON file can be written, before hours of work.
 
     Raises:
-        OptionError: Its folder does not exist or takes no files, or it is a folder.
+        OptionError: Its folder is missing or not writable, or the path is a folder.
     """
     if path is None:
         return
@@ -35,7 +35,7 @@ def check_report_path(path: Path | None) -> None:
 
 
 def write_report(path: Path, report: RunReport) -> None:
-    """Write the report as JSON, whole or not at all.
+    """Write the report as JSON, complete or not at all.
 
     Raises:
         OptionError: It cannot be written.
@@ -44,7 +44,7 @@ def write_report(path: Path, report: RunReport) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write plain values as JSON, whole or not at all.
+    """Write plain values as JSON, complete or not at all.
 
     Raises:
         OptionError: The file cannot be written.
@@ -67,7 +67,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_what_happened(path: Path | None, report: RunReport) -> None:
-    """Write the report of a run that is ending by an error, which is what the user must see."""
+    """Write the report of a failed run; an error here is printed, so that the first one stays."""
     if path is None:
         return
     try:
@@ -77,7 +77,7 @@ def write_what_happened(path: Path | None, report: RunReport) -> None:
 
 
 def print_summary(report: RunReport) -> None:
-    """One line on graphs, and every reason for which something ran eager or was left out."""
+    """Print the counts of graphs, the eager reasons and the skipped inputs."""
     print(
         f"graphs: {report.built} built, {report.loaded} loaded, {report.reused} reused"
         f" at new sizes; {report.recompiles} recompiles"
@@ -87,7 +87,7 @@ def print_summary(report: RunReport) -> None:
 
 
 def print_fallbacks(fallbacks: Sequence[Mapping[str, Any]]) -> None:
-    """One line for each reason: what ran eager by it, and in how many calls."""
+    """Print one line for each eager reason, with its blocks and number of calls."""
     by_reason: dict[str, list[Mapping[str, Any]]] = {}
     for fallback in fallbacks:
         by_reason.setdefault(fallback["reason"], []).append(fallback)
@@ -98,7 +98,7 @@ def print_fallbacks(fallbacks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_left_out(report: RunReport) -> None:
-    """Warnings, and every input that was left out."""
+    """Print the warnings and the skipped inputs."""
     for warning in report.warnings:
         print(printable(f"warning: {warning}"), file=sys.stderr)
     for entry in report.skipped:

@@ -8,9 +8,9 @@ from onediff_ext.core.words import printable
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell; all but the first right-aligned.
+    """Return a table with columns as wide as their widest cell; all but the first right-aligned.
 
-    Cells may hold text from files.
+    Control characters are escaped, because cells may hold text from files.
     """
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]

@@ -1,4 +1,4 @@
-"""``onediff-ext txt2img``: pictures from a prompt, at one or several sizes."""
+"""``onediff-ext txt2img``: images from a prompt, at one or several sizes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import draw_arguments, model_arguments, report_file
-from onediff_ext.cli.progress import BuildListener, Progress
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
+from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
-    from onediff_ext.cli.model_arguments import LoadedModel
+    from onediff_ext.cli.model_loading import LoadedModel
     from onediff_ext.core.shapes import BatchShape
     from onediff_ext.hosts.diffusers.drawing.image_generator import (
         Drawn,
@@ -32,23 +37,23 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--count",
-        type=model_arguments.positive_count,
+        type=positive_count,
         default=1,
         help="batches of each size (default: 1)",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
-    draw_arguments.add_draw_arguments(parser, with_strength=False)
-    model_arguments.add_model_arguments(parser)
+    add_draw_arguments(parser, with_strength=False)
+    add_model_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw; every picture gets the next seed. 1 when pictures had to be left out."""
-    settings = draw_arguments.draw_settings(arguments)
-    sizes = model_arguments.given_sizes(arguments.sizes)
+    """Draw; every image gets the next seed. 1 when images failed."""
+    settings = draw_settings(arguments)
+    sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
-    identity = model_arguments.model_identity(arguments)
+    identity = model_identity(arguments)
 
     with without_collection():
         from onediff_ext.hosts.diffusers.jobs.run_report import (
@@ -56,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             RunReport,
             describe_device,
         )
-        from onediff_ext.pictures.background_io import Writing
+        from onediff_ext.pictures.batch.background_io import BackgroundWriter
         from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         image_generator.check_txt2img()
         image_generator.check(settings)
 
-    model = model_arguments.load_model(arguments, identity, BuildListener(), check=check)
+    model = load_model(arguments, identity, BuildProgressBars(), check=check)
     image_generator, report = model.image_generator, RunReport(ready_seconds=model.ready_seconds)
     report.device = describe_device(image_generator.device)
     report.warnings = image_generator.ignored_text(settings)
@@ -80,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.advance(shape.batch, note)
 
     try:
-        with image_generator.one_job(), Writing() as writing:
+        with image_generator.one_job(), BackgroundWriter() as writing:
             for shape in shapes:
                 had = reuse.before()
                 seeds = range(seed, seed + shape.batch)
@@ -114,16 +119,18 @@ def _write(
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+    from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
     from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
+    from onediff_ext.pictures.naming import free_path
     from onediff_ext.pictures.writing import write_png
 
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
             report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})
             continue
-        path = _free(folder / f"{seed:05d}-{image.width}x{image.height}.png")
-        text = infotext(model.image_generator, settings, seed, image, lora_field(model.identity))
+        path = free_path(folder / f"{seed:05d}-{image.width}x{image.height}.png")
+        lora = lora_field(model.identity)
+        text = compose_infotext(model.image_generator, settings, seed, image.size, lora)
         write_png(path, image, infotext=text, digest="")
         report.pictures.append(
             PictureResult(
@@ -135,12 +142,3 @@ def _write(
                 seconds_per_step=drawn.seconds_per_step,
             )
         )
-
-
-def _free(path: Path) -> Path:
-    """A path that is not taken: nothing is overwritten."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free

@@ -1,4 +1,4 @@
-"""``onediff-ext ui``: the panel in the browser, without a WebUI."""
+"""``onediff-ext ui``: the stand-alone page in the browser, without a WebUI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from onediff_ext.cli import model_arguments
+from onediff_ext.cli import library_imports
+from onediff_ext.cli.device_options import find_device, find_dtype
+from onediff_ext.cli.model_arguments import add_model_arguments, parse_options
 from onediff_ext.core.words import printable
 
 
@@ -48,7 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--no-browser", action="store_true", help="do not open the browser")
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
-    model_arguments.add_model_arguments(parser)
+    add_model_arguments(parser)
     parser.set_defaults(run=run, when_stopped="The page is closed.")
 
 
@@ -75,17 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
     if not serving.is_local and not serving.auth:
         warning = f"everybody who reaches {serving.host} can use this page, without a password."
         print(printable(f"warning: {warning}"), file=sys.stderr)
+    from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
     from onediff_ext.standalone.launch import serve
 
-    model_arguments.import_libraries()
+    library_imports.import_libraries()
     print("Loading the page.", flush=True)
-    device = model_arguments.find_device(arguments.device)
+    device = find_device(arguments.device)
     serve(
         arguments.model,
         device=device,
-        dtype=model_arguments.find_dtype(arguments.dtype, device),
-        options=model_arguments.parse_options(arguments),
-        loras=model_arguments.parse_loras(arguments.lora),
+        dtype=find_dtype(arguments.dtype, device),
+        options=parse_options(arguments),
+        loras=[parse_lora(text) for text in arguments.lora],
         output_dir=arguments.output,
         serving=serving,
         vae_tiling=arguments.vae_tiling,

@@ -1,4 +1,4 @@
-"""``onediff-ext warmup SIZES``: build or load everything, then one measured step of each size."""
+"""``onediff-ext warmup SIZES``: builds or loads all graphs, then measures a step of each size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli import model_arguments, report_file
+from onediff_ext.cli import report_file
+from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.model_arguments import add_model_arguments
+from onediff_ext.cli.model_identity import model_identity
+from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import Progress
 from onediff_ext.cli.tables import format_table
 
@@ -32,38 +36,38 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--most",
-        type=model_arguments.positive_count,
+        type=positive_count,
         default=8,
         help="sizes to take from folders at most (default: 8)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
-    model_arguments.add_model_arguments(parser)
+    add_model_arguments(parser)
     parser.set_defaults(run=run, when_stopped="What was built is kept; the rest is built later.")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Warm up; 1 when a kind has to run eager."""
+    """Warm up; 1 when a block kind stays eager."""
     from onediff_ext.core.errors import OptionError
 
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
     shapes = _shapes(arguments)
     report_file.check_report_path(arguments.json)
-    identity = model_arguments.model_identity(arguments)
+    identity = model_identity(arguments)
     if not arguments.no_build:
         arguments.build = "background"  # the warm-up itself waits
-    model = model_arguments.load_model(arguments, identity, hold_builds=True)
+    model = load_model(arguments, identity, hold_builds=True)
     session = model.session
     assert session is not None
 
     from onediff_ext.hosts.diffusers.jobs.run_report import left_eager
     from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
-    shown = _Shown()
+    progress = _StageProgress()
     try:
-        report = pipe_warm_up(model.image_generator.pipe, shapes, shown).run()
+        report = pipe_warm_up(model.image_generator.pipe, shapes, progress).run()
     finally:
-        shown.close()
+        progress.close()
         model.close()
     print(_table(report))
     print(
@@ -87,7 +91,7 @@ def _shapes(arguments: argparse.Namespace) -> list[BatchShape]:
     shapes = parse_sizes(" ".join(arguments.sizes))
     if arguments.from_folders:
         shapes += sizes_used(arguments.from_folders, arguments.most)
-    return list(dict.fromkeys(shapes)) or model_arguments.given_sizes("")
+    return list(dict.fromkeys(shapes)) or required_sizes("")
 
 
 def _table(report: WarmUpReport) -> str:
@@ -107,8 +111,8 @@ def _table(report: WarmUpReport) -> str:
     )
 
 
-class _Shown:
-    """Each stage as a progress of its own; stages without anything to do are not shown."""
+class _StageProgress:
+    """Shows each stage of a warm-up with its own progress; stages with nothing to do are hidden."""
 
     def __init__(self) -> None:
         self._stage, self._done = "", 0
@@ -126,7 +130,7 @@ class _Shown:
             self._progress.advance(more, progress.label or "done", progress.seconds_left)
 
     def close(self) -> None:
-        """End the stage that is shown."""
+        """End the display of the current stage."""
         if self._progress is not None:
             self._progress.close()
             self._progress = None

@@ -28,6 +28,16 @@ def day_of(seconds: float) -> str:
         return "an unknown day"
 
 
+def first_line(text: str, if_empty: str = "no message") -> str:
+    """Return the first line of a message that is not blank, stripped.
+
+    Args:
+        text: Often ``str(exc)``.
+        if_empty: Returned when every line is blank.
+    """
+    return next((line.strip() for line in text.splitlines() if line.strip()), if_empty)
+
+
 def printable(text: str) -> str:
     """Return untrusted text as one line that cannot control a terminal.
 

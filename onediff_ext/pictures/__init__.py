@@ -1,14 +1,16 @@
-"""Pictures on disk: found, read, sized, grouped, named, written and resumed.
+"""Images on disk: found, read, sized, named and written, without torch and without a host.
 
-Needs Pillow and nothing else; no torch, no host. The steps of a run, in order:
-
-    finding   files and folders → pictures, in natural order
-    facts     sizes from the files' headers
-    sizing    a rule such as "longest:768" → target and canvas of each picture
-    grouping  pictures of one canvas together, read lazily, in batches
-    naming    a template → one distinct name for each output
-    resume    which outputs are done already, which are to be written
-    writing   PNG, atomically, with infotext and the job's digest
-
-What could not be used, and why, is collected in a `report.Report`.
+finding          files and folders → images, in natural order
+picture_header   an image's size and format, from its header
+reading          an image's pixels: upright, 8-bit sRGB, first frame
+size_rules       rules such as ``longest:1024`` → the size of a result
+canvas_sizes     the size that the model generates for it
+canvas_images    an image on its canvas, and a result cut out of its canvas
+captions         an image's own prompt
+naming           templates → file names
+writing          PNG files, whole or not at all, with infotext and the job's digest
+infotext_format  the WebUI's text of how an image was made: read and written
+png_chunks       the text chunks of PNG files
+skipped          inputs that were left out, with the reasons
+batch/           one run over folders: planned, drawn, written and resumed
 """

@@ -1,4 +1,4 @@
-"""A picture's own prompt: a text file of its name beside it, as training sets have them."""
+"""Captions: an image's own prompt in a text file beside it, as in training sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HINT = "Save it as UTF-8 text, or leave --captions out."
 
 
 def read_caption(picture: Path) -> str | None:
-    """Return the text of ``cat.txt`` for ``cat.jpg`` as one line; None when there is no file.
+    """Return the text of ``cat.txt`` for ``cat.jpg`` as one line; None without a file or text.
 
     Raises:
         PictureError: The file cannot be read as text.
@@ -37,6 +37,6 @@ def is_caption(path: Path, stems: Mapping[str, int]) -> bool:
 
     Args:
         path: The file.
-        stems: How many names of the folder have each stem, this file's own included.
+        stems: Stem → number of files in the folder with it, this file included.
     """
     return path.suffix.lower() == SUFFIX and stems[path.stem] > 1

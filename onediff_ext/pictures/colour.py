@@ -1,7 +1,7 @@
-"""Any picture's pixels as 8-bit sRGB, with transparency kept apart.
+"""Converts images of any mode to 8-bit sRGB on white, with the alpha beside it.
 
-Transparent pixels are laid on white, as a viewer and a printed page show them; the
-alpha is handed back beside the colours, so that a caller can save it again.
+Transparent pixels become white, as in a viewer or in print. The alpha is returned too, so that a
+caller can save it again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ _FROM_16_BIT = [(value * 255 + _MAX_16_BIT // 2) // _MAX_16_BIT for value in ran
 
 
 def to_rgb(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Convert a loaded picture of any mode to sRGB on white.
+    """Convert a loaded image of any mode to sRGB on white.
 
-    An embedded ICC profile is followed; one that is damaged, or that does not fit the
-    pixels, is ignored. Values of more than 8 bits are scaled, never clipped: 16-bit
-    white becomes 8-bit white.
+    An embedded ICC profile is applied, unless it is damaged or does not fit the pixels. Values of
+    more than 8 bits are scaled, never clipped: 16-bit white becomes 8-bit white.
 
     Args:
-        image: A loaded picture, upright.
+        image: A loaded image, upright.
 
     Returns:
-        (RGB picture, alpha as an "L" picture of the same size, or None when every
-        pixel is opaque).
+        (RGB image, alpha as an "L" image of the same size, or None if every pixel is opaque).
     """
     profile = image.info.get("icc_profile")
     colours, alpha = _split_alpha(_to_8_bit(image))
@@ -47,7 +45,7 @@ def _to_8_bit(image: Image.Image) -> Image.Image:
         return _from_integers(image)
     if image.mode == "F":
         brightest = float(_brightest(image))
-        # Floats have no agreed white: take the usual one that nothing exceeds.
+        # Floats have no standard white: take the smallest usual one that no pixel exceeds.
         white = next((white for white in (1.0, 255.0, 65535.0) if brightest <= white), brightest)
         scale = 255 / white
         return image.point(lambda value: value * scale + 0.5).convert("L")
@@ -59,7 +57,7 @@ def _from_integers(image: Image.Image) -> Image.Image:
     wide = image.convert("I")
     brightest = _brightest(wide)
     if brightest > _MAX_16_BIT:
-        # Only 32-bit TIFFs come here. They have no agreed white: the brightest pixel is.
+        # Only 32-bit TIFFs get here. They have no standard white: the brightest pixel is taken.
         scale = _MAX_16_BIT / brightest
         wide = wide.point(lambda value: value * scale + 0.5)
     grey = wide.point(_FROM_16_BIT, "L")
@@ -77,7 +75,7 @@ def _brightest(image: Image.Image) -> float:
 
 
 def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """Part colours and alpha; the colours are in L, RGB, CMYK, LAB or the like."""
+    """Split colours and alpha; the colours are in L, RGB, CMYK, LAB or similar modes."""
     if image.mode == "P" and not _has_transparency(image):
         return image.convert("RGB"), None
     if not _has_transparency(image):
@@ -98,7 +96,7 @@ def _has_transparency(image: Image.Image) -> bool:
 
 
 def _with_8_bit_key(image: Image.Image) -> Image.Image:
-    """Scale a transparent colour that was noted in 16 bits, as the pixels were."""
+    """Scale a transparent colour of 16 bits to 8, like the pixels."""
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:
         image = image.copy()

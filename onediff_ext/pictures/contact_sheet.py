@@ -1,4 +1,4 @@
-"""Several pictures of several sizes on one, to look at."""
+"""Contact sheets: several images of different sizes on one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PAPER, _INK = (255, 255, 255), (70, 70, 70)
 def make_contact_sheet(
     rows: Sequence[tuple[str, Sequence[Path]]], *, row_height_px: int = 190
 ) -> Image.Image:
-    """Lay out rows of pictures; those of one column stand below each other.
+    """Lay out rows of images in aligned columns.
 
     Args:
-        rows: (label, pictures); all rows have equally many.
-        row_height_px: Height of every picture; widths follow.
+        rows: (label, images); all rows have the same number of images.
+        row_height_px: Height of every image; the widths follow.
 
     Returns:
-        RGB picture.
+        RGB image.
     """
     columns = [
         [_scaled(path, row_height_px) for path in column]
@@ -50,7 +50,7 @@ def make_contact_sheet(
 
 
 def stack(sheets: Sequence[Image.Image]) -> Image.Image:
-    """Put sheets below each other on one, as wide as the widest."""
+    """Put sheets below each other; the result is as wide as the widest."""
     whole = Image.new(
         "RGB", (max(sheet.width for sheet in sheets), sum(sheet.height for sheet in sheets)), _PAPER
     )

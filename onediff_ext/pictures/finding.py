@@ -1,4 +1,4 @@
-"""Finding the pictures in files and folders."""
+"""Finds the images in files and folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onediff_ext.core.errors import PictureError, UnsafeFileError
 from onediff_ext.pictures.captions import is_caption
 from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.skipped import SkipReport
 
 SortKey = tuple[tuple[tuple[int, int, str], ...], str]
 
@@ -24,8 +24,8 @@ class FoundPicture:
 
     Args:
         path: The file.
-        root: The folder that was given and in which it was found; for a file that was
-            given itself, its folder. ``path.relative_to(root)`` keeps subfolders.
+        root: The given folder in which it was found; for a given file, its folder.
+            ``path.relative_to(root)`` keeps subfolders.
     """
 
     path: Path
@@ -42,25 +42,24 @@ def natural_key(name: str) -> SortKey:
 def find_pictures(
     inputs: Sequence[Path],
     *,
-    report: Report,
+    report: SkipReport,
     recursive: bool = False,
     output_dir: Path | None = None,
 ) -> list[FoundPicture]:
-    """List the pictures in files and folders.
+    """List the images in files and folders.
 
-    A file that is given itself is taken whatever its ending; in folders the ending
-    decides. Hidden files and folders are passed over. Pictures of a folder come in
-    natural order, before those of its subfolders.
+    A given file is taken with any suffix; in folders the suffix decides. Hidden files and folders
+    are ignored. The images of a folder come in natural order, before those of its subfolders.
 
     Args:
         inputs: Files and folders, in the order wanted.
-        report: Gets what lies in the folders and is no picture.
-        recursive: Look into subfolders too.
-        output_dir: Where results go. A folder search does not enter it; when it is itself
-            given as input, pictures that an earlier run made there are left out.
+        report: Gets the files in the folders that are no images.
+        recursive: Search subfolders too.
+        output_dir: The folder of the results. A search does not enter it. If it is an input
+            itself, images that an earlier run made there are left out.
 
     Returns:
-        Each picture once, in a stable order.
+        Each image once, in a stable order.
 
     Raises:
         PictureError: An input does not exist, or a given folder cannot be listed.
@@ -68,7 +67,7 @@ def find_pictures(
     search = _Search(report, recursive, _real(output_dir) if output_dir is not None else None)
     found: list[FoundPicture] = []
     for given in inputs:
-        # Not Path's own tests, which raise for a name that is too long.
+        # os.path: Path.exists raises for a name that is too long.
         if os.path.isdir(given):
             found.extend(search.in_folder(given, given))
         elif os.path.exists(given):
@@ -80,7 +79,7 @@ def find_pictures(
 
 @dataclass
 class _Search:
-    report: Report
+    report: SkipReport
     recursive: bool
     output_dir: str | None
     seen: set[str] = field(default_factory=set)
@@ -92,7 +91,7 @@ class _Search:
             yield picture
 
     def in_folder(self, folder: Path, root: Path) -> Iterator[FoundPicture]:
-        # The real path also ends loops of links. The slash keeps folders and files apart.
+        # The real path also ends link loops. The slash tells folders from files.
         real = _real(folder)
         if real + os.sep in self.seen:
             return
@@ -107,7 +106,7 @@ class _Search:
                 subfolders.append(path)
                 if path.suffix.lower() in FORMAT_OF_SUFFIX:
                     self.report.skip(path, "It is a folder, not a picture.")
-            elif reason := self._why_not(path, self._is_output(real)):
+            elif reason := self._skip_reason(path, self._is_output(real)):
                 self.report.skip(path, reason)
             else:
                 yield from self.once(FoundPicture(path, root))
@@ -133,8 +132,8 @@ class _Search:
         output_dir = self.output_dir
         return output_dir is not None and (real_folder + os.sep).startswith(output_dir + os.sep)
 
-    def _why_not(self, path: Path, in_output_dir: bool) -> str:
-        """Say why a file in a folder is not taken; empty when it is."""
+    def _skip_reason(self, path: Path, in_output_dir: bool) -> str:
+        """Return why a file in a folder is left out; empty if it is an image."""
         if not os.path.exists(path):
             return "It is a link to a file that is not there."
         suffix = path.suffix.lower()
@@ -151,7 +150,7 @@ def _made_by_us(path: Path) -> bool:
     try:
         return JOB_KEYWORD in read_png(path).texts
     except (OSError, UnsafeFileError):
-        return False  # Reading it will say why.
+        return False  # reading the image will report the error
 
 
 def _real(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""The picture formats that are read, and opening a file as one of them.
+"""The supported image formats, and opening a file as one of them.
 
-Only these decoders are offered to Pillow: its EPS decoder runs another program, and
-a folder of photographs has no use for the rest.
+Pillow may use these decoders only: its EPS decoder runs another program, and folders of photographs
+do not need the others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from PIL import Image, UnidentifiedImageError
 from onediff_ext.core.errors import OneDiffError, PictureError, UnsafeFileError
 from onediff_ext.core.untrusted_files import open_regular
 
-# Twice Pillow's own limit for a warning, where Pillow itself refuses; checked here as
-# well because a host may have switched Pillow's limit off.
+# Twice Pillow's limit for a warning, where Pillow itself refuses. It is checked here too because a
+# host may have switched off Pillow's limit.
 MAX_PICTURE_PIXELS = 178_956_970
 
-
-# Pixels of that many with four channels of 16 bits, stored as they are, and some more.
+# That many uncompressed pixels with four 16-bit channels take 1.4 GB.
 MAX_FILE_BYTES = 2 * 2**30
 READ_LIMIT_S = 300.0
 
@@ -50,21 +49,21 @@ FORMAT_OF_SUFFIX = {
 
 
 def readable_formats() -> list[str]:
-    """Return those of the formats above that the installed Pillow can decode."""
+    """Return the formats above that the installed Pillow can decode."""
     Image.init()
     return [name for name in dict.fromkeys(FORMAT_OF_SUFFIX.values()) if name in Image.OPEN]
 
 
 @contextmanager
 def open_picture(path: Path) -> Iterator[Image.Image]:
-    """Open a picture; what Pillow raises meanwhile leaves as a PictureError.
+    """Open an image; Pillow's errors in the block become a PictureError.
 
-    The body may load and convert the picture, nothing else: errors of other work
-    would be reported as a broken picture.
+    The block must only load and convert the image: other errors would be reported as a broken
+    image.
 
     Raises:
-        PictureError: The file cannot be opened, is no picture, is broken, or has more
-            than `MAX_PICTURE_PIXELS` pixels.
+        PictureError: The file cannot be opened, is no image, is broken, or has more than
+            `MAX_PICTURE_PIXELS` pixels.
     """
     with picture_errors():
         _refuse_no_file(path)
@@ -79,10 +78,10 @@ def open_picture(path: Path) -> Iterator[Image.Image]:
 
 @contextmanager
 def picture_errors() -> Iterator[None]:
-    """What Pillow raises in the block leaves as a PictureError, whatever it is.
+    """Turn every error of Pillow in the block into a PictureError.
 
-    Its decoders are many, and some are other projects' libraries: no list of their exceptions is
-    complete, and one broken picture must never end a run.
+    Pillow has many decoders, some of them from other projects. No list of their exceptions is
+    complete, and one broken image must never end a run.
     """
     try:
         yield
@@ -121,7 +120,7 @@ def _refuse_no_file(path: Path) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise PictureError("It is a folder, not a picture.", "Name it without a picture's ending.")
     if not stat.S_ISREG(status.st_mode):
-        # Opening a pipe would wait for ever.
+        # opening a pipe would block
         raise PictureError("It is not an ordinary file.", "Copy the picture into a file.")
     if status.st_size == 0:
         raise PictureError("The file is empty.", "Copy it again from where it came.")

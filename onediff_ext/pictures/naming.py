@@ -1,4 +1,4 @@
-"""The names of the results, from a template such as ``{stem}-{seed}.png``."""
+"""Names of results, from a template such as ``{stem}-{seed}.png``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _KNOWN_FIELDS_HINT = "Known fields: " + ", ".join(f"{{{name}}}" for name in FIEL
 _UNSAFE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f\ud800-\udfff]')
 _WIDE = re.compile(r"\d{3}")
 _WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])", re.IGNORECASE)
-# File systems allow 255 bytes; what is left over is for "-2" and for the unfinished file.
+# File systems allow 255 bytes; the rest is for "-2" and for the unfinished file's suffix.
 _MAX_NAME_BYTES = 200
 
 
 @dataclass(frozen=True)
 class NameFacts:
-    """What a result's name can be made of.
+    """The values of a name template's fields.
 
     Args:
         path: The input, for ``{stem}`` (``cat`` of ``cat.jpg``) and ``{name}``
@@ -44,7 +44,7 @@ class NameFacts:
     date: datetime.date
 
     def fields(self) -> dict[str, str | int]:
-        """Return the values of `FIELDS`; texts are safe as part of a file name."""
+        """Return the values of `FIELDS`; the texts are safe in file names."""
         return {
             "stem": _safe(self.path.stem),
             "name": _safe(self.path.name),
@@ -57,12 +57,12 @@ class NameFacts:
 
 
 class NameTemplate:
-    """A template for names, checked.
+    """A checked template for names.
 
     Args:
         text: File name with fields in braces; Python's format codes work, as in
             ``{index:04d}``. A slash makes a subfolder, as in ``{date}/{stem}``.
-            ``.png`` is added when it is missing.
+            A missing ``.png`` is added.
 
     Raises:
         OptionError: The template has an unknown field, is malformed, or leads out of
@@ -97,8 +97,8 @@ class NameTemplate:
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Make names distinct, also on disks that ignore case.
 
-    The first of several equal names keeps it, the others get ``-2``, ``-3`` and so on
-    in input order, passing over names that another input has by itself.
+    The first of several equal names stays as it is. The others get ``-2``, ``-3`` and so on in
+    input order; numbers that lead to another input's name are left out.
     """
     claimed = {_folded(name) for name in names}
     used: set[str] = set()
@@ -119,16 +119,25 @@ def numbered(name: str, number: int) -> str:
     return f"{stem}-{number}{dot}{ending}"
 
 
+def free_path(path: Path) -> Path:
+    """Return a path that does not exist yet: `path`, or ``a-2.png``, ``a-3.png`` and so on."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(numbered(path.name, number))
+    return free
+
+
 def _folded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
 def _safe(text: str) -> str:
-    """Replace what some file system refuses; never empty."""
+    """Replace characters that some file system refuses; the result is never empty."""
     cleaned = _UNSAFE.sub("_", unicodedata.normalize("NFC", text)).strip(" ")
     cleaned = cleaned.encode("utf-8")[:_MAX_NAME_BYTES].decode("utf-8", "ignore").rstrip(" .")
     if cleaned.startswith("."):
-        cleaned = "_" + cleaned[1:]  # Hidden files would not be found again.
+        cleaned = "_" + cleaned[1:]  # searches ignore hidden files
     if _WINDOWS_DEVICE.fullmatch(cleaned.split(".")[0]):
         cleaned = "_" + cleaned
     return cleaned or "_"
@@ -146,7 +155,7 @@ def _check_fields(text: str) -> None:
         if field is None:
             continue
         if "{" in (spec or "") or _WIDE.search(spec or ""):
-            # "{index:999999999}" would take a gigabyte.
+            # "{index:999999999}" would take a gigabyte of memory
             raise OptionError(
                 f'The name template "{text[:80]}" asks for too wide a field.', _KNOWN_FIELDS_HINT
             )

@@ -1,4 +1,4 @@
-"""What a picture's header says, without decoding its pixels."""
+"""An image's header: size, format and orientation, without decoding pixels."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SIDES_SWAPPED = (5, 6, 7, 8)
 
 @dataclass(frozen=True)
 class PictureHeader:
-    """A picture as its header describes it.
+    """An image as its header describes it.
 
     Args:
         path: The file.
-        width_px, height_px: Size as a viewer shows it, EXIF rotation applied.
+        width_px, height_px: Size as a viewer shows it, with the EXIF rotation.
         file_format: Pillow's name of the format, such as ``"JPEG"``.
         mode: Pillow's name of the pixel layout, such as ``"RGB"`` or ``"I;16"``.
-        size_bytes, modified_ns: Of the file, so that a changed file is noticed.
+        size_bytes, modified_ns: Of the file; they reveal a changed file.
     """
 
     path: Path
@@ -40,19 +40,18 @@ class PictureHeader:
     modified_ns: int
 
 
-def read_facts(path: Path) -> PictureHeader:
-    """Read a picture's header.
+def read_header(path: Path) -> PictureHeader:
+    """Read an image's header.
 
     Raises:
-        PictureError: As `formats.open_picture`. A file that is broken behind its
-            header is not noticed here.
+        PictureError: As in `formats.open_picture`. Damage behind the header stays unnoticed.
     """
     with open_picture(path) as image:
-        return facts_of(path, image)
+        return header_of(path, image)
 
 
-def facts_of(path: Path, image: Image.Image) -> PictureHeader:
-    """Describe an open picture that has not been loaded yet."""
+def header_of(path: Path, image: Image.Image) -> PictureHeader:
+    """Describe an open image that is not loaded yet."""
     width_px, height_px = _upright_size(path, image)
     status = path.stat()
     return PictureHeader(
@@ -70,7 +69,7 @@ def _upright_size(path: Path, image: Image.Image) -> tuple[int, int]:
     width_px, height_px = image.size
     orientation = orientation_of(path, image)
     if isinstance(image, TiffImageFile):
-        # Pillow 11 and later give the turned size before loading, earlier ones the stored.
+        # Before loading, Pillow 11 and later report the turned size, earlier versions the stored.
         width_px, height_px = image.tag_v2[_TIFF_WIDTH_TAG], image.tag_v2[_TIFF_HEIGHT_TAG]
         orientation = image.tag_v2.get(_ORIENTATION_TAG, 1)
     swapped = orientation in _SIDES_SWAPPED
@@ -78,13 +77,13 @@ def _upright_size(path: Path, image: Image.Image) -> tuple[int, int]:
 
 
 def orientation_of(path: Path, image: Image.Image) -> int:
-    """Return how an open picture must still be turned: EXIF's 1 (not at all) to 8.
+    """Return the EXIF orientation that is still to be applied, from 1 (none) to 8.
 
-    Must be asked before the picture is loaded. A damaged EXIF block counts as none.
+    Must be called before the image is loaded. A damaged EXIF block counts as none.
     """
     try:
         orientation = _exif(path, image).get(_ORIENTATION_TAG)
-    except Exception as exc:  # Pillow's readers of EXIF raise whatever they meet
+    except Exception as exc:  # Pillow's EXIF readers raise many kinds of errors
         _LOG.debug("%s: the EXIF block is ignored: %s", path, exc)
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
@@ -93,7 +92,7 @@ def orientation_of(path: Path, image: Image.Image) -> int:
 def _exif(path: Path, image: Image.Image) -> Image.Exif:
     exif = Image.Exif()
     if image.format == "TIFF":
-        # Pillow turns a TIFF itself while loading.
+        # Pillow itself turns a TIFF while loading.
         return exif
     if image.format != "PNG" or "exif" in image.info:
         return image.getexif()

@@ -1,4 +1,4 @@
-"""The chunks of a PNG file, read without decoding its pixels.
+"""The text and EXIF chunks of a PNG file, read without decoding its pixels.
 
 Source: PNG (Portable Network Graphics) Specification, 3rd edition, chapters 5 and 11.
 """
@@ -20,22 +20,22 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXT_KINDS = (b"tEXt", b"zTXt", b"iTXt")
 MAX_TEXT_BYTES = 4 * 2**20
 MAX_ALL_TEXTS_BYTES = 16 * 2**20
-"""After this much text, unpacked, the further ones of a file are passed over."""
+"""Unpacked text of one file; further text chunks are skipped."""
 MAX_CHUNKS = 500_000
-"""A picture of the largest size that is read has 175,000 in libpng's pieces of 8 KiB."""
+"""The largest supported image has 175,000 chunks in libpng's pieces of 8 KiB."""
 MAX_FILE_BYTES = 8 * 2**30
 READ_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class PngChunks:
-    """What a PNG file says besides its pixels.
+    """The metadata of a PNG file.
 
     Args:
-        is_png: The file begins as a PNG does.
-        is_complete: Every chunk up to and with the last (IEND) is there in full length.
-        texts: Keyword → text, of the text chunks that are intact.
-        exif: The EXIF block (a TIFF header and what follows), empty when there is none.
+        is_png: The file has PNG's signature.
+        is_complete: Every chunk is there in full length, up to and including the last (IEND).
+        texts: Keyword → text of the intact text chunks; the first one of a keyword counts.
+        exif: The EXIF block from its TIFF header on; empty without one.
     """
 
     is_png: bool = False
@@ -45,15 +45,15 @@ class PngChunks:
 
 
 def read_png(path: Path) -> PngChunks:
-    """Walk through a file's chunks; pixel data is skipped, not read.
+    """Read a file's text and EXIF chunks; pixel data is skipped.
 
     Returns:
-        What was found; for a file that is no PNG, or cut off, what there is of it. A text of more
-        than `MAX_TEXT_BYTES` is passed over.
+        The chunks found. For a truncated file these are the chunks before the cut, for another
+        format none. A text of more than `MAX_TEXT_BYTES` is skipped.
 
     Raises:
         OSError: The file cannot be read.
-        UnsafeFileError: It is no regular file.
+        UnsafeFileError: It is not a regular file.
     """
     with open_regular(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream:
         size_bytes = stream.seek(0, 2)
@@ -83,7 +83,7 @@ def _walk(stream: BinaryIO, size_bytes: int) -> PngChunks:
         if kind in _TEXT_KINDS and length <= limit:
             body = _body(stream, kind, length)
             keyword, text = (_text(kind, body, limit) if body is not None else None) or ("", None)
-            # What is unpacked in vain costs time, so it counts as well.
+            # A text that is unpacked and then rejected costs time too, so it counts.
             room_bytes -= limit if text is None else max(length, len(text))
             if text is not None:
                 texts.setdefault(keyword, text)
@@ -94,7 +94,7 @@ def _walk(stream: BinaryIO, size_bytes: int) -> PngChunks:
 
 
 def _body(stream: BinaryIO, kind: bytes, length: int) -> bytes | None:
-    """Read a chunk's body and check it; None when its checksum is wrong."""
+    """Read a chunk's body; None if its checksum is wrong."""
     body = stream.read(length)
     return body if stream.read(4) == struct.pack(">I", zlib.crc32(kind + body)) else None
 

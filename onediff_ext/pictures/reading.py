@@ -1,4 +1,4 @@
-"""Reading a picture: upright, 8-bit sRGB, first frame."""
+"""Reads an image: upright, 8-bit sRGB, first frame."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from PIL import Image
 
 from onediff_ext.pictures.colour import to_rgb
 from onediff_ext.pictures.formats import open_picture
-from onediff_ext.pictures.picture_header import PictureHeader, facts_of, orientation_of
+from onediff_ext.pictures.picture_header import PictureHeader, header_of, orientation_of
 
-# EXIF orientation → what makes the picture upright. CIPA DC-008, tag 0x0112.
+# EXIF orientation → the operation that makes the image upright. CIPA DC-008, tag 0x0112.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -25,33 +25,32 @@ _TURNS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in memory.
+    """An image in memory.
 
     Args:
-        image: RGB, upright; transparent parts lie on white.
-        alpha: "L" picture of the same size, 255 where opaque; None when all is opaque.
-            img2img works on `image` and its result is opaque, as in the WebUI; a caller
-            who wants the outline back puts `alpha` into the result.
-        facts: What the file said.
+        image: RGB, upright; transparent parts are white.
+        alpha: "L" image of the same size, 255 where opaque; None if every pixel is opaque.
+            img2img works on `image` and its result is opaque, as in the WebUI. A caller can put
+            `alpha` into the result.
+        header: Of the file, with the size of `image`.
     """
 
     image: Image.Image
     alpha: Image.Image | None
-    facts: PictureHeader
+    header: PictureHeader
 
 
 def read_picture(path: Path) -> Picture:
-    """Read a picture file.
+    """Read an image file.
 
-    EXIF rotation is applied, the embedded colour profile followed, more than 8 bits
-    scaled down, and of an animation the first frame taken.
+    Applies the EXIF rotation and the embedded colour profile, scales more than 8 bits down, and
+    takes the first frame of an animation.
 
     Raises:
-        PictureError: The file cannot be opened, is no picture, or is broken or cut off
-            anywhere.
+        PictureError: The file cannot be opened, is no image, or is broken or truncated.
     """
     with open_picture(path) as opened:
-        facts = facts_of(path, opened)
+        header = header_of(path, opened)
         turn = _TURNS.get(orientation_of(path, opened))
         opened.load()
         image, alpha = to_rgb(opened)
@@ -61,4 +60,4 @@ def read_picture(path: Path) -> Picture:
     if turn is not None:
         image = image.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
-    return Picture(image, alpha, replace(facts, width_px=image.width, height_px=image.height))
+    return Picture(image, alpha, replace(header, width_px=image.width, height_px=image.height))

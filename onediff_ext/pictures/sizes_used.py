@@ -1,4 +1,4 @@
-"""The sizes that somebody draws at, from the pictures in his output folder."""
+"""The sizes a user draws at, from the images in the output folders."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 from onediff_ext.core.errors import PictureError
 from onediff_ext.core.shapes import BatchShape, nearest_side_px
 from onediff_ext.pictures.finding import find_pictures
-from onediff_ext.pictures.picture_header import read_facts
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.picture_header import read_header
+from onediff_ext.pictures.skipped import SkipReport
 
-LATEST = 400
-"""How many pictures are looked at, the latest ones."""
+LATEST_COUNT = 400
+"""How many of the latest images are looked at."""
 
 
 def sizes_used(folders: Sequence[Path], limit: int = 8) -> list[BatchShape]:
-    """Propose sizes for a warm-up: those of the latest pictures, most frequent first.
+    """Propose sizes for a warm-up: those of the latest images, most frequent first.
 
     Args:
-        folders: Searched with their subfolders; pictures that cannot be read are passed over.
+        folders: Searched with their subfolders; unreadable images are ignored.
         limit: Most sizes to return.
 
     Raises:
         PictureError: A folder does not exist.
     """
-    found = find_pictures(list(folders), report=Report(), recursive=True)
+    found = find_pictures(list(folders), report=SkipReport(), recursive=True)
     dated = [(date, picture.path) for picture in found if (date := _changed_ns(picture.path))]
     counts: Counter[BatchShape] = Counter()
-    for _, path in sorted(dated, key=lambda pair: -pair[0])[:LATEST]:
+    for _, path in sorted(dated, key=lambda pair: -pair[0])[:LATEST_COUNT]:
         try:
-            facts = read_facts(path)
+            header = read_header(path)
         except PictureError:
             continue
-        counts[BatchShape(nearest_side_px(facts.width_px), nearest_side_px(facts.height_px))] += 1
+        counts[BatchShape(nearest_side_px(header.width_px), nearest_side_px(header.height_px))] += 1
     return [shape for shape, _ in counts.most_common(limit)]
 
 

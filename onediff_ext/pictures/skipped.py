@@ -1,4 +1,4 @@
-"""What a run left out, and why."""
+"""The report of inputs that a run left out, with the reasons."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from onediff_ext.core.errors import OneDiffError
 
 @dataclass(frozen=True)
 class Skipped:
-    """An input that was not used.
+    """An input that was left out.
 
     Args:
         path: The file or folder.
-        reason: Why, in one or two sentences for the user.
-        is_failure: It is a picture that could not be done, not just something else that
-            lay in the folder.
+        reason: One or two sentences for the user.
+        is_failure: It is an image that failed, not just another file in the folder.
     """
 
     path: Path
@@ -29,26 +28,26 @@ class Skipped:
 
 
 @dataclass
-class Report:
-    """Collects what was skipped while a run goes on."""
+class SkipReport:
+    """Collects the inputs that a run leaves out."""
 
     skipped: list[Skipped] = field(default_factory=list)
 
     def skip(self, path: Path, reason: str | OneDiffError) -> None:
-        """Note that `path` is not used, and why."""
+        """Add an input; an error as the reason marks it as a failure."""
         self.skipped.append(Skipped(path, str(reason), isinstance(reason, OneDiffError)))
 
     @property
     def failures(self) -> list[Skipped]:
-        """Pictures that were asked for and could not be done."""
+        """Images that were asked for and failed."""
         return [entry for entry in self.skipped if entry.is_failure]
 
     def extend(self, skipped: Iterable[Skipped]) -> None:
-        """Add what another step skipped."""
+        """Add the inputs that another step skipped."""
         self.skipped.extend(skipped)
 
     def as_json(self) -> list[dict[str, str]]:
-        """Return the list as plain values, to be written as JSON."""
+        """Return the list as plain values for JSON."""
         return [{"input": str(entry.path), "reason": entry.reason} for entry in self.skipped]
 
     def __str__(self) -> str:

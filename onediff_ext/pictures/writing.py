@@ -1,4 +1,4 @@
-"""Writing a result: whole or not at all."""
+"""Writes a result as a PNG file: complete or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HINTS = {
 }
 
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.tmp")
-# A live writer changes its file all the time; another process may be writing here too.
+# Another process may be writing here; a live writer's file is never this old.
 _STALE_AGE_S = 120.0
 
 
@@ -47,19 +47,19 @@ def write_png(
 ) -> None:
     """Write a PNG file with its infotext and its job's digest.
 
-    The file appears under its name only when all of it is on the disk; a file that was
-    there is replaced in the same moment. Missing folders are made.
+    The file gets its name only when all of it is on the disk, and replaces an existing file in
+    the same moment. Missing folders are made.
 
     Args:
         path: The PNG file.
-        image: RGB picture.
-        infotext: For the ``parameters`` chunk, where the WebUI looks for it.
+        image: RGB image.
+        infotext: For the ``parameters`` chunk, which the WebUI reads.
         digest: From `resume.job_digest`, for the ``onediff_job`` chunk.
-        alpha: "L" picture of the same size, to be written as transparency.
+        alpha: "L" image of the same size, written as transparency.
         compress_level: 0 (fast, large) to 9.
 
     Raises:
-        PictureError: The file cannot be written; nothing of it is left behind.
+        PictureError: The file cannot be written; no partial file stays.
     """
     chunks = PngInfo()
     chunks.add_text(INFOTEXT_KEYWORD, _encodable(infotext))
@@ -85,12 +85,12 @@ def write_png(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results, and see that it takes a file, before hours of work.
+    """Make a folder for results and check that it takes a file, before hours of work.
 
-    What a killed run left half-written in it goes.
+    Partial files of a killed run are deleted.
 
     Raises:
-        PictureError: It cannot be made, or takes no files.
+        PictureError: The folder cannot be made or written to.
     """
     trial = _unfinished(folder)
     try:
@@ -105,7 +105,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _remove_if_old(path: Path) -> None:
-    with contextlib.suppress(OSError):  # its writer was quicker, or it is not ours
+    with contextlib.suppress(OSError):  # just finished, or another user's
         if time.time() - path.stat().st_mtime > _STALE_AGE_S:
             path.unlink()
 
@@ -121,7 +121,7 @@ def _not_written(path: Path, exc: OSError) -> PictureError:
 
 def _write_through(path: Path, image: Image.Image, chunks: PngInfo, compress_level: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    # Not tempfile: its files are readable by their owner only, and would stay so.
+    # Not tempfile: its files stay readable by their owner only.
     with os.fdopen(os.open(path, flags, 0o666), "wb") as stream:
         reached("opened")
         image.save(stream, "PNG", pnginfo=chunks, compress_level=compress_level)
@@ -132,10 +132,10 @@ def _write_through(path: Path, image: Image.Image, chunks: PngInfo, compress_lev
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut, where the system can do that."""
+    """Make the new name survive a power cut, where the system supports that."""
     if os.name != "posix":
         return
-    with contextlib.suppress(OSError):  # Some network disks refuse; the file itself is safe.
+    with contextlib.suppress(OSError):  # some network disks refuse; the file itself is safe
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One checkpoint and one session behind the stand-alone page."""
+"""The application behind the stand-alone page: one checkpoint and its session."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
+from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import STOP
 from onediff_ext.store import ContentHashes, GraphLibrary, default_root
@@ -34,17 +35,17 @@ class CancelledError(OneDiffError):
 
 
 class StandaloneApp:
-    """Loads, compiles and draws, one job at a time; others wait for their turn.
+    """Loads, compiles and draws, one job at a time; other jobs wait for their turn.
 
     Args:
         device, dtype: Of the weights.
-        options: Store, limit and workers; the panel decides the rest.
-        vae_tiling: As `ImageGenerator` takes it.
+        options: Store, limit and workers; the panel sets the others.
+        vae_tiling: As for `ImageGenerator`.
 
     Attributes:
-        image_generator: Of the loaded checkpoint; None before the first.
+        image_generator: Of the loaded checkpoint; None before the first load.
         session: Owns the graphs; None when nothing is compiled.
-        identity: Checkpoint and LoRAs, as they decide a picture.
+        identity: Checkpoint and LoRAs, as they decide an image.
         is_busy: A job is running.
     """
 
@@ -57,14 +58,14 @@ class StandaloneApp:
     ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
         self._vae_tiling = vae_tiling
-        # What is known of each checkpoint's VAE, as long as the process lives.
+        # Parts of each checkpoint's VAE that overflow in float16, for the life of the process.
         self._overflowing: dict[object, set[str]] = {}
         self.image_generator: ImageGenerator | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
         self._sessions: dict[tuple[str, bool, str], Session] = {}
         self._applied: tuple[object, ...] | None = None
-        self._why_eager = ""
+        self._eager_reason = ""
         self._turn = threading.RLock()
         self._waiting, self._counting = 0, threading.Lock()
         self._cancelled = threading.Event()
@@ -72,7 +73,7 @@ class StandaloneApp:
 
     @property
     def library(self) -> GraphLibrary:
-        """The graph library, whether or not anything is compiled."""
+        """The graph library, with or without compiled graphs."""
         if self.session is not None:
             return self.session.library
         root = self.options.store if self.options.store is not None else default_root()
@@ -80,7 +81,7 @@ class StandaloneApp:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until no other job runs, and be cancellable meanwhile."""
+        """Wait until no other job runs, then run as the job that `cancel` ends."""
         self._count(1)
         try:
             self._turn.acquire()
@@ -97,7 +98,7 @@ class StandaloneApp:
             self._turn.release()
 
     def is_waited_for(self) -> bool:
-        """Whether others wait for the job that runs now to end."""
+        """Whether other jobs wait for the running one."""
         return self._waiting > 0
 
     def _count(self, change: int) -> None:
@@ -105,17 +106,17 @@ class StandaloneApp:
             self._waiting += change
 
     def cancel(self) -> None:
-        """End the job that runs now, at its next step."""
+        """End the running job at its next step."""
         if self.is_busy:
             self._cancelled.set()
 
     def check_cancelled(self, *_: object) -> None:
-        """Raise CancelledError when the user has pressed the button."""
+        """Raise CancelledError if the user has pressed Cancel."""
         if self._cancelled.is_set():
             raise CancelledError
 
     def load(self, model: Path, loras: Sequence[tuple[Path, float]] = ()) -> None:
-        """Take another checkpoint; the one before stays if it cannot be loaded.
+        """Load another checkpoint; the current one stays if that fails.
 
         Raises:
             OneDiffError: A file cannot be loaded.
@@ -124,10 +125,7 @@ class StandaloneApp:
             hashes = ContentHashes(self.library.folder)
             identity: dict[str, object] = {
                 "checkpoint": hashes.content_hash(model),
-                "loras": [
-                    f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}"
-                    for path, weight in loras
-                ],
+                "loras": lora_identities(loras, hashes),
                 "dtype": str(self.dtype),
             }
             if self.image_generator is not None and identity == self.identity:
@@ -150,17 +148,18 @@ class StandaloneApp:
         job: Callable[[ImageGenerator], Drawn],
         on_step: Callable[[int], None] = lambda _: None,
     ) -> Drawn:
-        """Draw with what the panel says.
+        """Draw with the panel's settings.
 
         Args:
             choices: From the panel.
-            width_px, height_px, batch: What is drawn; decides about size box and batch range.
-            job: Draws with the painter.
+            width_px, height_px, batch: Size and number of images; outside the panel's size range
+                the job runs eager.
+            job: Draws with the image generator.
             on_step: Called after each sampling step.
 
         Raises:
             CancelledError: The user pressed Cancel.
-            OptionError: There is no checkpoint, or something cannot be drawn.
+            OptionError: No checkpoint is loaded, or a setting cannot be used.
         """
         with self.turn():
             image_generator = self.loaded()
@@ -183,7 +182,7 @@ class StandaloneApp:
             return drawn
 
     def loaded(self) -> ImageGenerator:
-        """The painter.
+        """Return the image generator.
 
         Raises:
             OptionError: No checkpoint is loaded.
@@ -192,18 +191,18 @@ class StandaloneApp:
             raise OptionError("No checkpoint is loaded.", "Choose one at the top of the page.")
         return self.image_generator
 
-    def apply(self, choices: Choices, why_eager: str | None = None) -> None:
-        """Put graphs under the checkpoint as the panel says, or take them away.
+    def apply(self, choices: Choices, eager_reason: str | None = None) -> None:
+        """Put graphs under the checkpoint or remove them, as the panel says.
 
         Args:
             choices: From the panel.
-            why_eager: Why this job runs without, if it does.
+            eager_reason: Why this job runs without graphs; None with graphs.
         """
         image_generator = self.loaded()
         wanted: tuple[object, ...] = (False,)
-        if choices.enabled and why_eager is None:
+        if choices.enabled and eager_reason is None:
             wanted = (True, self._session_key(choices), choices.ignores)
-        self._why_eager = why_eager or ""
+        self._eager_reason = eager_reason or ""
         if wanted == self._applied:
             return
         undo_compile(image_generator.pipe)
@@ -223,15 +222,15 @@ class StandaloneApp:
         self._applied = wanted
 
     def status(self) -> Status:
-        """What is true now."""
+        """Return the current status."""
         if self.session is None:
-            if self._why_eager:
-                return Status("eager", reasons=(self._why_eager,))
+            if self._eager_reason:
+                return Status("eager", reasons=(self._eager_reason,))
             return Status()
         return self.session.status()
 
     def close(self) -> None:
-        """End what is still being built; the next start goes on there."""
+        """End builds that still run; the next start goes on there."""
         for session in self._sessions.values():
             session.close()
 

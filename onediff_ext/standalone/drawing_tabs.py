@@ -1,4 +1,4 @@
-"""What the page's three tabs do: from text, from one picture, from a folder."""
+"""Drawing for the tabs "Text to image" and "Image to image"."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import nearest_side_px
 from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
-from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.fitting import from_canvas, to_canvas
+from onediff_ext.pictures.canvas_images import from_canvas, to_canvas
+from onediff_ext.pictures.canvas_sizes import fit_size
+from onediff_ext.pictures.naming import free_path
 from onediff_ext.pictures.reading import read_picture
-from onediff_ext.pictures.sizing import fit_size, parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.pictures.writing import write_png
 from onediff_ext.standalone.app import StandaloneApp
 
@@ -25,11 +27,11 @@ OnStep = Callable[[int, int], None]  # step, of how many
 
 @dataclass(frozen=True)
 class Result:
-    """Pictures of one press of the button.
+    """The images of one press of the button.
 
     Args:
-        paths: Written pictures with their infotext.
-        said: What was done, how long it took, and what of the settings was left out.
+        paths: PNG files with infotext.
+        said: Count, time and seed, and the settings that were ignored.
     """
 
     paths: list[Path]
@@ -37,7 +39,7 @@ class Result:
 
 
 def chosen_seed(seed: float | None) -> int:
-    """The seed to draw with: a random one for -1 or nothing.
+    """Return the seed to draw with: a random one for -1 or an empty box.
 
     Raises:
         OptionError: It is too large.
@@ -63,7 +65,7 @@ def from_text(
     """Draw a batch from the prompt; seeds count up.
 
     Raises:
-        OneDiffError: It cannot be drawn, or was cancelled.
+        OneDiffError: It cannot be drawn, or the user cancelled.
     """
     width_px, height_px = nearest_side_px(width_px), nearest_side_px(height_px)
     seeds = list(range(seed, seed + batch))
@@ -88,10 +90,10 @@ def from_picture(
     output_dir: Path,
     on_step: OnStep,
 ) -> Result:
-    """Draw a batch from one picture, at the size that the rule says.
+    """Draw a batch from one image, at the size of the rule.
 
     Raises:
-        OneDiffError: There is no picture, it cannot be drawn, or was cancelled.
+        OneDiffError: The image is missing, it cannot be drawn, or the user cancelled.
     """
     if picture is None:
         raise OptionError("There is no picture to start from.", "Drop one into the box above.")
@@ -135,14 +137,14 @@ def _keep(
         if image is None:
             raise drawn.error(index)
         used = choices.infotext() if standalone_app.session is not None else {}
-        text = infotext(
+        text = compose_infotext(
             image_generator,
             settings,
             seed,
-            image,
+            image.size,
             {**extra, **lora_field(standalone_app.identity), **used},
         )
-        path = _free(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
+        path = free_path(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
         write_png(path, image, infotext=text, digest="")
         paths.append(path)
     count = counted(len(paths), "picture")
@@ -153,11 +155,3 @@ def _keep(
         [said, *image_generator.ignored_text(settings), *(f"{n}." for n in drawn.notes)]
     )
     return Result(paths, said)
-
-
-def _free(path: Path) -> Path:
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return free

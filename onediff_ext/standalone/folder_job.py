@@ -1,4 +1,4 @@
-"""The page's batch tab: folders of pictures of any size, with progress."""
+"""Folders of images for the tab "Batch", with progress."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob, plan_job, run_job
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
+from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone, run_img2img
 from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.planning import check_found
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.batch.planning import check_found
+from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
 
 
 @dataclass
 class FolderProgress:
-    """How far a run over folders is.
+    """The progress of a run over folders.
 
     Args:
-        done, needed: Pictures.
-        note: What was drawn last.
-        paths: Finished pictures, the newest last.
-        skipped: Inputs left out, with the reason.
+        done, needed: Numbers of images.
+        note: Size and speed of the last batch.
+        paths: Finished images, the newest last.
+        skipped: Inputs that were left out, with the reasons.
+        already_done: Number of results of an earlier run.
     """
 
     done: int = 0
@@ -38,18 +40,18 @@ class FolderProgress:
 def run_folder(
     standalone_app: StandaloneApp, choices: Choices, job: Img2ImgJob
 ) -> Iterator[FolderProgress]:
-    """Do a job in a thread of its own and tell how far it is.
+    """Run a job in its own thread and yield its progress.
 
     Raises:
-        OneDiffError: A setting cannot be used, a result cannot be written, or the user has
-            cancelled; what was written stays, and the same job goes on there.
+        OneDiffError: A setting cannot be used, a result cannot be written, or the user cancelled.
+            Written results stay, and the same job goes on there.
     """
-    report = Report()
+    report = SkipReport()
     plan = plan_job(job, report)
     progress = FolderProgress(needed=len(plan.todo), already_done=len(plan.already_done))
     progress.skipped = [str(entry) for entry in report.failures]
     if not plan.todo:
-        check_found(plan, job.inputs, report)
+        check_found(plan, job.batch.inputs, report)
         yield progress
         return
     plan.make_folders()
@@ -62,7 +64,7 @@ def run_folder(
                 standalone_app.apply(choices)
                 image_generator.on_step = standalone_app.check_cancelled
                 try:
-                    run_job(
+                    run_img2img(
                         job,
                         plan,
                         image_generator,

@@ -1,4 +1,4 @@
-"""Puts studio and page together and serves them."""
+"""Connects the application with the page and serves it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onediff_ext.core.demo_files import DEMO_MODEL, DEMO_PHOTOS
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.pictures.writing import make_folder
 from onediff_ext.standalone.app import StandaloneApp
-from onediff_ext.standalone.checkpoint_list import DEMO
 from onediff_ext.standalone.page import Page, PageDefaults, build_page
-from onediff_ext.standalone.page_events import PageEvents, launch
+from onediff_ext.standalone.page_events import PageEvents
+from onediff_ext.standalone.page_server import launch
 from onediff_ext.standalone.serving import Serving
 
 if TYPE_CHECKING:
     import torch
 
 _SIDES_PX = {"sd1": 512, "sd2": 768, "sdxl": 1024, "sdxl-refiner": 1024}
-_PHOTOS = DEMO.parent.parent / "photos"
 _EXAMPLES = (
     "a fox in the snow",
     "a cat and a rocket on a yellow background",
@@ -43,7 +43,8 @@ def serve(
     """Load a checkpoint and serve the page until the process ends.
 
     Raises:
-        OneDiffError: The checkpoint or a LoRA cannot be loaded, or the output folder not used.
+        OneDiffError: The checkpoint or a LoRA cannot be loaded, or the output folder is not
+            writable.
     """
     make_folder(output_dir)
     standalone_app = StandaloneApp(device, dtype, options, vae_tiling)
@@ -56,12 +57,12 @@ def serve(
 
 
 def make_page(standalone_app: StandaloneApp, output_dir: Path, *, is_local: bool = True) -> Page:
-    """The whole page, events included, for a studio with a loaded checkpoint.
+    """Build the page with its events, for an application with a loaded checkpoint.
 
     Args:
         standalone_app: Draws.
-        output_dir: Where pictures go.
-        is_local: Only this machine's own users reach it: they may name files and folders.
+        output_dir: The folder of the images.
+        is_local: Only this machine's own users reach it, so they may name files and folders.
     """
     defaults = replace(_defaults(standalone_app, output_dir), is_local=is_local)
     page = build_page(standalone_app, defaults)
@@ -76,11 +77,11 @@ def _defaults(standalone_app: StandaloneApp, output_dir: Path) -> PageDefaults:
         output_dir=output_dir,
         side_px=_SIDES_PX.get(checkpoint.architecture, 512),
     )
-    if checkpoint.path.resolve() != DEMO.resolve():
+    if checkpoint.path.resolve() != DEMO_MODEL.resolve():
         return defaults
     return replace(
         defaults,
-        input_dir=str(_PHOTOS) if _PHOTOS.is_dir() else "",
+        input_dir=str(DEMO_PHOTOS) if DEMO_PHOTOS.is_dir() else "",
         prompt=_EXAMPLES[0],
         steps=16,
         guidance=4.0,

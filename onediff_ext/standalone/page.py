@@ -1,4 +1,4 @@
-"""The stand-alone page: what lies where. What happens is in `page_events`."""
+"""The layout of the stand-alone page; its events are in `page_events`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from onediff_ext.hosts.diffusers.schedulers import sampler_names
 from onediff_ext.panel import html
 from onediff_ext.panel.gradio_versions import accepted, every_seconds
 from onediff_ext.panel.panel import Panel, build_panel
+from onediff_ext.pictures.size_rules import SUGGESTED_RULES
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.standalone_panel_host import StandalonePanelHost
 
-SIZE_RULES = ["own", "scale:0.5", "longest:512", "longest:768", "longest:1024", "fixed:512x512"]
 _STATUS_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
 class PageDefaults:
-    """What the page shows at first.
+    """The values that the page starts with.
 
     Args:
         model: The loaded checkpoint.
-        output_dir: Where pictures go.
+        output_dir: The folder of the images.
         input_dir: Folder of the batch tab.
         prompt, steps, guidance, sampler, side_px, size_rule: Suited to the checkpoint.
         examples: Prompts to try.
-        is_local: Only this machine's own users reach the page. Others can name no file or folder
-            of it, and import no graphs.
+        is_local: Only this machine's own users reach the page. Otherwise users cannot name files
+            or folders, nor import graphs.
     """
 
     model: Path
@@ -50,7 +50,7 @@ class PageDefaults:
 
 @dataclass
 class Page:
-    """The components, by what they are for."""
+    """The components of the page, by tab or purpose."""
 
     blocks: gr.Blocks
     panel: Panel
@@ -63,7 +63,7 @@ class Page:
 
 
 def build_page(standalone_app: StandaloneApp, defaults: PageDefaults) -> Page:
-    """Make the page, without its events."""
+    """Build the page without its events."""
     port = StandalonePanelHost(standalone_app, defaults.output_dir, is_local=defaults.is_local)
     folder: dict[str, Any] = {}
     look = accepted(gr.Blocks, css=page_css(), theme=page_theme())
@@ -104,12 +104,12 @@ def build_page(standalone_app: StandaloneApp, defaults: PageDefaults) -> Page:
 
 
 def page_css() -> str:
-    """The page's style sheet, the panel's included."""
+    """Return the page's style sheet with the panel's."""
     return _CSS + html.style_sheet()
 
 
 def page_theme() -> Any:
-    """Gradio's theme of the page, with the reader's own fonts: nothing is fetched for it."""
+    """Return the page's Gradio theme, with system fonts: nothing is downloaded."""
     return gr.themes.Default(
         primary_hue="blue",
         neutral_hue="slate",
@@ -259,7 +259,7 @@ def _strength(tab: str) -> Any:
 def _size_rule(defaults: PageDefaults, tab: str) -> Any:
     return gr.Dropdown(
         label="Size of results",
-        choices=list(dict.fromkeys([defaults.size_rule, *SIZE_RULES])),
+        choices=list(dict.fromkeys([defaults.size_rule, *SUGGESTED_RULES])),
         value=defaults.size_rule,
         allow_custom_value=True,
         elem_id=f"onediff_{tab}_size",

@@ -1,4 +1,4 @@
-"""What happens on the stand-alone page."""
+"""The events of the stand-alone page."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Any
 
 import gradio as gr
 from gradio.processing_utils import save_file_to_cache
-from starlette.middleware import Middleware
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
-from onediff_ext.panel.foreign_requests import RefuseForeign
 from onediff_ext.panel.gradio_versions import accepted
 from onediff_ext.panel.panel_host import WarmUpStep
+from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
-from onediff_ext.standalone.checkpoint_list import known_models, parse_loras
+from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
 from onediff_ext.standalone.folder_job import FolderProgress, run_folder
-from onediff_ext.standalone.page import Page, PageDefaults, page_css, page_theme
-from onediff_ext.standalone.serving import Serving
+from onediff_ext.standalone.page import Page, PageDefaults
 
 _PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch")
 _FOLDER = (
@@ -41,25 +40,23 @@ _FOLDER = (
     "keep_alpha",
 )
 _SHOWN_RESULTS = 30
-_MAX_UPLOAD = "100mb"
-_HOST_HINT = "Start the page with --allow-host NAME if that is its name."
 Values = dict[str, Any]
 
 
 class PageEvents:
-    """Connects the page with the studio.
+    """Connects the page with the application.
 
     Args:
         page: From `build_page`.
         standalone_app: Draws.
-        defaults: Where pictures go.
+        defaults: Output folder, and whether the page is local.
     """
 
     def __init__(self, page: Page, standalone_app: StandaloneApp, defaults: PageDefaults) -> None:
         self.page, self.standalone_app, self.defaults = page, standalone_app, defaults
 
     def connect(self) -> None:
-        """Give every button its work. The panel's own are connected already."""
+        """Connect every button; the panel's own buttons are connected already."""
         page = self.page
         with page.blocks:
             self._on_draw("txt2img", page.text, ("width", "height"), self._draw_text)
@@ -202,25 +199,26 @@ class PageEvents:
             raise OptionError("No input folder is given.", "Write the path of a folder.")
         if not (own["target"] or "").strip():
             raise OptionError("No output folder is given.", "Write the path of a folder.")
-        return Img2ImgJob(
+        batch = BatchJob(
             inputs=[Path(own["source"]).expanduser()],
             output_dir=Path(own["target"]).expanduser(),
-            settings=_settings(choices, picture, own["strength"]),
-            identity={**self.standalone_app.identity, **choices.changes()},
-            seed=chosen_seed(picture["seed"]),
             size_rule=parse_size_rule(own["size"] or "own"),
+            seed=chosen_seed(picture["seed"]),
             vary_seed=own["vary_seed"],
             batch_size=_whole(picture["batch"], "number of pictures"),
             recursive=own["recursive"],
             captions=own["captions"],
             keep_alpha=own["keep_alpha"],
         )
+        settings = _settings(choices, picture, own["strength"])
+        identity = {**self.standalone_app.identity, **choices.changes()}
+        return Img2ImgJob(batch, settings, identity)
 
     def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
         try:
             if not self.defaults.is_local:
                 self._refuse_other_files(checkpoint, loras)
-            self.standalone_app.load(Path(checkpoint), parse_loras(loras or ""))
+            self.standalone_app.load(Path(checkpoint), parse_lora_lines(loras or ""))
         except OneDiffError as exc:
             return [html.error(exc), *self._status(enabled)]
         name = self.standalone_app.loaded().checkpoint.name
@@ -234,9 +232,10 @@ class PageEvents:
             )
 
     def _shown(self, path: Path) -> str:
-        """A copy of a picture that Gradio hands out: of the output folder, it hands out nothing.
+        """Copy an image into Gradio's cache and return the copy.
 
-        So that visitors see what was drawn here, and nothing else that lies there.
+        Gradio serves its cache only, so visitors see the images of this page and no other files
+        of the output folder.
         """
         cache = self.page.result["gallery"].GRADIO_CACHE
         return str(save_file_to_cache(path, cache))
@@ -249,35 +248,6 @@ class PageEvents:
 
     def _status(self, enabled: bool) -> list[str]:
         return self.page.panel.show_status(enabled)
-
-
-def launch(page: Page, serving: Serving, *, wait: bool = True) -> None:
-    """Serve the page.
-
-    Args:
-        page: With its events.
-        serving: Where, and for whom.
-        wait: Until the process ends; else it is served beside.
-    """
-    blocks = page.blocks
-    look = accepted(blocks.launch, css=page_css(), theme=page_theme())
-    # What Gradio would take from the environment otherwise: nobody has asked for it here.
-    plain = accepted(
-        blocks.launch, share=False, ssr_mode=False, mcp_server=False, enable_monitoring=False
-    )
-    guard = Middleware(RefuseForeign, names=serving.names, hint=_HOST_HINT)
-    blocks.queue().launch(
-        server_name=serving.host,
-        server_port=serving.port,
-        inbrowser=serving.open_browser,
-        auth=list(serving.auth) or None,
-        max_file_size=None if serving.is_local else _MAX_UPLOAD,
-        app_kwargs={"middleware": [guard]},
-        quiet=True,
-        prevent_thread_lock=not wait,
-        **plain,
-        **look,
-    )
 
 
 def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawSettings:
@@ -297,10 +267,10 @@ def _whole(value: float | None, name: str) -> int:
 
 
 def _given(value: float | None, name: str) -> float:
-    """A number of the page; a box that the user has emptied has none.
+    """Return a number of the page.
 
     Raises:
-        OptionError: There is none.
+        OptionError: The user has emptied the box.
     """
     if value is None:
         raise OptionError(f"The {name} is missing.", "Write a number.")

@@ -1,4 +1,4 @@
-"""Where the stand-alone page is served, and who may use it."""
+"""The address of the stand-alone page, and its users and passwords."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Serving:
     """How the page is served.
 
     Args:
-        host, port: Address; the first free port from 7860 for None.
-        open_browser: Show the page to the user.
-        auth: (user, password) of everybody who may use it; empty for all who reach it.
+        host, port: Address; None stands for the first free port from 7860.
+        open_browser: Open the page in the user's browser.
+        auth: (user, password) of each user; empty if everybody may use the page.
         names: Names of this server besides ``localhost`` and addresses in numbers.
     """
 
@@ -36,7 +36,7 @@ class Serving:
     def is_local(self) -> bool:
         """Whether only this machine's own users reach the page.
 
-        With a further name it is behind a proxy, which others reach.
+        A further name means a proxy, which others reach.
         """
         return is_loopback(self.host) and not self.names
 
@@ -51,18 +51,18 @@ def parse_serving(
     no_auth: bool = False,
     allowed_hosts: Sequence[str] = (),
 ) -> Serving:
-    """Check what the command line says.
+    """Check the options of the command line.
 
     Args:
-        host, port, open_browser: As `Serving` has them.
+        host, port, open_browser: As in `Serving`.
         auth: ``USER:PASSWORD`` each.
         auth_file: The same, one a line.
-        no_auth: Serve it without a password to everybody who reaches the address.
+        no_auth: Serve the page without a password to everybody who reaches the address.
         allowed_hosts: Further names of this server, such as a proxy's.
 
     Raises:
-        OptionError: A value cannot be used, or others reach the page and nobody has decided about
-            a password.
+        OptionError: A value cannot be used, or others reach the page and neither a password nor
+            `no_auth` is given.
     """
     if port is not None and not 1 <= port <= 65535:
         raise OptionError(f"{port} is no port.", "Use 1 to 65535, or leave --port out.")
@@ -88,7 +88,7 @@ def parse_serving(
 def _parse_user(text: str) -> tuple[str, str]:
     user, _, password = text.partition(":")
     if not user.strip() or not password:
-        # The text itself stays out of the message: it may be a password.
+        # The message leaves the text out: it may be a password.
         raise OptionError("A user and a password are needed for --auth.", _FORM_HINT)
     return user.strip(), password
 

@@ -1,4 +1,4 @@
-"""The panel's port to the stand-alone studio."""
+"""The panel's port to the stand-alone application."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STAGES = {"kinds": "building", "captures": "capturing", "measuring": "measuring
 
 
 class StandalonePanelHost(PanelHost):
-    """The studio as the panel sees it.
+    """Gives the panel the application's status, library and warm-up.
 
     Args:
         standalone_app: Draws.
-        output_dir: Where finished pictures lie.
+        output_dir: The folder of finished images.
         is_local: Only this machine's own users reach the page.
     """
 

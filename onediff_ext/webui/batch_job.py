@@ -1,90 +1,52 @@
-"""The main job inside a WebUI: folders of pictures of many sizes through the host's img2img."""
+"""Folders of images of many sizes through the WebUI's own img2img."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.core.errors import PictureError
 from onediff_ext.core.words import counted
-from onediff_ext.pictures.background_io import Writing, read_ahead
-from onediff_ext.pictures.fitting import from_canvas, to_target
-from onediff_ext.pictures.grouping import (
-    LoadedPicture,
-    PlannedPicture,
-    group_by_canvas,
-    read_batches,
+from onediff_ext.pictures.batch.batch_drawer import (
+    BatchDrawer,
+    BatchToDraw,
+    DrawnBatch,
+    DrawnPicture,
+    WrittenPicture,
 )
-from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.planning import PlannedResult, check_found, plan_results
-from onediff_ext.pictures.sizing import SizeRule
-from onediff_ext.pictures.skipped import Report
-from onediff_ext.pictures.writing import write_png
-
-_Drawn: TypeAlias = tuple[LoadedPicture, Any, str]
-"""An input, the picture that came of it, and that one's infotext."""
-
-
-@dataclass(frozen=True)
-class BatchChoices:
-    """What the user chose for a run.
-
-    Args:
-        inputs: Folders or files.
-        output_dir: Where results go.
-        size_rule: How large each result becomes.
-        batch_size: Pictures of one size at the same time, at most.
-        name_template: How results are named.
-        recursive: Look into subfolders too.
-        captions: ``cat.txt`` beside ``cat.jpg`` is that picture's prompt.
-        vary_seed: Add the picture's number to the seed.
-        keep_alpha: Give a result the transparency of its input.
-    """
-
-    inputs: Sequence[Path]
-    output_dir: Path
-    size_rule: SizeRule
-    batch_size: int = 4
-    name_template: NameTemplate = field(default_factory=NameTemplate)
-    recursive: bool = False
-    captions: bool = False
-    vary_seed: bool = False
-    keep_alpha: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.batch_size <= 64:
-            raise OptionError("Pictures at once must be 1 to 64.", "Use 1 if memory is short.")
+from onediff_ext.pictures.batch.batch_job import BatchJob
+from onediff_ext.pictures.batch.grouping import LoadedPicture, PlannedPicture
+from onediff_ext.pictures.batch.planning import check_found, plan_batch
+from onediff_ext.pictures.batch.run_batches import batch_count, run_batches
+from onediff_ext.pictures.skipped import SkipReport
 
 
 @dataclass
 class BatchResult:
-    """What a run did.
+    """The results of a run.
 
     Args:
         written: Results of this run.
         already_done: Results of an earlier run of the same job.
-        report: What was left out, and why.
-        first: The host's ``Processed`` of the first batch.
-        shown, infotexts: What goes into the host's gallery.
-        was_stopped: The user interrupted; the same job goes on where it stopped.
-        skipped: Pictures of batches that the user skipped; the same job draws them.
+        report: Images that were left out, with the reasons.
+        shown, infotexts: Content of the host's gallery.
+        was_stopped: The user interrupted the run; the same job goes on there.
+        skipped: Images of batches that the user skipped; the same job draws them.
     """
 
     written: list[Path] = field(default_factory=list)
     already_done: list[Path] = field(default_factory=list)
-    report: Report = field(default_factory=Report)
-    first: Any = None
+    report: SkipReport = field(default_factory=SkipReport)
     shown: list[Any] = field(default_factory=list)
     infotexts: list[str] = field(default_factory=list)
     was_stopped: bool = False
     skipped: int = 0
 
     def summary(self) -> str:
-        """One line for people, and one for each picture that was left out."""
+        """Return one line with the counts, and one for each image that was left out."""
         parts = [f"{counted(len(self.written), 'picture')} drawn"]
         if self.already_done:
             parts.append(f"{len(self.already_done)} were done already")
@@ -98,152 +60,66 @@ class BatchResult:
         return "\n".join([", ".join(parts) + ".", *map(str, failures)])
 
 
-class BatchJob:
-    """One run.
+def run_batch_job(
+    p: Any,
+    job: BatchJob,
+    *,
+    process: Callable[[Any], Any],
+    state: Any,
+    identity: dict[str, object],
+    shown_limit: int = 32,
+) -> BatchResult:
+    """Draw the missing results; images are read and written in threads while the host draws.
 
     Args:
         p: The host's img2img processing object, its seed already fixed.
-        choices: What the user chose.
+        job: What to do.
         process: The host's ``process_images``.
         state: The host's ``shared.state``: progress, interrupt, skip.
-        identity: What else decides a picture, such as checkpoint and VAE.
-        shown_limit: Pictures handed to the host's gallery, at most.
+        identity: What else decides an image, such as checkpoint and VAE.
+        shown_limit: Images in the host's gallery, at most.
+
+    Raises:
+        OneDiffError: A setting cannot be used, or a result cannot be written. Written results
+            stay, and the same job goes on there.
     """
+    drawer = _HostDrawer(p, job, process, state, shown_limit)
+    result = drawer.result
+
+    def settings_of(planned: PlannedPicture) -> dict[str, object]:
+        return {**identity, **drawer.settings_of(planned)}
+
+    plan = plan_batch(job, settings_of, result.report)
+    check_found(plan, job.inputs, result.report)
+    result.already_done = plan.already_done
+    plan.make_folders()
+    drawer.batch_count = batch_count(job, plan)
+    state.job_count = max(1, drawer.batch_count)
+    run_batches(job, plan, drawer, result.report)
+    result.was_stopped = result.was_stopped or bool(state.interrupted)
+    return result
+
+
+class _HostDrawer(BatchDrawer[None]):
+    """Draws each batch as one img2img job of the host."""
 
     def __init__(
         self,
         p: Any,
-        choices: BatchChoices,
-        *,
+        job: BatchJob,
         process: Callable[[Any], Any],
         state: Any,
-        identity: dict[str, object],
-        shown_limit: int = 32,
+        shown_limit: int,
     ) -> None:
-        self._p, self._choices, self._process, self._state = p, choices, process, state
-        self._identity, self._shown_limit = identity, shown_limit
-        self._seed = int(p.seed)
-        self._targets: dict[int, PlannedResult] = {}
+        self._p, self._job, self._process, self._state = p, job, process, state
+        self._shown_limit = shown_limit
+        self.batch_count = 0
         self.result = BatchResult()
 
-    def run(self) -> BatchResult:
-        """Draw what is left; pictures are read and written in threads beside that.
-
-        Raises:
-            OneDiffError: A setting cannot be used, or a result cannot be written; what was
-                written stays, and the same job goes on there.
-        """
-        groups = group_by_canvas(self._plan())
-        size = self._choices.batch_size
-        total = sum(-(-len(group.pictures) // size) for group in groups)
-        self._state.job_count = max(1, total)
-        batches = (
-            batch
-            for group in groups
-            for batch in read_batches(group, size, report=self.result.report)
-        )
-        with Writing() as writing:
-            for number, batch in enumerate(read_ahead(batches), 1):
-                if self._state.interrupted or self._state.stopping_generation:
-                    self.result.was_stopped = True
-                    return self.result
-                self._state.skipped = False
-                fit = batch[0].planned.fit
-                self._state.job = (
-                    f"{number} of {total}: {counted(len(batch), 'picture')} of "
-                    f"{fit.canvas_width_px}x{fit.canvas_height_px}"
-                )
-                drawn = self._draw(batch)
-                if drawn:
-                    writing.put(partial(self._write_all, drawn))
-        self.result.was_stopped = bool(self._state.interrupted)
-        return self.result
-
-    def _plan(self) -> list[PlannedPicture]:
-        choices = self._choices
-        plan = plan_results(
-            choices.inputs,
-            choices.output_dir,
-            choices.size_rule,
-            choices.name_template,
-            seed_of=self._seed_of,
-            settings_of=self._settings_of,
-            report=self.result.report,
-            recursive=choices.recursive,
-            captions=choices.captions,
-        )
-        check_found(plan, choices.inputs, self.result.report)
-        self.result.already_done = plan.already_done
-        self._targets = {result.planned.index: result for result in plan.todo}
-        plan.make_folders()
-        return [result.planned for result in plan.todo]
-
-    def _draw(self, batch: tuple[LoadedPicture, ...]) -> list[_Drawn]:
-        job = self._host_job(batch)
-        processed = self._process(job)
-        if self._state.skipped and not self._state.interrupted:
-            self.result.skipped += len(batch)
-        if self._state.interrupted or self._state.skipped or processed is None:
-            return []  # half-drawn pictures are not results
-        if self.result.first is None:
-            self.result.first = processed
-        first = getattr(processed, "index_of_first_image", 0)
-        images = processed.images[first : first + len(batch)]
-        infotexts = processed.infotexts[first : first + len(batch)]
-        return list(zip(batch, images, infotexts, strict=False))
-
-    def _host_job(self, batch: tuple[LoadedPicture, ...]) -> Any:
-        fit = batch[0].planned.fit
-        job = copy.copy(self._p)
-        job.init_images = [loaded.canvas for loaded in batch]
-        job.width, job.height = fit.canvas_width_px, fit.canvas_height_px
-        job.batch_size, job.n_iter = len(batch), 1
-        # One seed and one prompt for each: grouping never decides what a picture looks like.
-        job.seed = [self._seed_of(loaded.planned) for loaded in batch]
-        job.subseed = [-1 if self._p.subseed is None else self._p.subseed] * len(batch)
-        job.prompt = [self._prompt_of(loaded.planned) for loaded in batch]
-        job.image_mask = None
-        job.resize_mode = 0
-        job.do_not_save_samples = job.do_not_save_grid = True
-        job.override_settings = dict(self._p.override_settings)
-        job.extra_generation_params = dict(self._p.extra_generation_params)
-        return job
-
-    def _write_all(self, drawn: list[_Drawn]) -> None:
-        for loaded, image, infotext in drawn:
-            self._write(loaded, image, infotext)
-
-    def _write(self, loaded: LoadedPicture, image: Any, infotext: str) -> None:
-        planned = loaded.planned
-        target = self._targets[planned.index]
-        if image.size != (planned.fit.canvas_width_px, planned.fit.canvas_height_px):
-            reason = "another script has changed the result's size"
-            self.result.report.skip(planned.facts.path, PictureError(f"Not written: {reason}."))
-            return
-        result = from_canvas(image.convert("RGB"), planned.fit)
-        alpha = loaded.picture.alpha if self._choices.keep_alpha else None
-        write_png(
-            target.path,
-            result,
-            infotext=infotext,
-            digest=target.digest,
-            alpha=None if alpha is None else to_target(alpha, planned.fit),
-        )
-        self.result.written.append(target.path)
-        if len(self.result.shown) < self._shown_limit:
-            self.result.shown.append(result)
-            self.result.infotexts.append(infotext)
-
-    def _seed_of(self, planned: PlannedPicture) -> int:
-        return self._seed + (planned.index if self._choices.vary_seed else 0)
-
-    def _prompt_of(self, planned: PlannedPicture) -> str:
-        return self._p.prompt if planned.caption is None else planned.caption
-
-    def _settings_of(self, planned: PlannedPicture) -> dict[str, object]:
+    def settings_of(self, planned: PlannedPicture) -> dict[str, object]:
+        """Return the host's settings that a result depends on."""
         p = self._p
         return {
-            **self._identity,
             "prompt": self._prompt_of(planned),
             "negative_prompt": p.negative_prompt,
             "steps": p.steps,
@@ -253,8 +129,65 @@ class BatchJob:
             "strength": p.denoising_strength,
             "styles": list(p.styles or ()),
             "override_settings": {k: str(v) for k, v in p.override_settings.items()},
-            "seed": self._seed_of(planned),
             "subseed_strength": p.subseed_strength,
-            "size_rule": str(self._choices.size_rule),
-            "keep_alpha": self._choices.keep_alpha,
         }
+
+    def is_stopped(self) -> bool:
+        stopped = bool(self._state.interrupted or self._state.stopping_generation)
+        self.result.was_stopped = self.result.was_stopped or stopped
+        return stopped
+
+    def draw(self, batch: BatchToDraw) -> Iterator[DrawnBatch[None]]:
+        self._state.skipped = False
+        width_px, height_px = batch.canvas_size_px
+        self._state.job = (
+            f"{batch.number} of {self.batch_count}: {counted(len(batch.pictures), 'picture')} of "
+            f"{width_px}x{height_px}"
+        )
+        processed = self._process(self._host_job(batch))
+        if self._state.skipped and not self._state.interrupted:
+            self.result.skipped += len(batch.pictures)
+        if self._state.interrupted or self._state.skipped or processed is None:
+            return  # half-drawn images are not results
+        first = getattr(processed, "index_of_first_image", 0)
+        images = processed.images[first : first + len(batch.pictures)]
+        infotexts = processed.infotexts[first : first + len(batch.pictures)]
+        drawn = [
+            _drawn_picture(*each) for each in zip(batch.pictures, images, infotexts, strict=False)
+        ]
+        if drawn:
+            yield DrawnBatch(drawn, None)
+
+    def on_written(self, drawn: DrawnBatch[None], picture: WrittenPicture) -> None:  # noqa: ARG002
+        self.result.written.append(picture.path)
+        if len(self.result.shown) < self._shown_limit:
+            self.result.shown.append(picture.image)
+            self.result.infotexts.append(picture.infotext)
+
+    def _host_job(self, batch: BatchToDraw) -> Any:
+        p, planned = self._p, [loaded.planned for loaded in batch.pictures]
+        job = copy.copy(p)
+        job.init_images = batch.prepared
+        job.width, job.height = batch.canvas_size_px
+        job.batch_size, job.n_iter = len(planned), 1
+        # One seed and one prompt for each image: the grouping must not change a result.
+        job.seed = [self._job.seed_of(one) for one in planned]
+        job.subseed = [-1 if p.subseed is None else p.subseed] * len(planned)
+        job.prompt = [self._prompt_of(one) for one in planned]
+        job.image_mask = None
+        job.resize_mode = 0
+        job.do_not_save_samples = job.do_not_save_grid = True
+        job.override_settings = dict(p.override_settings)
+        job.extra_generation_params = dict(p.extra_generation_params)
+        return job
+
+    def _prompt_of(self, planned: PlannedPicture) -> Any:
+        return self._p.prompt if planned.caption is None else planned.caption
+
+
+def _drawn_picture(source: LoadedPicture, image: Any, infotext: str) -> DrawnPicture:
+    fit = source.planned.fit
+    if image.size != (fit.canvas_width_px, fit.canvas_height_px):
+        reason = "another script has changed the result's size"
+        return DrawnPicture(source, PictureError(f"Not written: {reason}."))
+    return DrawnPicture(source, image.convert("RGB"), infotext)

@@ -9,14 +9,14 @@ import gradio as gr
 from modules import processing, scripts, sd_models, shared
 
 from onediff_ext.core.errors import OneDiffError, OptionError
+from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import SUGGESTED_RULES, parse_size_rule
 from onediff_ext.webui.always_visible import changes_of_job
-from onediff_ext.webui.batch_job import BatchChoices, BatchJob
+from onediff_ext.webui.batch_job import run_batch_job
 from onediff_ext.webui.host_access import hides_folders
 
 TITLE = "OneDiff: img2img batch across resolutions"
-SIZE_RULES = ["own", "scale:0.5", "longest:768", "longest:1024", "longest:1024:shrink"]
 _SIZE_HELP = "own, scale:0.5, longest:768 or fixed:512x768; any of them may be typed in"
 
 
@@ -45,8 +45,8 @@ class BatchScript(scripts.Script):
             size = gr.Dropdown(
                 label="Size of results",
                 info=_SIZE_HELP,
-                choices=SIZE_RULES,
-                value=SIZE_RULES[0],
+                choices=list(SUGGESTED_RULES),
+                value=SUGGESTED_RULES[0],
                 allow_custom_value=True,
                 elem_id=self.elem_id("size"),
             )
@@ -102,10 +102,11 @@ class BatchScript(scripts.Script):
                 raise OptionError(
                     "The WebUI was started with --hide-ui-dir-config.", "Folders are off with it."
                 )
-            choices = BatchChoices(
+            job = BatchJob(
                 inputs=[_folder(source, "input")],
                 output_dir=_folder(target, "output"),
                 size_rule=parse_size_rule(size or "own"),
+                seed=int(p.seed),
                 batch_size=int(batch or 4),
                 name_template=NameTemplate(name or DEFAULT_TEMPLATE),
                 recursive=bool(recursive),
@@ -113,15 +114,14 @@ class BatchScript(scripts.Script):
                 vary_seed=bool(vary_seed),
                 keep_alpha=bool(keep_alpha),
             )
-            job = BatchJob(
+            result = run_batch_job(
                 p,
-                choices,
+                job,
                 process=processing.process_images,
                 state=shared.state,
                 identity=_identity(p),
                 shown_limit=_shown_limit(),
             )
-            result = job.run()
         except OneDiffError as exc:
             processed = processing.Processed(p, [], p.seed, str(exc))
             processed.comments = str(exc)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image, ImageStat
 
-from onediff_ext.pictures.infotext import parse_infotext
+from onediff_ext.pictures.infotext_format import parse_infotext
 from tests.support.sample_pictures import difference, gradient, infotext_of, save_pictures
 
 if TYPE_CHECKING:

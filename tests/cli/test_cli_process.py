@@ -153,11 +153,11 @@ def test_nothing_is_collected_while_the_checkpoint_is_loaded(
 def test_libraries_are_imported_while_a_checkpoint_is_hashed(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onediff_ext.cli import model_arguments
+    from onediff_ext.cli import library_imports
     from onediff_ext.store import ContentHashes
 
     importing, met = threading.Event(), []
-    own_hash, own_import = ContentHashes.content_hash, model_arguments.import_libraries
+    own_hash, own_import = ContentHashes.content_hash, library_imports.import_libraries
 
     def slow_hash(hashes: ContentHashes, path: Path) -> str:
         met.append(importing.wait(20))
@@ -168,7 +168,7 @@ def test_libraries_are_imported_while_a_checkpoint_is_hashed(
         own_import()
 
     monkeypatch.setattr(ContentHashes, "content_hash", slow_hash)
-    monkeypatch.setattr(model_arguments, "import_libraries", noted_import)
+    monkeypatch.setattr(library_imports, "import_libraries", noted_import)
     few = ("--sizes", "64x64", "--steps", "1", "--eager")
     assert command_line("txt2img", "-o", tmp_path / "out", *few).status == 0
     assert met == [True]
@@ -180,5 +180,5 @@ def test_a_run_with_nothing_to_do_imports_no_libraries(
     folder = save_pictures(tmp_path / "in", a=(64, 64))
     command = ("img2img", folder, "-o", tmp_path / "out", "--steps", "2", "--eager")
     assert command_line(*command).status == 0
-    monkeypatch.setattr("onediff_ext.cli.model_arguments.import_libraries", lambda: 1 / 0)
+    monkeypatch.setattr("onediff_ext.cli.library_imports.import_libraries", lambda: 1 / 0)
     assert "1 picture already done." in command_line(*command).out

@@ -165,10 +165,10 @@ def test_no_command(command_line: CommandLine) -> None:
 def test_no_demo_model(
     command_line: CommandLine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onediff_ext.cli import model_arguments
+    from onediff_ext.cli import model_identity
 
     missing = folder / "demo.safetensors"
-    monkeypatch.setattr(model_arguments, "default_model", lambda: missing)
+    monkeypatch.setattr(model_identity, "DEMO_MODEL", missing)
     ended = command_line("img2img", folder, "-m", missing)
     ended.refused("This installation has no demo model", "--model")
 

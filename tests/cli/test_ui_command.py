@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from onediff_ext.cli.main import main
-from onediff_ext.core.errors import OptionError
-from onediff_ext.standalone.checkpoint_list import DEMO, known_models, parse_loras
+from onediff_ext.core.demo_files import DEMO_MODEL
+from onediff_ext.standalone.checkpoint_list import known_models
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,14 +53,5 @@ def test_checkpoints_beside_the_current_one_are_offered_and_the_demo(tmp_path: P
     assert found == [
         str(tmp_path / "b.safetensors"),
         str(tmp_path / "a.safetensors"),
-        *([str(DEMO)] if DEMO.exists() else []),
+        *([str(DEMO_MODEL)] if DEMO_MODEL.exists() else []),
     ]
-
-
-def test_loras_are_read_line_by_line(tmp_path: Path) -> None:
-    assert parse_loras("") == []
-    assert parse_loras(" a.safetensors:0.5 \n\nb.safetensors") == [
-        (Path("a.safetensors"), 0.5), (Path("b.safetensors"), 1.0),
-    ]  # fmt: skip
-    with pytest.raises(OptionError):
-        parse_loras("a.safetensors:much")

@@ -110,8 +110,8 @@ def test_the_import_is_light() -> None:
     code = (
         "import sys, onediff_ext.core.shapes\n"
         "assert 'PIL' not in sys.modules\n"
-        "import onediff_ext.pictures.grouping, onediff_ext.pictures.writing\n"
-        "import onediff_ext.pictures.infotext, onediff_ext.pictures.resume\n"
+        "import onediff_ext.pictures.batch.grouping, onediff_ext.pictures.writing\n"
+        "import onediff_ext.pictures.infotext_format, onediff_ext.pictures.batch.resume\n"
         "assert not {'torch', 'diffusers', 'gradio', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,7 +27,7 @@ from onediff_ext.cli.report_file import check_report_path, write_json
 from onediff_ext.core import fault_points
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.pictures import writing
-from onediff_ext.pictures.resume import is_done
+from onediff_ext.pictures.batch.resume import is_done
 from onediff_ext.store import BuildRecords, CheckpointRecords, GraphLibrary
 
 _STORE_POINTS = ("prepared", "opened", "wrote", "synced", "replaced", "folder synced")

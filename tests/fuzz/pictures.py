@@ -16,13 +16,14 @@ from PIL import Image, features
 
 from onediff_ext.core.errors import OneDiffError, OptionError, PictureError, ShapeError
 from onediff_ext.core.shapes import format_sizes, parse_sizes
+from onediff_ext.pictures.canvas_sizes import fit_size
 from onediff_ext.pictures.captions import read_caption
-from onediff_ext.pictures.infotext import build_infotext, parse_infotext
+from onediff_ext.pictures.infotext_format import build_infotext, parse_infotext
 from onediff_ext.pictures.naming import NameFacts, NameTemplate
-from onediff_ext.pictures.picture_header import read_facts
+from onediff_ext.pictures.picture_header import read_header
 from onediff_ext.pictures.png_chunks import MAX_ALL_TEXTS_BYTES, read_png
 from onediff_ext.pictures.reading import read_picture
-from onediff_ext.pictures.sizing import fit_size, parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from tests.fuzz.strategies import MOST_CHARS, TEXTS, damaged, joined, png_chunk
 from tests.fuzz.target import Target
 
@@ -67,7 +68,7 @@ def _whole_pictures() -> list[bytes]:
 
 def _picture(content: bytes) -> None:
     path = file_of(content, "a.png")
-    for read in (read_facts, read_picture):
+    for read in (read_header, read_picture):
         with contextlib.suppress(PictureError):
             read(path)  # type: ignore[operator]
 
@@ -100,7 +101,7 @@ def _png(content: bytes) -> None:
     found = read_png(path)
     assert sum(map(len, found.texts.values())) <= MAX_ALL_TEXTS_BYTES
     with contextlib.suppress(PictureError):
-        read_facts(path)
+        read_header(path)
 
 
 _PNGS = st.builds(

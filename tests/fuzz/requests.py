@@ -14,19 +14,21 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
-from onediff_ext.cli import bench, demo, doctor, graphs, img2img, model_arguments, txt2img, ui
+from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, ui
 from onediff_ext.cli import warmup as warmup_command
+from onediff_ext.cli.argument_types import required_sizes
 from onediff_ext.cli.main import Parser, main
+from onediff_ext.cli.model_arguments import parse_options
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.status import Status
+from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora, parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments, from_infotext
 from onediff_ext.panel.fields import BY_NAME, FIELDS
 from onediff_ext.panel.foreign_requests import why_foreign
 from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.sizing import parse_size_rule
-from onediff_ext.standalone.checkpoint_list import parse_loras
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.serving import parse_serving
 from tests.fuzz.strategies import JSON, TEXTS, joined, near
 from tests.fuzz.target import Target
@@ -143,15 +145,16 @@ def _words() -> list[str]:
 def _after_parsing(arguments: argparse.Namespace) -> int:
     """What commands do with their texts before anything is loaded."""
     given = vars(arguments)
-    model_arguments.parse_loras(given.get("lora") or [])
+    for text in given.get("lora") or []:
+        parse_lora(text)
     if isinstance(given.get("size"), str):
         parse_size_rule(given["size"])
     if isinstance(given.get("name"), str):
         NameTemplate(given["name"])
     if isinstance(given.get("sizes"), str):
-        model_arguments.given_sizes(given["sizes"])
+        required_sizes(given["sizes"])
     if "store_limit_gb" in given and "backend" in given:
-        model_arguments.parse_options(arguments)
+        parse_options(arguments)
     if "auth" in given:
         parse_serving(
             host=arguments.host, port=arguments.port, open_browser=False, auth=arguments.auth,
@@ -187,8 +190,8 @@ def _command_line(words: list[str]) -> None:
 def _texts(text: str) -> None:
     """Texts of the page that name files and people."""
     for read in (
-        parse_loras,
-        lambda given: model_arguments.parse_loras([given]),
+        parse_lora_lines,
+        parse_lora,
         lambda given: parse_serving(host=given, port=None, open_browser=False),
         lambda given: parse_serving(host="::1", port=1, open_browser=False, auth=[given]),
         lambda given: parse_serving(

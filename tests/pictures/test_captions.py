@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from onediff_ext.core.errors import PictureError
+from onediff_ext.pictures.batch.batch_job import BatchJob
+from onediff_ext.pictures.batch.planning import plan_batch
 from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.contact_sheet import make_contact_sheet
 from onediff_ext.pictures.finding import find_pictures
-from onediff_ext.pictures.naming import NameTemplate
-from onediff_ext.pictures.planning import plan_results
-from onediff_ext.pictures.sizing import OwnSize
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.size_rules import OwnSize
+from onediff_ext.pictures.skipped import SkipReport
 
 
 def test_a_caption_is_one_line(tmp_path: Path):
@@ -49,11 +49,9 @@ def test_a_broken_caption_leaves_the_other_pictures_alone(tmp_path: Path):
     for name in ("a", "b", "c"):
         Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    report = Report()
-    plan = plan_results(
-        [tmp_path], tmp_path / "out", OwnSize(), NameTemplate(), seed_of=lambda _: 0,
-        settings_of=lambda one: {"prompt": one.caption}, report=report, captions=True,
-    )  # fmt: skip
+    report = SkipReport()
+    job = BatchJob([tmp_path], tmp_path / "out", OwnSize(), seed=0, captions=True)
+    plan = plan_batch(job, lambda one: {"prompt": one.caption}, report)
     assert [result.path.name for result in plan.todo] == ["a.png", "c.png"]
     assert [entry.path.name for entry in report.failures] == ["b.png"]
 
@@ -62,7 +60,7 @@ def test_a_folder_of_many_captions_is_listed_in_linear_time(tmp_path: Path):
     for number in range(3000):
         (tmp_path / f"{number}.txt").touch()
     start = time.process_time()
-    assert find_pictures([tmp_path], report=Report()) == []
+    assert find_pictures([tmp_path], report=SkipReport()) == []
     assert time.process_time() - start < 5
 
 
@@ -70,7 +68,7 @@ def test_captions_are_not_reported_but_other_texts_are(tmp_path: Path):
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     for name in ("cat.txt", "notes.txt"):
         (tmp_path / name).write_text("x")
-    report = Report()
+    report = SkipReport()
     assert [p.path.name for p in find_pictures([tmp_path], report=report)] == ["cat.png"]
     assert [entry.path.name for entry in report.skipped] == ["notes.txt"]
 

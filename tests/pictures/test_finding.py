@@ -10,7 +10,7 @@ from PIL import Image
 
 from onediff_ext.core.errors import PictureError
 from onediff_ext.pictures.finding import find_pictures, natural_key
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.pictures.writing import write_png
 
 
@@ -21,11 +21,11 @@ def touch(folder: Path, *names: str) -> None:
 
 
 def names(
-    folder: Path, *inputs: Path, report: Report | None = None, **options: object
+    folder: Path, *inputs: Path, report: SkipReport | None = None, **options: object
 ) -> list[str]:
     found = find_pictures(
         inputs or [folder],
-        report=report if report is not None else Report(),
+        report=report if report is not None else SkipReport(),
         **options,  # type: ignore[arg-type]
     )
     return [entry.path.relative_to(folder).as_posix() for entry in found]
@@ -50,7 +50,7 @@ def test_subfolders_come_after_the_folders_own_pictures(tmp_path: Path) -> None:
 def test_what_is_no_picture_is_reported_and_hidden_files_are_not(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "notes.txt", "README", ".hidden.png", ".thumbs/a.png", "x.png/in.png")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    report = Report()
+    report = SkipReport()
     assert names(tmp_path, report=report, recursive=True) == ["a.png", "x.png/in.png"]
     reasons = {entry.path.name: entry.reason for entry in report.skipped}
     assert set(reasons) == {"notes.txt", "README", "x.png", "gone.png"}
@@ -73,7 +73,7 @@ def test_each_picture_once_and_inputs_in_order(tmp_path: Path) -> None:
 
 def test_the_root_tells_subfolders(tmp_path: Path) -> None:
     touch(tmp_path, "a/s/1.png")
-    (found,) = find_pictures([tmp_path / "a"], report=Report(), recursive=True)
+    (found,) = find_pictures([tmp_path / "a"], report=SkipReport(), recursive=True)
     assert found.path.relative_to(found.root).as_posix() == "s/1.png"
 
 
@@ -95,7 +95,7 @@ def test_results_in_the_input_folder_are_not_taken_again(tmp_path: Path) -> None
     image.save(tmp_path / "mine.png")
     write_png(tmp_path / "photo.png", image, infotext="", digest="d")
     write_png(tmp_path / "day" / "photo.png", image, infotext="", digest="d")
-    report = Report()
+    report = SkipReport()
     found = names(tmp_path, recursive=True, output_dir=tmp_path, report=report)
     assert found == ["mine.png", "photo.jpg"]
     assert "earlier run" in str(report)
@@ -104,7 +104,7 @@ def test_results_in_the_input_folder_are_not_taken_again(tmp_path: Path) -> None
 
 def test_an_input_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="There is no"):
-        find_pictures([tmp_path / "nowhere"], report=Report())
+        find_pictures([tmp_path / "nowhere"], report=SkipReport())
 
 
 def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monke
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    report = Report()
+    report = SkipReport()
     assert names(tmp_path, recursive=True, report=report) == ["1.png"]
     assert report.as_json() == [
         {
@@ -126,7 +126,7 @@ def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monke
         }
     ]
     with pytest.raises(PictureError, match="locked"):
-        find_pictures([tmp_path / "locked"], report=Report())
+        find_pictures([tmp_path / "locked"], report=SkipReport())
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b", "\udcff"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names, numbered
+from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names, free_path, numbered
 
 
 def facts(path: str = "in/cat.v2.jpg") -> NameFacts:
@@ -100,3 +100,11 @@ def test_names_are_always_distinct(names: list[str]) -> None:
 
 def test_numbers_stand_before_the_ending() -> None:
     assert numbered("x/a.b.png", 3) == "x/a.b-3.png"
+
+
+def test_a_path_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.b.png"
+    assert free_path(path) == path
+    path.touch()
+    (tmp_path / "a.b-2.png").touch()
+    assert free_path(path) == tmp_path / "a.b-3.png"

@@ -14,7 +14,7 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, PngImagePlugin, features
 
 from onediff_ext.core.errors import PictureError
 from onediff_ext.pictures import formats
-from onediff_ext.pictures.picture_header import read_facts
+from onediff_ext.pictures.picture_header import read_header
 from onediff_ext.pictures.reading import read_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -75,14 +75,14 @@ def test_exif_rotation_is_applied(tmp_path: Path, orientation: int, ending: str)
         options = {"compression": "tiff_lzw"}
     path = tmp_path / f"a.{ending}"
     stored.save(path, exif=exif, **options)
-    facts = read_facts(path)
-    assert (facts.width_px, facts.height_px) == (48, 32)
+    header = read_header(path)
+    assert (header.width_px, header.height_px) == (48, 32)
     picture = read_picture(path)
     assert picture.image.size == (48, 32)
     assert near(picture.image, (4, 4), RED, 30)
     assert near(picture.image, (44, 28), BLUE, 30)
     assert near(picture.image, (44, 4), WHITE, 30)
-    assert picture.facts == facts
+    assert picture.header == header
 
 
 def test_exif_behind_the_pixels_of_a_png_counts(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_exif_behind_the_pixels_of_a_png_counts(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     late = (b"eXIf", exif.tobytes()[6:])
     path.write_bytes(png_with((b"IHDR", header), (b"IDAT", row), late, (b"IEND", b"")))
-    assert (read_facts(path).width_px, read_facts(path).height_px) == (1, 20)
+    assert (read_header(path).width_px, read_header(path).height_px) == (1, 20)
     assert read_picture(path).image.size == (1, 20)
 
 
@@ -107,7 +107,7 @@ def test_an_impossible_orientation_is_ignored(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 99
     corners().save(tmp_path / "a.jpg", exif=exif)
-    assert read_picture(tmp_path / "a.jpg").facts.width_px == 48
+    assert read_picture(tmp_path / "a.jpg").header.width_px == 48
 
 
 def test_a_header_is_read_without_the_pixels(
@@ -115,9 +115,9 @@ def test_a_header_is_read_without_the_pixels(
 ) -> None:
     corners().save(tmp_path / "a.png")
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _self: pytest.fail("loaded"))
-    facts = read_facts(tmp_path / "a.png")
-    assert (facts.file_format, facts.mode) == ("PNG", "RGB")
-    assert facts.size_bytes == (tmp_path / "a.png").stat().st_size
+    header = read_header(tmp_path / "a.png")
+    assert (header.file_format, header.mode) == ("PNG", "RGB")
+    assert header.size_bytes == (tmp_path / "a.png").stat().st_size
 
 
 @pytest.mark.parametrize("ending", ["jpg", "tif"])
@@ -127,7 +127,7 @@ def test_cmyk_becomes_rgb(tmp_path: Path, ending: str) -> None:
     image.save(tmp_path / f"a.{ending}")
     picture = read_picture(tmp_path / f"a.{ending}")
     assert picture.image.mode == "RGB"
-    assert picture.facts.mode == "CMYK"
+    assert picture.header.mode == "CMYK"
     assert near(picture.image, (4, 8), RED, 8)
     assert near(picture.image, (28, 8), WHITE, 8)
 
@@ -318,7 +318,7 @@ def test_avif(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     corners().transpose(Image.Transpose.ROTATE_90).save(tmp_path / "a.avif", exif=exif, quality=95)
-    assert read_facts(tmp_path / "a.avif").width_px == 48
+    assert read_header(tmp_path / "a.avif").width_px == 48
     assert near(read_picture(tmp_path / "a.avif").image, (4, 4), RED, 40)
 
 
@@ -358,7 +358,7 @@ def test_damaged_bytes_never_raise_anything_else(tmp_path: Path, ending: str) ->
         damaged = whole.copy()
         damaged[at] ^= 0xFF
         path.write_bytes(damaged)
-        for read in (read_facts, read_picture):
+        for read in (read_header, read_picture):
             with contextlib.suppress(PictureError):
                 read(path)  # type: ignore[operator]
 
@@ -410,14 +410,14 @@ def test_whatever_a_decoder_raises_is_a_broken_picture(
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="no such file"):
-        read_facts(tmp_path / "x.png")
+        read_header(tmp_path / "x.png")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.png")
     with pytest.raises(PictureError, match="not an ordinary file"):
-        read_facts(tmp_path / "x.png")
+        read_header(tmp_path / "x.png")
 
 
 def _raiser(error: BaseException) -> Callable[..., object]:
@@ -442,7 +442,7 @@ def test_the_systems_refusals(
     corners().save(tmp_path / "a.png")
     monkeypatch.setattr(formats, "open_regular", _raiser(error))
     with pytest.raises(PictureError, match=reason):
-        read_facts(tmp_path / "a.png")
+        read_header(tmp_path / "a.png")
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,10 +450,10 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     body = (b"IDAT", zlib.compress(b"\0" * 100))
     (tmp_path / "a.png").write_bytes(png_with((b"IHDR", header), body, (b"IEND", b"")))
     with pytest.raises(PictureError, match="178 million"):
-        read_facts(tmp_path / "a.png")
+        read_header(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as some hosts do
     with pytest.raises(PictureError, match="60000x60000"):
-        read_facts(tmp_path / "a.png")
+        read_header(tmp_path / "a.png")
 
 
 def test_a_text_bomb_is_refused_or_passed_over(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from onediff_ext.core.demo_files import DEMO_MODEL, DEMO_PHOTOS
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD
 
 gradio = pytest.importorskip("gradio", reason="the page needs gradio, which is not installed")
 pytest.importorskip("diffusers", reason="the page draws with diffusers, which is not installed")
-
-PHOTOS = Path(__file__).resolve().parents[2] / "onediff_ext" / "assets" / "photos"
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +28,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     import torch
 
     from onediff_ext.standalone.app import StandaloneApp
-    from onediff_ext.standalone.checkpoint_list import DEMO
     from onediff_ext.standalone.launch import make_page
-    from onediff_ext.standalone.page_events import launch
+    from onediff_ext.standalone.page_server import launch
     from onediff_ext.standalone.serving import Serving
 
     folder = tmp_path_factory.mktemp("page")
@@ -42,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     patch.setattr(tempfile, "tempdir", str(temporary))
     options = CompileOptions(store=folder / "store", build="wait")
     standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
-    standalone_app.load(DEMO)
+    standalone_app.load(DEMO_MODEL)
     made = make_page(standalone_app, folder / "out")
     launch(made, Serving(open_browser=False), wait=False)
     yield SimpleNamespace(standalone_app=standalone_app, url=made.blocks.local_url, folder=folder)
@@ -88,7 +86,7 @@ def test_a_picture_from_a_picture_at_an_odd_size(page: SimpleNamespace, client: 
     from gradio_client import handle_file
 
     source = page.folder / "odd.png"
-    Image.open(PHOTOS / "cat.jpg").resize((90, 67)).save(source)
+    Image.open(DEMO_PHOTOS / "cat.jpg").resize((90, 67)).save(source)
     gallery, said, infotext, *_ = client.predict(
         *arguments(), handle_file(str(source)), 0.9, "own", api_name="/img2img"
     )

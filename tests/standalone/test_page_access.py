@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.options import CompileOptions
 
 gradio = pytest.importorskip("gradio", reason="the page needs gradio, which is not installed")
@@ -21,15 +22,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     import torch
 
     from onediff_ext.standalone.app import StandaloneApp
-    from onediff_ext.standalone.checkpoint_list import DEMO
     from onediff_ext.standalone.launch import make_page
-    from onediff_ext.standalone.page_events import launch
+    from onediff_ext.standalone.page_server import launch
     from onediff_ext.standalone.serving import parse_serving
 
     folder = tmp_path_factory.mktemp("page")
     options = CompileOptions(store=folder / "store", build="never")
     standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
-    standalone_app.load(DEMO)
+    standalone_app.load(DEMO_MODEL)
     serving = parse_serving(
         host="127.0.0.1", port=None, open_browser=False, auth=["someone:se:cret"],
         allowed_hosts=["Pictures.example"],

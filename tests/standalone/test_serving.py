@@ -92,9 +92,9 @@ def test_the_command_refuses_before_it_loads_anything(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gradio", reason="the page needs gradio, which is not installed")
-    from onediff_ext.cli import model_arguments
+    from onediff_ext.cli import library_imports
 
-    monkeypatch.setattr(model_arguments, "import_libraries", lambda: pytest.fail("too late"))
+    monkeypatch.setattr(library_imports, "import_libraries", lambda: pytest.fail("too late"))
     assert main(["ui", "--host", "0.0.0.0", "--no-browser"]) == 2
     said = capsys.readouterr().err
     assert "has no password" in said

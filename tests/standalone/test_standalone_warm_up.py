@@ -1,4 +1,4 @@
-"""A warm-up of the stand-alone page lets whoever wants a picture go first."""
+"""A warm-up of the stand-alone page lets drawing go first."""
 
 from __future__ import annotations
 

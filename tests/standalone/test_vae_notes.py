@@ -1,4 +1,4 @@
-"""The page says how the VAE ran, and remembers what a checkpoint's VAE cannot do."""
+"""The page says how the VAE ran, and remembers the parts of a VAE that overflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.batch.batch_job import BatchJob
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.drawing_tabs import from_text
 from onediff_ext.standalone.folder_job import run_folder
@@ -30,7 +31,7 @@ NOTE = "VAE decoded in fp32: its numbers run over in fp16"
 
 @pytest.fixture
 def standalone_app(tmp_path: Path) -> StandaloneApp:
-    """A studio in fp16 with a checkpoint whose decoder runs over."""
+    """An application in fp16 with a checkpoint whose decoder overflows."""
     pipe = models.sd15()
     pipe.vae = overflowing_vae("decoder")
     model = save_ldm(pipe, tmp_path / "overflowing.safetensors")
@@ -60,14 +61,13 @@ def test_the_line_below_a_picture_says_it(standalone_app: StandaloneApp, tmp_pat
 
 
 def test_a_folders_progress_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
-    job = Img2ImgJob(
+    batch = BatchJob(
         inputs=[save_pictures(tmp_path / "in", a=(64, 64))],
         output_dir=tmp_path / "out",
-        settings=SETTINGS,
-        identity={},
-        seed=0,
         size_rule=parse_size_rule("own"),
+        seed=0,
     )
+    job = Img2ImgJob(batch, SETTINGS, identity={})
     assert [progress.note for progress in run_folder(standalone_app, Choices(), job)][-1].endswith(
         NOTE
     )

@@ -1,4 +1,4 @@
-"""Small pictures for tests, and looking at what became of them."""
+"""Small images for tests, and checks of results."""
 
 from __future__ import annotations
 

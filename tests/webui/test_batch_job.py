@@ -12,12 +12,13 @@ import pytest
 from PIL import Image, ImageOps
 
 from onediff_ext.core.errors import OptionError, PictureError
+from onediff_ext.pictures.batch import run_batches
+from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.pictures.writing import write_png
-from onediff_ext.webui import batch_job
-from onediff_ext.webui.batch_job import BatchChoices, BatchJob, BatchResult
+from onediff_ext.webui.batch_job import BatchResult, run_batch_job
 from tests.support.webui_stand_in import StandInJob, StandInState
 
 
@@ -58,15 +59,14 @@ def run(folder: Path, host: InvertingHost, p: StandInJob | None = None, **more: 
         "size_rule": parse_size_rule("own"),
         "batch_size": 2,
     }
-    choices = BatchChoices(**{**values, **more})
-    job = BatchJob(
-        p or StandInJob(),
-        choices,
+    p = p or StandInJob()
+    return run_batch_job(
+        p,
+        BatchJob(seed=int(p.seed), **{**values, **more}),
         process=host.process,
         state=host.state,
         identity={"checkpoint": "abc"},
     )
-    return job.run()
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, int]]:
@@ -204,7 +204,7 @@ def test_the_next_batch_is_drawn_while_results_are_written(
         if len(host.jobs) == 3:
             third_is_drawn.set()
 
-    monkeypatch.setattr(batch_job, "write_png", write)
+    monkeypatch.setattr(run_batches, "write_png", write)
     result = run(folder, InvertingHost(note))
     assert waited == [True] * 5
     assert [path.name for path in result.written] == ["a.png", "c.png", "d.png", "b.png", "e.png"]
@@ -220,7 +220,7 @@ def test_a_result_that_cannot_be_written_ends_the_job(
             raise PictureError("The disk is full.")
         write_png(path, *args, **more)
 
-    monkeypatch.setattr(batch_job, "write_png", write)
+    monkeypatch.setattr(run_batches, "write_png", write)
     with pytest.raises(PictureError, match="full"):
         run(folder, InvertingHost())
     monkeypatch.undo()

@@ -11,6 +11,7 @@ import sys
 import torch
 
 from onediff_ext.backends.oneflow.launch_order import order_launches
+from onediff_ext.core.words import first_line
 
 INSTALL = 'pip install "onediff-ext[oneflow]", see docs/oneflow.md'
 TESTED = "0.9.0"
@@ -74,7 +75,7 @@ def capability_reason(capability: tuple[int, int]) -> str | None:
 
 def import_error_reason(exc: BaseException) -> str:
     """Why importing OneFlow failed, and which package helps."""
-    first = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+    first = first_line(str(exc), type(exc).__name__)
     for library, package in _LIBRARIES.items():
         if library in first:
             name = first.split(":")[0]

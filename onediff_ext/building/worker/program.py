@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from onediff_ext.core.priority import step_back
+from onediff_ext.core.words import first_line
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
 _NO_MEMORY = (
@@ -86,7 +87,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         program = load_program(Path(request["program"]).read_bytes(), device)
     except Exception as exc:  # it was written a moment ago: what fails is this process
         blame = "machine" if _blame(exc) == "machine" else "memory"
-        return failed(f"The exported block cannot be read: {_first_line(str(exc))}", blame)
+        return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
         is_new = request["task"] == "build"
         payload = backend.build(program, device) if is_new else graph.read_bytes()
@@ -96,9 +97,9 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         if is_new:
             graph.write_bytes(payload)
     except OneDiffError as exc:
-        return failed(_first_line(exc.message), _blame(exc))
+        return failed(first_line(exc.message), _blame(exc))
     except Exception as exc:  # compilers raise anything; this process exists to contain it
-        return failed(f"{type(exc).__name__}: {_first_line(str(exc))}", _blame(exc))
+        return failed(f"{type(exc).__name__}: {first_line(str(exc))}", _blame(exc))
     return {"seconds": time.perf_counter() - start}
 
 
@@ -110,8 +111,3 @@ def _blame(exc: BaseException) -> str:
     if isinstance(exc, MemoryError) or any(words in text for words in _NO_MEMORY):
         return "memory"
     return "graph"
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else "no message"

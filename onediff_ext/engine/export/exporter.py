@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from onediff_ext.core.errors import ExportError
+from onediff_ext.core.words import first_line
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.blocks.weight_slots import Layout, layout_of
 from onediff_ext.engine.export.autocast import CudaAutocast
@@ -116,7 +117,8 @@ def export_block(
                 strict=False,
             )
     except Exception as exc:  # torch.export raises dozens of unrelated types
-        raise ExportError(f"The block cannot be traced: {_first_line(exc)}") from exc
+        reason = f"{type(exc).__name__}: {first_line(str(exc))}"[:300]
+        raise ExportError(f"The block cannot be traced: {reason}") from exc
     _check_dims_vary(program, call, len(weights))
     program._example_inputs = None  # would save the weights with the program
     return program
@@ -249,8 +251,3 @@ def _autocast_context(
     if device_type == "cuda" and device.type == "cpu":  # traced for another place
         return CudaAutocast(dtype)
     return torch.autocast(device_type, dtype=dtype)
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"[:300]

@@ -274,10 +274,10 @@ def test_prompts_are_encoded_again_after_a_job(command_line: CommandLine) -> Non
 def test_a_picture_is_written_while_the_next_one_is_drawn(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onediff_ext.hosts.diffusers.jobs import img2img_job
+    from onediff_ext.pictures.batch import run_batches
 
     second_begins, met = threading.Event(), []
-    own_draw, own_write = ImageGenerator.img2img, img2img_job.write_png
+    own_draw, own_write = ImageGenerator.img2img, run_batches.write_png
 
     def draw(image_generator: ImageGenerator, *arguments: Any) -> Any:
         if image_generator.__dict__.setdefault("_drawn", []):
@@ -290,7 +290,7 @@ def test_a_picture_is_written_while_the_next_one_is_drawn(
         own_write(*arguments, **named)
 
     monkeypatch.setattr(ImageGenerator, "img2img", draw)
-    monkeypatch.setattr(img2img_job, "write_png", write)
+    monkeypatch.setattr(run_batches, "write_png", write)
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
     ended = command_line("img2img", folder, "-o", tmp_path / "out", "--eager", *FEW)
     assert ended.status == 0, ended

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.errors import CheckpointError, UnsafeFileError
 from onediff_ext.core.untrusted_files import read_regular
+from onediff_ext.core.words import first_line
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import open_tensor_file
 
@@ -83,7 +84,8 @@ def load_folder(folder: Path, place: Placement) -> Any:
     except Exception as exc:  # diffusers and transformers raise any type here
         if is_out_of_memory(exc):
             raise
-        raise CheckpointError(f"{folder} cannot be loaded: {_first_line(exc)}", _AGAIN) from exc
+        reason = first_line(str(exc), type(exc).__name__)
+        raise CheckpointError(f"{folder} cannot be loaded: {reason}", _AGAIN) from exc
     return pipeline.to(place.device)
 
 
@@ -155,8 +157,3 @@ def _stored_dtype(folder: Path) -> Any:
     """Return the dtype of the UNet's weights, which diffusers would widen to float32."""
     weights = sorted((folder / "unet").glob("*.safetensors"))
     return open_tensor_file(weights[0]).dtype() if weights else None
-
-
-def _first_line(exc: Exception) -> str:
-    lines = str(exc).strip().splitlines()
-    return lines[0] if lines else type(exc).__name__

@@ -1,4 +1,4 @@
-"""What a run did, as data: for `--report`, for tables and for tests."""
+"""The report of a run as data, for ``--report``, tables and tests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PictureResult:
-    """One finished picture.
+    """One finished image.
 
     Args:
         input, output: Paths as text; input is empty for text to image.
         width, height: Of the result, in pixels.
         seconds: Its share of its batch's time.
-        seconds_per_step: Its batch's median time of a sampling step.
+        seconds_per_step: Median time of its batch's sampling steps.
     """
 
     input: str
@@ -40,7 +40,7 @@ class PictureResult:
 
 @dataclass
 class RunReport:
-    """Everything that a run did."""
+    """Results, graphs, eager reasons, warnings and memory of one run."""
 
     device: str = ""
     pictures: list[PictureResult] = field(default_factory=list)
@@ -57,14 +57,14 @@ class RunReport:
     _noted: set[str] = field(default_factory=set, repr=False)
 
     def take_notes(self, notes: Sequence[VaeNote]) -> None:
-        """Note how the VAE ran, once for each kind of note: the first stands for the others."""
+        """Add the VAE's notes as warnings; only the first note of each kind."""
         for note in notes:
             if note.what not in self._noted:
                 self._noted.add(note.what)
                 self.warnings.append(str(note))
 
     def take_session(self, session: Session | None, device: torch.device) -> None:
-        """Note what became of the kinds, and how much memory was used."""
+        """Add the session's counts, eager reasons and warnings, and the peak memory."""
         self.peak_bytes = peak_bytes(device)
         self.recompiles = recompile_count()
         if session is None:
@@ -74,7 +74,7 @@ class RunReport:
         self.fallbacks = left_eager(session)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as `--report` writes it."""
+        """Return the report as ``--report`` writes it."""
         return {
             "device": self.device,
             "versions": versions(),
@@ -91,18 +91,18 @@ class RunReport:
 
 
 def left_eager(session: Session) -> list[dict[str, Any]]:
-    """What ran eager although a graph was wanted, and why; most calls first."""
+    """Return the blocks that ran eager in place of a graph, with reasons; most calls first."""
     calls = Counter({(f.what, f.reason): f.count for f in session.fallbacks()})
     for kind in session.kinds:
         if kind.state is KindState.MISSING:
-            calls[kind.label, _why_missing(session)] += kind.calls
+            calls[kind.label, _missing_reason(session)] += kind.calls
     return [
         {"what": what, "reason": reason, "count": count}
         for (what, reason), count in calls.most_common()
     ]
 
 
-def _why_missing(session: Session) -> str:
+def _missing_reason(session: Session) -> str:
     if session.options.build == "never":
         return "no graph is stored, and none may be built"
     if session.builder.problem:
@@ -111,7 +111,7 @@ def _why_missing(session: Session) -> str:
 
 
 class ReuseCounter:
-    """Counts, size by size, the kinds that served a new size with the graph they had."""
+    """Counts for each size the block kinds that reused a graph of an earlier size."""
 
     def __init__(self, session: Session | None) -> None:
         self._session = session
@@ -119,13 +119,13 @@ class ReuseCounter:
         self.by_size: dict[tuple[int, int], Counter[str]] = {}
 
     def before(self) -> set[str]:
-        """Digests of the kinds that have a graph now."""
+        """Return the digests of the block kinds that have a graph now."""
         if self._session is None:
             return set()
         return {kind.key.digest for kind in self._session.kinds if kind.graph is not None}
 
     def after(self, width_px: int, height_px: int, had: set[str]) -> int:
-        """Note a finished batch; returns how many kinds were reused for a size seen first."""
+        """Count a finished batch; returns the reused block kinds if its size is new, else 0."""
         size = (width_px, height_px)
         if self._session is None or size in self._seen:
             return 0
@@ -138,9 +138,9 @@ class ReuseCounter:
 
 
 def recompile_count() -> int:
-    """Graphs that Dynamo or Inductor compiled in this process, by their own counters.
+    """Return how many graphs Dynamo or Inductor compiled in this process, by their own counters.
 
-    Inductor's count of kernels is not among them: loading a stored graph raises it too.
+    Inductor's count of kernels is left out: loading a stored graph raises it too.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
@@ -156,7 +156,7 @@ def recompile_count() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory used so far: of the GPU's allocator, or of the process on a CPU."""
+    """Return the peak memory so far: of the GPU's allocator, or of the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
@@ -168,14 +168,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def describe_device(device: torch.device) -> str:
-    """``"cpu: 8 threads"`` or ``"cuda: NVIDIA H200"``."""
+    """Return a text such as ``"cpu: 8 threads, x86_64"`` or ``"cuda: NVIDIA H200"``."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {torch.get_num_threads()} threads, {platform.machine()}"
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that decides a picture or its speed."""
+    """Return the versions of everything that decides an image or its speed."""
     found = {"python": platform.python_version()}
     for name in ("onediff-ext", "torch", "diffusers", "transformers", "peft", "triton"):
         try:

@@ -1,4 +1,4 @@
-"""Milliseconds of one UNet step, eager beside compiled, size by size."""
+"""Times single UNet steps, eager and compiled, size by size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from onediff_ext.hosts.diffusers.probe import unet_inputs
 
 @dataclass(frozen=True)
 class StepTiming:
-    """One size.
+    """The times of one size.
 
     Args:
-        shape: Size in pixels and pictures at once; CFG doubles the UNet's batch.
+        shape: Size in pixels and images at once; CFG doubles the UNet's batch.
         first_s: Seconds of the first compiled step at this size.
-        eager_ms, compiled_ms: Medians over the rounds; p95 beside them.
+        eager_ms, compiled_ms: Medians over the rounds.
+        eager_ms_p95, compiled_ms_p95: 95th percentiles.
         error: ‖compiled - eager‖ / ‖eager‖.
     """
 
@@ -38,17 +39,17 @@ class StepTiming:
 
     @property
     def speedup(self) -> float:
-        """How many times faster than eager."""
+        """Eager time divided by compiled time."""
         return self.eager_ms / self.compiled_ms
 
 
 def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
-    """Time single UNet forwards of a compiled pipeline, with CFG, in turn with eager.
+    """Time single UNet forwards with CFG, compiled and eager in turns.
 
     Args:
-        pipe: Went through `compile_pipe`.
-        shape: Size and pictures at once.
-        rounds: Measured forwards of each kind.
+        pipe: A pipeline after `compile_pipe`.
+        shape: Size and images at once.
+        rounds: Measured forwards of each.
     """
     compiled = compiled_state(pipe)
     assert compiled is not None
@@ -66,7 +67,7 @@ def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
             _, expected = _timed(unet, inputs)
         _timed(unet, inputs)
         eager, fast = [], []
-        for _ in range(rounds):  # interleaved, so that a slow moment hits both
+        for _ in range(rounds):  # interleaved, so that a slow moment affects both
             fast.append(_timed(unet, inputs)[0])
             with paused(compiled):
                 eager.append(_timed(unet, inputs)[0])
@@ -83,7 +84,7 @@ def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
 
 @contextmanager
 def paused(compiled: CompiledPipe) -> Iterator[None]:
-    """Run all components eager, in the same layout, for the length of a ``with`` block."""
+    """Run all components eager, in the same memory layout, within a ``with`` block."""
     with ExitStack() as stack:
         for component in compiled.components:
             stack.enter_context(component.paused())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.errors import CheckpointError
+from onediff_ext.core.words import first_line
 from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
@@ -55,7 +56,7 @@ def load_lora(
         if name in present_now - present:
             pipe.delete_adapters(name)
         raise CheckpointError(
-            f"{path} cannot be loaded: {_first_line(exc)}",
+            f"{path} cannot be loaded: {_reason(exc)}",
             "It is made for another kind of checkpoint, or its layout is unknown to diffusers.",
         ) from exc
     pipe.set_adapters([*active, name], [*active.values(), weight])
@@ -129,9 +130,9 @@ def _check_fit(pipe: Any, file: TensorFile) -> None:
                 )
 
 
-def _first_line(exc: Exception) -> str:
+def _reason(exc: Exception) -> str:
     # torch's first line only says that there were errors; the next ones name layers.
     lines = [line.strip() for line in str(exc).strip().splitlines()]
     if len(lines) > 1 and lines[0].startswith("Error(s) in loading"):
         return f"{len(lines) - 1} of its layers do not fit, such as: {lines[1]}"
-    return lines[0] if lines else type(exc).__name__
+    return first_line(str(exc), type(exc).__name__)

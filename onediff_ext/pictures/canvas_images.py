@@ -1,20 +1,20 @@
-"""Putting a picture on its canvas, and cutting the result out again."""
+"""Puts an image on its canvas, and cuts the result out of a generated canvas."""
 
 from __future__ import annotations
 
 from PIL import Image
 
 from onediff_ext.core.errors import ShapeError
-from onediff_ext.pictures.sizing import Fit
+from onediff_ext.pictures.canvas_sizes import Fit
 
 _LANCZOS = Image.Resampling.LANCZOS
 
 
 def to_target(image: Image.Image, fit: Fit) -> Image.Image:
-    """Resize a picture, or its alpha, to the target size.
+    """Resize an image, or its alpha, to the target size.
 
     Raises:
-        ShapeError: The picture is not of the size that the fit was made for.
+        ShapeError: The image has another size than the fit's source.
     """
     if image.size != (fit.source_width_px, fit.source_height_px):
         raise ShapeError(
@@ -35,13 +35,13 @@ def to_target(image: Image.Image, fit: Fit) -> Image.Image:
 
 
 def to_canvas(image: Image.Image, fit: Fit) -> Image.Image:
-    """Resize a picture to its target, its edges repeated to the right and below.
+    """Resize an image to its target, and repeat its edges to the right and below.
 
     Returns:
-        A picture of the canvas size.
+        An image of the canvas size.
 
     Raises:
-        ShapeError: The picture is not of the size that the fit was made for.
+        ShapeError: The image has another size than the fit's source.
     """
     canvas = (fit.canvas_width_px, fit.canvas_height_px)
     return _repeat_edges(to_target(image, fit), canvas, 0, 0)
@@ -51,7 +51,7 @@ def from_canvas(image: Image.Image, fit: Fit) -> Image.Image:
     """Cut the target out of a generated canvas.
 
     Raises:
-        ShapeError: The generated picture is not of the canvas size.
+        ShapeError: The generated image does not have the canvas size.
     """
     if image.size != (fit.canvas_width_px, fit.canvas_height_px):
         raise ShapeError(
@@ -67,7 +67,7 @@ def from_canvas(image: Image.Image, fit: Fit) -> Image.Image:
 def _centre_box(
     source: tuple[int, int], target: tuple[int, int]
 ) -> tuple[float, float, float, float]:
-    """Return the largest box of the target's proportions in the middle of the source."""
+    """Return the largest centred box of the source with the target's proportions."""
     scale = min(source[0] / target[0], source[1] / target[1])
     width, height = min(target[0] * scale, source[0]), min(target[1] * scale, source[1])
     left, top = (source[0] - width) / 2, (source[1] - height) / 2

@@ -1,4 +1,4 @@
-"""Pictures of one canvas size together, read only when their batch is due."""
+"""Images grouped by canvas size and read in batches, each when it is needed."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from pathlib import Path
 from PIL import Image
 
 from onediff_ext.core.errors import OptionError, PictureError, ShapeError
-from onediff_ext.pictures.fitting import to_canvas
+from onediff_ext.pictures.canvas_images import to_canvas
+from onediff_ext.pictures.canvas_sizes import MAX_MEGAPIXELS, Fit, fit_size
 from onediff_ext.pictures.formats import picture_errors
-from onediff_ext.pictures.picture_header import PictureHeader, read_facts
+from onediff_ext.pictures.picture_header import PictureHeader, read_header
 from onediff_ext.pictures.reading import Picture, read_picture
-from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, Fit, SizeRule, fit_size
-from onediff_ext.pictures.skipped import Report
+from onediff_ext.pictures.size_rules import SizeRule
+from onediff_ext.pictures.skipped import SkipReport
 
 
 @dataclass(frozen=True)
 class PlannedPicture:
-    """A picture that is going to be generated from.
+    """An image that a result is drawn from.
 
     Args:
-        index: Place among the inputs, from 0; skipped inputs keep their number, so a
-            seed derived from it does not change when another file turns out broken.
-        facts: From the header.
+        index: Its place among the inputs, from 0. Skipped inputs keep their index, so a broken
+            file does not change the seeds of the others.
+        header: From the file's header.
         fit: Target and canvas.
-        caption: Its own prompt, as it was when the job was planned.
+        caption: Its own prompt, as read when the job was planned.
     """
 
     index: int
-    facts: PictureHeader
+    header: PictureHeader
     fit: Fit
     caption: str | None = None
 
 
 @dataclass(frozen=True)
 class LoadedPicture:
-    """A planned picture, read.
+    """A planned image with its pixels.
 
     Args:
-        planned: What was planned.
-        picture: As read, in its own size.
-        canvas: RGB picture of the canvas size.
+        planned: Its plan.
+        picture: The image in its own size.
+        canvas: RGB image of the canvas size.
     """
 
     planned: PlannedPicture
@@ -52,7 +53,7 @@ class LoadedPicture:
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures that are generated on the same canvas, in input order."""
+    """Images with the same canvas size, in input order."""
 
     canvas_width_px: int
     canvas_height_px: int
@@ -63,33 +64,38 @@ def plan_pictures(
     paths: Iterable[Path],
     rule: SizeRule,
     *,
-    report: Report,
+    report: SkipReport,
     max_megapixels: float = MAX_MEGAPIXELS,
 ) -> list[PlannedPicture]:
-    """Read the headers of pictures and settle each one's size.
+    """Read the headers of images and settle each one's size.
+
+    Args:
+        paths: The images.
+        rule: The size of each result.
+        report: Gets the images with a broken header or too large a result.
+        max_megapixels: Largest canvas, in millions of pixels.
 
     Returns:
-        The pictures in the order given, without those that `report` got: broken at
-        the beginning, or too large under the rule.
+        The other images, in the order given.
     """
     planned = []
     for index, path in enumerate(paths):
         try:
-            facts = read_facts(path)
-            fit = fit_size(rule, facts.width_px, facts.height_px, max_megapixels=max_megapixels)
+            header = read_header(path)
+            fit = fit_size(rule, header.width_px, header.height_px, max_megapixels=max_megapixels)
         except (PictureError, ShapeError) as exc:
             report.skip(path, exc)
         else:
-            planned.append(PlannedPicture(index, facts, fit))
+            planned.append(PlannedPicture(index, header, fit))
     return planned
 
 
 def group_by_canvas(pictures: Sequence[PlannedPicture]) -> list[Group]:
-    """Group pictures by canvas size.
+    """Group images by canvas size.
 
     Returns:
-        The groups in the order in which their sizes first occur; in each the pictures
-        in the order given.
+        The groups in the order in which their sizes first occur; the order within a group is
+        the order given.
     """
     groups: dict[tuple[int, int], list[PlannedPicture]] = {}
     for planned in pictures:
@@ -99,17 +105,16 @@ def group_by_canvas(pictures: Sequence[PlannedPicture]) -> list[Group]:
 
 
 def read_batches(
-    group: Group, batch_size: int, *, report: Report
+    group: Group, batch_size: int, *, report: SkipReport
 ) -> Iterator[tuple[LoadedPicture, ...]]:
-    """Read a group's pictures, a batch at a time.
+    """Read a group's images, one batch at a time.
 
-    A picture that turns out broken goes to `report`, and the next one takes its place,
-    so that all batches but the last are full.
+    The next image takes the place of a broken one, so all batches but the last are full.
 
     Args:
         group: From `group_by_canvas`.
-        batch_size: Pictures in a batch at most, at least 1.
-        report: Gets the broken ones.
+        batch_size: Most images in a batch, at least 1.
+        report: Gets the broken images.
 
     Raises:
         OptionError: `batch_size` is less than 1.
@@ -119,15 +124,17 @@ def read_batches(
     return _batches(group, batch_size, report)
 
 
-def _batches(group: Group, batch_size: int, report: Report) -> Iterator[tuple[LoadedPicture, ...]]:
+def _batches(
+    group: Group, batch_size: int, report: SkipReport
+) -> Iterator[tuple[LoadedPicture, ...]]:
     batch: list[LoadedPicture] = []
     for planned in group.pictures:
         try:
-            picture = read_picture(planned.facts.path)
+            picture = read_picture(planned.header.path)
             with picture_errors():
                 canvas = to_canvas(picture.image, planned.fit)
         except (PictureError, ShapeError) as exc:
-            report.skip(planned.facts.path, exc)
+            report.skip(planned.header.path, exc)
             continue
         batch.append(LoadedPicture(planned, picture, canvas))
         if len(batch) == batch_size:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.pictures.infotext import Infotext, build_infotext, parse_infotext
+from onediff_ext.pictures.infotext_format import Infotext, build_infotext, parse_infotext
 
 FIELDS = {
     "Steps": 20,

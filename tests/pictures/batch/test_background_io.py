@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from onediff_ext.pictures.background_io import Writing, read_ahead
+from onediff_ext.pictures.batch.background_io import BackgroundWriter, read_ahead
 
 WAIT_S = 20
 
@@ -42,7 +42,7 @@ def test_what_an_item_raises_arrives_after_those_before_it() -> None:
 
 def test_jobs_are_done_beside_and_in_order() -> None:
     go_on, done = threading.Event(), []
-    with Writing(limit=3) as writing:
+    with BackgroundWriter(limit=3) as writing:
         writing.put(lambda: done.append(go_on.wait(WAIT_S)))
         writing.put(lambda: done.append("second"))
         assert done == []
@@ -54,7 +54,7 @@ def test_no_more_than_the_limit_waits() -> None:
     go_on, two, queued = threading.Event(), threading.Event(), []
 
     def put_all() -> None:
-        with Writing(limit=2) as writing:
+        with BackgroundWriter(limit=2) as writing:
             for number in range(3):
                 writing.put(lambda: go_on.wait(WAIT_S) and None)
                 queued.append(number)
@@ -79,7 +79,7 @@ def test_an_error_ends_all_that_follows_and_reaches_the_caller() -> None:
     done: list[int] = []
 
     def put_all() -> None:
-        with Writing(limit=1) as writing:
+        with BackgroundWriter(limit=1) as writing:
             writing.put(fail)
             for number in range(3):
                 writing.put(partial(done.append, number))
@@ -97,7 +97,7 @@ def test_what_waits_behind_an_error_is_not_done() -> None:
         fail()
 
     def put_all() -> None:
-        with Writing(limit=2) as writing:
+        with BackgroundWriter(limit=2) as writing:
             writing.put(fail_late)
             writing.put(lambda: done.append("second"))
             go_on.set()
@@ -108,7 +108,7 @@ def test_what_waits_behind_an_error_is_not_done() -> None:
 
 
 def test_an_error_of_the_last_job_reaches_the_caller() -> None:
-    with pytest.raises(ValueError, match="disk full"), Writing() as writing:
+    with pytest.raises(ValueError, match="disk full"), BackgroundWriter() as writing:
         writing.put(fail)
 
 
@@ -116,7 +116,7 @@ def test_what_is_queued_is_done_when_the_block_is_interrupted() -> None:
     go_on, done = threading.Event(), []
 
     def interrupted() -> None:
-        with Writing(limit=2) as writing:
+        with BackgroundWriter(limit=2) as writing:
             writing.put(lambda: done.append(go_on.wait(WAIT_S)))
             writing.put(lambda: done.append("second"))
             go_on.set()
@@ -129,7 +129,7 @@ def test_what_is_queued_is_done_when_the_block_is_interrupted() -> None:
 
 def test_the_blocks_own_error_is_the_one_that_is_raised() -> None:
     def interrupted() -> None:
-        with Writing() as writing:
+        with BackgroundWriter() as writing:
             writing.put(fail)
             raise KeyboardInterrupt
 

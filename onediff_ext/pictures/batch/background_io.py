@@ -1,6 +1,6 @@
-"""Reading and writing pictures in threads, beside the one that draws.
+"""Threads that read and write images while another one draws.
 
-A GPU has nothing to do while a picture is compressed.
+A GPU is idle while the drawing thread compresses PNG files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, each of which is made in a thread while the one before it is in use."""
+    """Yield the same items; a thread makes the next one while the current one is in use."""
     with ThreadPoolExecutor(1, "onediff-input") as thread:
         coming = thread.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -24,14 +24,14 @@ def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
             yield item
 
 
-class Writing(AbstractContextManager["Writing"]):
-    """Does jobs in one thread, in the order in which they came; an error ends them all.
+class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
+    """Runs jobs in one thread, in order; an error ends all of them.
 
-    At the end of the ``with`` block all that was queued is done, also when the block ends with an
-    error or Ctrl-C; what a job raised is raised there, unless the block has an error of its own.
+    The end of the ``with`` block waits for all queued jobs, also after an error or Ctrl-C. It
+    raises a job's error unless the block itself raises one.
 
     Args:
-        limit: Jobs that may wait or be under way.
+        limit: Jobs that may wait or run at the same time.
     """
 
     def __init__(self, limit: int = 2) -> None:
@@ -41,10 +41,10 @@ class Writing(AbstractContextManager["Writing"]):
         self._failed = False
 
     def put(self, job: Callable[[], None]) -> None:
-        """Queue a job, as soon as there is room.
+        """Queue a job; waits while the queue is full.
 
         Raises:
-            BaseException: What an earlier job raised.
+            BaseException: The error of an earlier job.
         """
         while self._queued and (self._queued[0].done() or len(self._queued) >= self._limit):
             self._queued.popleft().result()

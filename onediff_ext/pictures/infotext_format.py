@@ -1,4 +1,4 @@
-"""Infotext: how a picture was made, as text that the WebUI reads back.
+"""The format of infotext: how an image was made, as text that the WebUI reads back.
 
     a cat, watercolour
     Negative prompt: blurry

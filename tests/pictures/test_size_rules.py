@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from onediff_ext.core.errors import OptionError, ShapeError
-from onediff_ext.pictures.fitting import from_canvas, to_canvas, to_target
-from onediff_ext.pictures.sizing import (
+from onediff_ext.pictures.canvas_images import from_canvas, to_canvas, to_target
+from onediff_ext.pictures.canvas_sizes import fit_size
+from onediff_ext.pictures.size_rules import (
+    SUGGESTED_RULES,
     FixedSize,
     LongestSide,
     OwnSize,
     ScaledSize,
     SizeRule,
-    fit_size,
     parse_size_rule,
 )
 
@@ -179,3 +180,8 @@ def test_a_picture_of_another_size_than_planned_is_refused() -> None:
         to_canvas(Image.new("RGB", (50, 100)), fit)
     with pytest.raises(ShapeError):
         from_canvas(Image.new("RGB", (100, 50)), fit)
+
+
+@pytest.mark.parametrize("text", SUGGESTED_RULES)
+def test_suggested_rules_read_back_as_themselves(text: str) -> None:
+    assert str(parse_size_rule(text)).startswith(text)

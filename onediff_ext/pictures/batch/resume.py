@@ -1,8 +1,8 @@
-"""Which results are there already, so that a run that was stopped can go on.
+"""Finds the results that exist already, so that a stopped run continues.
 
-Each result carries the digest of the job that made it. A result that is whole and has
-the digest of the job at hand is done; one of another job is made again in its place;
-a file that is not ours is left alone, and another name taken.
+Each result carries the digest of the job that made it. A complete file with the current job's
+digest is done. A file of another job is replaced. A file that no job made is kept, and the result
+gets another name.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _DIGEST_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Output:
-    """Where a result goes.
+    """The file of a result.
 
     Args:
         path: The PNG file.
-        is_done: It is there and whole, from the same job; nothing is left to do.
+        is_done: The file exists, is complete and comes from the same job.
     """
 
     path: Path
     is_done: bool
 
 
-def job_digest(settings: Mapping[str, object], facts: PictureHeader) -> str:
-    """Digest everything that a result depends on.
+def job_digest(settings: Mapping[str, object], header: PictureHeader) -> str:
+    """Return a digest of everything that a result depends on.
 
-    The input counts by its name, size in bytes, time of change and size in pixels:
-    reading 10,000 pictures whole only to compare them would take longer than many a
-    run. Its folder does not count, so a moved folder is not made again.
+    The input counts by its name, size in bytes, time of change and size in pixels: reading 10,000
+    whole files would take longer than many runs. Its folder does not count, so results stay valid
+    when the folder moves.
 
     Args:
-        settings: Name → value; texts, numbers, booleans, None, paths, and lists and
-            mappings of them. Their order does not count.
-        facts: The input.
+        settings: Name → value: texts, numbers, booleans, None, paths, and lists and mappings of
+            them, in any order.
+        header: Of the input.
 
     Returns:
         SHA-256, 64 hexadecimal digits.
@@ -58,11 +58,11 @@ def job_digest(settings: Mapping[str, object], facts: PictureHeader) -> str:
         "schema": _DIGEST_SCHEMA,
         "settings": {name: _plain(name, value) for name, value in settings.items()},
         "input": [
-            facts.path.name,
-            facts.size_bytes,
-            facts.modified_ns,
-            facts.width_px,
-            facts.height_px,
+            header.path.name,
+            header.size_bytes,
+            header.modified_ns,
+            header.width_px,
+            header.height_px,
         ],
     }
     text = json.dumps(entries, sort_keys=True, ensure_ascii=True, allow_nan=False)
@@ -70,12 +70,12 @@ def job_digest(settings: Mapping[str, object], facts: PictureHeader) -> str:
 
 
 def is_done(path: Path, digest: str) -> bool:
-    """Say whether `path` is a whole PNG file that the job of this digest made.
+    """Whether `path` is a complete PNG file that the job of this digest made.
 
-    Only the file's chunks are walked through; a file that is cut off is not done.
+    Only the file's chunks are read, no pixels; a truncated file is not done.
 
     Raises:
-        PictureError: The file is there and cannot be read.
+        PictureError: The file exists and cannot be read.
     """
     return _is_done(_read(path), digest)
 
@@ -87,20 +87,20 @@ def plan_outputs(
     *,
     inputs: Iterable[Path] = (),
 ) -> list[Output]:
-    """Settle where each result goes.
+    """Choose the file of each result.
 
     Args:
-        output_dir: The folder; need not exist.
+        output_dir: The folder; it may be missing.
         names: One distinct relative name for each result, from `naming.distinct_names`.
         digests: The job's digest for each result.
-        inputs: Files that are never written to, even when an earlier run made them.
+        inputs: Files that are never overwritten, even if an earlier run made them.
 
     Returns:
-        One output for each name. A name is changed (``a-2.png``) only where a file
-        stands that we did not make, or that is an input.
+        One output for each name. The name changes (``a-2.png``) only if its file is an input or
+        was not made by a job.
 
     Raises:
-        PictureError: A file that is there cannot be read.
+        PictureError: An existing file cannot be read.
     """
     taken = {_real(path) for path in inputs}
     reserved = {_real(output_dir / name) for name in names}
@@ -132,11 +132,11 @@ def _is_done(chunks: PngChunks | None, digest: str) -> bool:
 
 
 def _read(path: Path) -> PngChunks | None:
-    """Read what stands at a path: None when nothing does, empty chunks for a folder."""
+    """Read the chunks at a path: None without a file, empty chunks for a folder."""
     try:
         return PngChunks() if path.is_dir() else read_png(path)
     except UnsafeFileError:
-        return PngChunks()  # a device or a pipe: no result of ours
+        return PngChunks()  # a device or a pipe, which no job made
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:

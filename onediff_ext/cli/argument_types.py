@@ -1,0 +1,53 @@
+"""Types of command-line arguments: numbers and lists of sizes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+from onediff_ext.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from onediff_ext.core.shapes import BatchShape
+
+
+def amount(text: str) -> float:
+    """Read a finite number of zero or above, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of zero or above")
+    return number
+
+
+def positive_amount(text: str) -> float:
+    """Read a finite number above zero, for argparse."""
+    number = amount(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above zero")
+    return number
+
+
+def positive_count(text: str) -> int:
+    """Read a whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or above")
+    return int(text)
+
+
+def required_sizes(text: str) -> list[BatchShape]:
+    """Read a list of sizes with at least one entry.
+
+    Raises:
+        OptionError: The list is empty.
+        ShapeError: An entry is not a size, or cannot be generated.
+    """
+    from onediff_ext.core.shapes import parse_sizes
+
+    shapes = parse_sizes(text)
+    if not shapes:
+        raise OptionError("No size is given.", 'Write for example "512x768, 720x960@2".')
+    return shapes

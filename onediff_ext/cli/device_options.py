@@ -1,0 +1,42 @@
+"""``--device`` and ``--dtype`` as torch objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onediff_ext.core.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of ``--device``; a GPU for "auto" if torch sees one.
+
+    Raises:
+        OptionError: The device does not exist, or is neither a CPU nor an NVIDIA GPU.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"Device {name!r} cannot be used.", "Use cpu, cuda or cuda:N.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"torch sees no GPU {name!r}.", "Use --device cpu, or run `onediff-ext doctor`."
+        )
+    return device
+
+
+def find_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of ``--dtype``; for "auto" float16 on GPUs and float32 on CPUs."""
+    import torch
+
+    if name == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]

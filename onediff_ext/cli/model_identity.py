@@ -1,0 +1,62 @@
+"""The identity of a model: checkpoint, VAE, LoRAs and precision, by content."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from concurrent.futures import Future, wait
+
+from onediff_ext.cli import library_imports
+from onediff_ext.core.demo_files import DEMO_MODEL
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities, parse_lora
+
+# Cached hashes are found within this time. A run with nothing to do then imports no libraries.
+_CACHED_WITHIN_S = 0.2
+
+
+def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the parts of the model that decide an image, by content.
+
+    Cached hashes are found at once. Otherwise the libraries are imported while the files are
+    hashed.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+        OptionError: A LoRA's weight is not a number, or the demo model is not installed.
+    """
+    found: Future[dict[str, object]] = Future()
+
+    def find() -> None:
+        try:
+            found.set_result(_hashed_identity(arguments))
+        except BaseException as exc:
+            found.set_exception(exc)
+
+    # A daemon thread: Ctrl-C does not wait for it.
+    threading.Thread(target=find, name="onediff-hash", daemon=True).start()
+    if not wait([found], _CACHED_WITHIN_S).done:
+        library_imports.import_libraries()
+    return found.result()
+
+
+def _hashed_identity(arguments: argparse.Namespace) -> dict[str, object]:
+    from onediff_ext.store import ContentHashes, GraphLibrary, default_root
+
+    root = arguments.store or default_root()
+    hashes = ContentHashes(GraphLibrary(root, limit_bytes=2**60).folder)
+    if arguments.model == DEMO_MODEL and not arguments.model.exists():
+        raise OptionError(
+            "This installation has no demo model.", "Name a checkpoint with --model FILE."
+        )
+    loras = lora_identities(map(parse_lora, arguments.lora), hashes)
+    identity: dict[str, object] = {
+        "checkpoint": hashes.content_hash(arguments.model),
+        "vae": None if arguments.vae is None else hashes.content_hash(arguments.vae),
+        "loras": loras,
+        "dtype": arguments.dtype,
+    }
+    if arguments.precision != CompileOptions.precision and not arguments.eager:
+        identity["precision"] = arguments.precision
+    return identity

@@ -1,0 +1,50 @@
+"""LoRAs as a user names them: ``FILE`` or ``FILE:WEIGHT``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onediff_ext.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from onediff_ext.store import ContentHashes
+
+
+def parse_lora(text: str) -> tuple[Path, float]:
+    """Read ``FILE`` or ``FILE:WEIGHT``.
+
+    Returns:
+        (file, weight); the weight is 1 unless it is given.
+
+    Raises:
+        OptionError: The weight is not a number.
+    """
+    path, colon, weight = text.rpartition(":")
+    # os.path.exists: Path.exists raises for a name that is too long. C:\file is a Windows path.
+    if not colon or len(path) == 1 or os.path.exists(text):
+        return Path(text), 1.0
+    try:
+        return Path(path), float(weight)
+    except ValueError:
+        raise OptionError(f"{weight!r} is no LoRA weight.", "Write FILE.safetensors:0.8.") from None
+
+
+def parse_lora_lines(text: str) -> list[tuple[Path, float]]:
+    """Read LoRAs, one a line; empty lines are ignored.
+
+    Raises:
+        OptionError: A weight is not a number.
+    """
+    return [parse_lora(line.strip()) for line in text.splitlines() if line.strip()]
+
+
+def lora_identities(loras: Iterable[tuple[Path, float]], hashes: ContentHashes) -> list[str]:
+    """Return what decides an image of each LoRA: ``NAME:WEIGHT:HASH``.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    return [f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}" for path, weight in loras]

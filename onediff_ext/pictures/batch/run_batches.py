@@ -1,0 +1,102 @@
+"""The loop of a run: batches are read ahead, drawn by the host, and written behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from onediff_ext.core.errors import PictureError
+from onediff_ext.pictures.batch.background_io import BackgroundWriter, read_ahead
+from onediff_ext.pictures.batch.batch_drawer import (
+    BatchDrawer,
+    BatchToDraw,
+    DrawnBatch,
+    DrawnPicture,
+    HostResultT,
+    WrittenPicture,
+)
+from onediff_ext.pictures.batch.batch_job import BatchJob
+from onediff_ext.pictures.batch.grouping import group_by_canvas, read_batches
+from onediff_ext.pictures.batch.planning import Plan, PlannedResult
+from onediff_ext.pictures.canvas_images import from_canvas, to_target
+from onediff_ext.pictures.skipped import SkipReport
+from onediff_ext.pictures.writing import write_png
+
+
+def run_batches(
+    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: SkipReport
+) -> None:
+    """Draw the results that are still missing.
+
+    One thread reads the next batch and one writes the last one while the host draws. An image
+    that fails goes to the report and leaves the others alone.
+
+    Args:
+        job: What to do.
+        plan: From `planning.plan_batch`.
+        drawer: Draws.
+        report: Gets the images that are left out.
+
+    Raises:
+        PictureError: A result cannot be written, for example because the disk is full. Written
+            results stay, and the same job goes on there.
+    """
+    targets = {result.planned.index: result for result in plan.todo}
+    with BackgroundWriter() as writing:
+        for batch in read_ahead(_read(job, plan, drawer, report)):
+            if drawer.is_stopped():
+                return
+            for drawn in drawer.draw(batch):
+                writing.put(partial(_write_batch, job, targets, drawer, drawn, report))
+
+
+def batch_count(job: BatchJob, plan: Plan) -> int:
+    """Return how many batches a run draws if every image can be read."""
+    groups = group_by_canvas([result.planned for result in plan.todo])
+    return sum(-(-len(group.pictures) // job.batch_size) for group in groups)
+
+
+def _read(
+    job: BatchJob, plan: Plan, drawer: BatchDrawer[HostResultT], report: SkipReport
+) -> Iterator[BatchToDraw]:
+    number = 0
+    for group in group_by_canvas([result.planned for result in plan.todo]):
+        for pictures in read_batches(group, job.batch_size, report=report):
+            number += 1
+            prepared = drawer.prepare([loaded.canvas for loaded in pictures])
+            yield BatchToDraw(number, pictures, prepared)
+
+
+def _write_batch(
+    job: BatchJob,
+    targets: dict[int, PlannedResult],
+    drawer: BatchDrawer[HostResultT],
+    drawn: DrawnBatch[HostResultT],
+    report: SkipReport,
+) -> None:
+    paths: list[Path] = []
+    for picture in drawn.pictures:
+        planned = picture.source.planned
+        if isinstance(picture.image, PictureError):
+            report.skip(planned.header.path, picture.image)
+            continue
+        written = _write(job, targets[planned.index], picture)
+        paths.append(written.path)
+        drawer.on_written(drawn, written)
+    drawer.on_batch_written(drawn, paths)
+
+
+def _write(job: BatchJob, target: PlannedResult, drawn: DrawnPicture) -> WrittenPicture:
+    assert not isinstance(drawn.image, PictureError)
+    fit = target.planned.fit
+    image = from_canvas(drawn.image, fit)
+    alpha = drawn.source.picture.alpha if job.keep_alpha else None
+    write_png(
+        target.path,
+        image,
+        infotext=drawn.infotext,
+        digest=target.digest,
+        alpha=None if alpha is None else to_target(alpha, fit),
+    )
+    return WrittenPicture(target.planned, target.path, image, drawn.infotext)
