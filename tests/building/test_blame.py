@@ -368,7 +368,7 @@ def test_workers_that_cannot_be_started_fail_no_kind(open_session, small, monkey
 @pytest.mark.parametrize("policy", ["background", "wait"])
 def test_fewer_workers_where_there_is_room_for_fewer(open_session, small, monkeypatch, policy):
     """The third process has no room: the two that have it build everything."""
-    session, alive = open_session(worker_process=4, build=policy), []
+    session, alive = open_session(workers=4, build=policy), []
 
     class Worker(InstantWorker):
         def build(self, program, device, timeout_s):
@@ -433,7 +433,7 @@ def test_no_room_for_a_thread_does_not_cost_the_picture(open_session, small, ins
 
 def test_workers_taken_by_several_threads_at_once(open_session, small, monkeypatch):
     """The list of idle workers is looked at and taken from in one go."""
-    session, started = open_session(worker_process=8), []
+    session, started = open_session(workers=8), []
     barrier = threading.Barrier(4, timeout=5)
 
     class Worker(InstantWorker):

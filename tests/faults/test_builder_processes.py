@@ -19,6 +19,7 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from onediff_ext.store import GraphLibrary
+from tests.support import slow_worker
 from tests.support.session_fixtures import SmallUNet
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ LIMIT_BYTES = 1 << 30
 class SlowWorker(WorkerProcess):
     """A real worker process with a build that only takes time."""
 
-    script = Path(__file__).with_name("slow_worker.py")
+    script = Path(slow_worker.__file__)
 
 
 class Drawer:
