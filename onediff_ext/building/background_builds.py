@@ -52,7 +52,7 @@ class BackgroundBuilds:
             try:
                 thread.start()
             except RuntimeError as exc:  # no room for a thread must not cost the picture
-                self._builder.hold(NoMemoryError(f"Builds cannot begin ({exc})."))
+                self._builder.postpone_all(NoMemoryError(f"Builds cannot begin ({exc})."))
                 return
             self._thread = thread
 
@@ -109,7 +109,7 @@ class BackgroundBuilds:
                     break
         except Exception as exc:  # a thread's errors would be lost; pictures go on eager
             logger.exception("Builds ended")
-            self._builder.hold(BackendError(f"Builds ended: {exc}"))
+            self._builder.postpone_all(BackendError(f"Builds ended: {exc}"))
         finally:
             with self._changed:
                 self._thread = None

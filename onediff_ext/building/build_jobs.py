@@ -25,27 +25,27 @@ class Job:
         kind: What it is for.
         locks: Its build lock.
         program: Once it is exported.
-        unproved: A stored graph that was never loaded on this machine.
+        stored: A stored graph that was never loaded on this machine.
         attempts: Worker processes that failed over it.
         faults: Those of them that nobody had killed.
         started_at: When its worker took it; monotonic.
         reason: Why it is built.
-        news: What to note once its graph is loaded, as (event, reason).
+        load_event: What to note once its graph is loaded, as (event, reason).
     """
 
     kind: BlockKind
     locks: ExitStack
     program: bytes = b""
-    unproved: StoredGraph | None = None
+    stored: StoredGraph | None = None
     attempts: int = 0
     faults: int = 0
     started_at: float = 0.0
     reason: str = ""
-    news: tuple[str, str] = ("", "")
+    load_event: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerResult:
     """What became of a job in its worker; a proof has neither payload nor seconds."""
 
     job: Job
@@ -55,7 +55,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """Whether a job's graph is loaded; neither so nor an error when the run was stopped."""
 
     job: Job
@@ -63,7 +63,7 @@ class Loaded:
     error: BackendError | None
 
 
-def seconds_of(
+def remaining_seconds(
     jobs: Sequence[Job],
     running: Sequence[Job],
     expected: Sequence[float | None],
@@ -105,7 +105,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, builder: Builder, in_background: bool, answer: Callable[[Answer], None]
+        self, builder: Builder, in_background: bool, answer: Callable[[WorkerResult], None]
     ) -> None:
         self._builder, self._in_background, self._answer = builder, in_background, answer
         self.folder = BuildFolder(safe_parent(builder.library.folder))
@@ -132,7 +132,7 @@ class WorkerPool:
         except RuntimeError as exc:  # no room for another thread; an older one may have taken it
             if ticket:
                 error = NoMemoryError(f"A build cannot begin ({exc}).")
-                self._answer(Answer(ticket.pop(), None, 0.0, error))
+                self._answer(WorkerResult(ticket.pop(), None, 0.0, error))
 
     def stop(self) -> None:
         """End all workers at once."""
@@ -165,10 +165,10 @@ class WorkerPool:
             worker = self._take()
             if job.attempts:
                 worker.renew()
-            if job.unproved is not None and job.unproved.payload is not None:
+            if job.stored is not None and job.stored.payload is not None:
                 timeout_s = builder.options.build_timeout_s
                 device = str(job.kind.device)
-                worker.prove(job.unproved.payload, job.program, device, timeout_s)
+                worker.prove(job.stored.payload, job.program, device, timeout_s)
             else:
                 built = builder.build_in(worker, job.program, str(job.kind.device))
                 payload, seconds = built.payload, built.seconds
@@ -179,4 +179,4 @@ class WorkerPool:
         finally:
             if worker is not None:
                 self._idle.append(worker)
-        self._answer(Answer(job, payload, seconds, error))
+        self._answer(WorkerResult(job, payload, seconds, error))

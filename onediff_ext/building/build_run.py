@@ -10,9 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from onediff_ext.building.build_jobs import Answer, Job, Loaded, WorkerPool, seconds_of
+from onediff_ext.building.build_jobs import (
+    Job,
+    LoadResult,
+    WorkerPool,
+    WorkerResult,
+    remaining_seconds,
+)
 from onediff_ext.building.builder import Builder, BuildProgress, ProgressListener
-from onediff_ext.building.exporting import Exported, export_all
+from onediff_ext.building.exporting import ExportResult, export_all
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.core.errors import (
     BackendError,
@@ -30,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _LOOK_AGAIN_S = 1.0  # at the kinds that another process builds
-_PROOF = 2  # worker processes that fail over a program before it is to blame
+_FAULTS_TO_BLAME = 2  # worker processes that fail over a program before it is to blame
 
 
 class BuildRun:
@@ -61,7 +67,9 @@ class BuildRun:
         self._spent: list[float] = []
         self._one_at_a_time = False
         self._most_workers = builder.worker_count
-        self._events: queue.SimpleQueue[Exported | Answer | Loaded] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ExportResult | WorkerResult | LoadResult] = (
+            queue.SimpleQueue()
+        )
         self._exporter: threading.Thread | None = None
         self._halt = threading.Event()  # for the exporter: stop, or leaving by an error
         self.workers = WorkerPool(builder, in_background, self._events.put)
@@ -86,7 +94,7 @@ class BuildRun:
     def stage(self) -> str:
         """What is done now, as in `Status.stage`."""
         if self._working:
-            return "proving" if all(job.unproved for job in self._working) else "building"
+            return "proving" if all(job.stored for job in self._working) else "building"
         return "exporting" if self._exporting else "building"
 
     @property
@@ -102,7 +110,7 @@ class BuildRun:
             return 0.0
         machine = machine_digest(jobs[0].kind.device)
         expected = self._builder.history.build_seconds(machine, [job.kind.label for job in jobs])
-        total = seconds_of(jobs, running, expected, self._spent)
+        total = remaining_seconds(jobs, running, expected, self._spent)
         return None if total is None else total / max(1, min(len(jobs), self._limit()))
 
     def work(self, more: Callable[[], Sequence[BlockKind]]) -> None:
@@ -176,7 +184,7 @@ class BuildRun:
                 kind.fail(reason)
                 self._finished(kind)
                 return
-            job = Job(kind, locks.pop_all(), unproved=stored, reason=reason)
+            job = Job(kind, locks.pop_all(), stored=stored, reason=reason)
             self._exporting[id(kind)] = job
             builder.event_log.note("build" if stored is None else "prove", kind.label, reason)
 
@@ -213,7 +221,7 @@ class BuildRun:
             logger.exception("Exports ended")
             lost = WorkerLostError(f"Exports ended: {exc}")
             for kind in kinds:
-                self._events.put(Exported(kind, None, lost))
+                self._events.put(ExportResult(kind, None, lost))
 
     def _limit(self) -> int:
         return max(1, min(self._most_workers, self._allowed()))
@@ -244,10 +252,10 @@ class BuildRun:
             event = self._events.get(timeout=_POLL_S)
         except queue.Empty:
             return
-        if isinstance(event, Exported):
+        if isinstance(event, ExportResult):
             self._exported(event)
             return
-        if isinstance(event, Loaded):
+        if isinstance(event, LoadResult):
             self._loaded(event)
             return
         job = event.job
@@ -263,12 +271,12 @@ class BuildRun:
                 builder.event_log.note("retried", job.kind.label, event.error.message)
             else:
                 self._machine_at_fault = event.error
-        elif job.unproved is not None:
-            self._proved(job, job.unproved, event.error)
+        elif job.stored is not None:
+            self._proved(job, job.stored, event.error)
         else:
             self._built(job, event)
 
-    def _exported(self, exported: Exported) -> None:
+    def _exported(self, exported: ExportResult) -> None:
         job = self._exporting.pop(id(exported.kind), None)
         if job is None:
             return
@@ -284,24 +292,24 @@ class BuildRun:
         with job.locks:
             self._put_off(job.kind, error)
 
-    def _built(self, job: Job, answer: Answer) -> None:
+    def _built(self, job: Job, answer: WorkerResult) -> None:
         builder = self._builder
         if answer.error is not None or answer.payload is None:
             error = answer.error or BackendError("The worker gave no graph.")
             if not self._tries_again(job, error):
                 with job.locks:
-                    lasting = job.faults >= _PROOF
+                    lasting = job.faults >= _FAULTS_TO_BLAME
                     self._fail(job.kind, error, attempts=job.attempts, lasting=lasting)
             return
-        builder.keep(job.kind, answer.payload, answer.seconds)
+        builder.store_built_graph(job.kind, answer.payload, answer.seconds)
         self._spent.append(answer.seconds)
-        job.news = ("built", f"in {answer.seconds:.1f} s: {job.reason}")
+        job.load_event = ("built", f"in {answer.seconds:.1f} s: {job.reason}")
         self._loading.append(job)
         self._loader.submit(self._load, job, answer.payload, "built")
 
     def _start_load(self, job: Job, stored: StoredGraph, what: str, reason: str) -> None:
         """Have a stored graph loaded that is known to be harmless."""
-        job.unproved, job.news = stored, (what, reason)
+        job.stored, job.load_event = stored, (what, reason)
         self._loading.append(job)
         self._loader.submit(self._load, job, stored.payload or b"", "loaded")
 
@@ -316,14 +324,14 @@ class BuildRun:
             error = exc
         except Exception as exc:  # would be lost in the pool, and the run would wait for ever
             error = BackendError(f"{type(exc).__name__}: {exc}")
-        self._events.put(Loaded(job, done, error))
+        self._events.put(LoadResult(job, done, error))
 
-    def _loaded(self, event: Loaded) -> None:
+    def _loaded(self, event: LoadResult) -> None:
         job, error = event.job, event.error
         self._loading.remove(job)
-        if error is not None and job.unproved is not None:
+        if error is not None and job.stored is not None:
             # In this process, which says nothing about another one.
-            problem, digest = f"cannot be loaded: {error.message}", job.unproved.header
+            problem, digest = f"cannot be loaded: {error.message}", job.stored.header
             self._builder.refuse(job.kind, digest.payload_sha256, problem)
             self._build_another(job, problem)
             return
@@ -331,7 +339,7 @@ class BuildRun:
             if error is not None:
                 self._fail(job.kind, error, attempts=job.attempts + 1, lasting=False)
             elif event.done:
-                what, reason = job.news
+                what, reason = job.load_event
                 self._builder.event_log.note(what, job.kind.label, reason)
                 self._finished(job.kind)
 
@@ -342,7 +350,9 @@ class BuildRun:
         job.attempts += 1
         job.faults += not isinstance(error, WorkerKilledError)
         lost = isinstance(error, WorkerLostError)
-        if job.attempts >= builder.options.build_attempts or not (lost or job.faults < _PROOF):
+        if job.attempts >= builder.options.build_attempts or not (
+            lost or job.faults < _FAULTS_TO_BLAME
+        ):
             return False
         self._one_at_a_time = self._one_at_a_time or lost
         builder.event_log.note("retried", job.kind.label, error.message, level=logging.WARNING)
@@ -354,7 +364,7 @@ class BuildRun:
         if error is not None:
             if self._tries_again(job, error):
                 return
-            if job.faults >= _PROOF:
+            if job.faults >= _FAULTS_TO_BLAME:
                 builder.mark_bad(job.kind, stored.header.payload_sha256, error.message)
             else:
                 builder.refuse(job.kind, stored.header.payload_sha256, error.message)
@@ -382,7 +392,7 @@ class BuildRun:
             job.kind.fail(reason)
             self._finished(job.kind)
             return
-        job.unproved, job.reason, job.attempts, job.faults = None, reason, 0, 0
+        job.stored, job.reason, job.attempts, job.faults = None, reason, 0, 0
         if job.program:
             self._waiting.append(job)
         else:
@@ -394,7 +404,7 @@ class BuildRun:
         if self._stop.is_set():
             return
         left = [*self._waiting, *self._working, *self._loading, *self._exporting.values()]
-        builder.hold(error, [*(job.kind for job in left), *self._elsewhere, *self._new])
+        builder.postpone_all(error, [*(job.kind for job in left), *self._elsewhere, *self._new])
 
     def _put_off(self, kind: BlockKind, exc: OneDiffError) -> None:
         self._builder.put_off(kind, exc)

@@ -168,7 +168,7 @@ class Builder:
             try:
                 run = BuildRun(self, kinds, listen, stop or threading.Event(), in_background)
             except BackendError as exc:
-                self.hold(exc, kinds)
+                self.postpone_all(exc, kinds)
                 return
             with run:
                 self.run = run
@@ -176,12 +176,12 @@ class Builder:
                     run.work(more or (lambda: ()))
                 except (OSError, MemoryError, RuntimeError) as exc:  # no room for a thread, say
                     logger.exception("Builds ended")
-                    self.hold(MachineError(f"Builds ended: {exc}"))
+                    self.postpone_all(MachineError(f"Builds ended: {exc}"))
                 finally:
                     self.run = None
                     self.graph_loader.use_ready()
 
-    def hold(self, exc: BackendError, kinds: Sequence[BlockKind] = ()) -> None:
+    def postpone_all(self, exc: BackendError, kinds: Sequence[BlockKind] = ()) -> None:
         """Nothing can be built here now: kinds stay missing, and are tried later."""
         self.problem, self.retry_at = str(exc), time.monotonic() + RETRY_AFTER_S
         self.event_log.note("failed", "all builds", str(exc), level=logging.WARNING)
@@ -290,7 +290,7 @@ class Builder:
         with TORCH_LOCK:
             return self.backend.load(payload, device)
 
-    def keep(self, kind: BlockKind, payload: bytes, seconds: float) -> None:
+    def store_built_graph(self, kind: BlockKind, payload: bytes, seconds: float) -> None:
         """Put a new graph on disk, if that is possible, with what its build took."""
         machine = machine_digest(kind.device)
         try:

@@ -57,7 +57,7 @@ CHILD_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """One kind's program, or why there is none."""
 
     kind: BlockKind
@@ -77,7 +77,7 @@ def export_all(
     *,
     children: int | None = None,
     in_background: bool = True,
-) -> Iterator[Exported]:
+) -> Iterator[ExportResult]:
     """Export kinds and yield each as it comes; ends early when `stop` is set.
 
     Args:
@@ -111,16 +111,16 @@ def export_all(
         yield exported
 
 
-def _export_here(kind: BlockKind) -> Exported:
+def _export_here(kind: BlockKind) -> ExportResult:
     try:
         with TORCH_LOCK:
-            return Exported(kind, kind.export())
+            return ExportResult(kind, kind.export())
     except OneDiffError as exc:
-        return Exported(kind, None, exc)
+        return ExportResult(kind, None, exc)
     except MemoryError:
-        return Exported(kind, None, NoMemoryError("There is no memory to export a block."))
+        return ExportResult(kind, None, NoMemoryError("There is no memory to export a block."))
     except Exception as exc:  # of this kind alone: the others go on
-        return Exported(kind, None, _failed(exc))
+        return ExportResult(kind, None, _failed(exc))
 
 
 def _failed(exc: Exception) -> ExportError:
@@ -133,7 +133,7 @@ def _export_in_children(
     stop: threading.Event,
     count: int,
     in_background: bool,
-) -> Iterator[Exported]:
+) -> Iterator[ExportResult]:
     ready: list[tuple[BlockKind, Callable[[], bytes]]] = []
     for kind in kinds:
         try:  # the tracing is the child's, on the CPU: of a GPU it cannot even ask the number
@@ -142,9 +142,9 @@ def _export_in_children(
                     return
                 ready.append((kind, kind.prepare_export(torch.device("cpu"))))
         except OneDiffError as exc:
-            yield Exported(kind, None, exc)
+            yield ExportResult(kind, None, exc)
         except Exception as exc:
-            yield Exported(kind, None, _failed(exc))
+            yield ExportResult(kind, None, _failed(exc))
     shares = [ready[i::count] for i in range(count) if ready[i::count]]
     children: list[_Child] = []
     giving_way = GivingWay()
@@ -161,7 +161,7 @@ def _export_in_children(
                             break  # when one of them has ended, there may be
                         reason = NoMemoryError(f"This process cannot be forked ({exc.strerror}).")
                         for kind, _ in shares[0]:
-                            yield Exported(kind, None, reason)
+                            yield ExportResult(kind, None, reason)
                 del shares[0]
             for child in children:
                 giving_way.tell(child.pid, in_background and foreground.is_drawing)
@@ -212,7 +212,7 @@ class _Child:
         os.close(theirs)
         return pid
 
-    def read(self) -> Iterator[Exported]:
+    def read(self) -> Iterator[ExportResult]:
         """Take what the child has written; may block until a message is whole."""
         chunk = os.read(self.pipe, 1 << 20)
         self._heard_at = time.monotonic()
@@ -228,17 +228,19 @@ class _Child:
             program, message = pickle.loads(self._unread[_HEAD.size : end])
             self._unread = self._unread[end:]
             error = ExportError(message) if program is None else None
-            yield Exported(self._left.pop(index), program, error)
+            yield ExportResult(self._left.pop(index), program, error)
 
     def is_silent(self) -> bool:
         """Whether it has said nothing for too long."""
         return time.monotonic() - self._heard_at > CHILD_TIMEOUT_S
 
-    def give_up(self) -> Iterator[Exported]:
+    def give_up(self) -> Iterator[ExportResult]:
         """End the child, and say what it left undone."""
         self.kill()
         for kind in self._left.values():
-            yield Exported(kind, None, WorkerLostError("The process that exports died or hung."))
+            yield ExportResult(
+                kind, None, WorkerLostError("The process that exports died or hung.")
+            )
 
     def kill(self) -> None:
         """End the child at once."""

@@ -55,7 +55,7 @@ def quick_builds() -> Iterator[None]:
             if kind.key.digest not in _BUILT:
                 _BUILT[kind.key.digest] = kind.export()
             payload = _BUILT[kind.key.digest]
-            builder.keep(kind, payload, 0.0)
+            builder.store_built_graph(kind, payload, 0.0)
             kind.accept(builder.load(payload, kind), "built")
             if listen is not None:
                 listen(BuildProgress(done, len(kinds), kind.label, 0.0))
