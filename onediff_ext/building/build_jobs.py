@@ -168,7 +168,7 @@ class WorkerPool:
             if job.stored is not None and job.stored.payload is not None:
                 timeout_s = builder.options.build_timeout_s
                 device = str(job.kind.device)
-                worker.prove(job.stored.payload, job.program, device, timeout_s)
+                worker.check_load(job.stored.payload, job.program, device, timeout_s)
             else:
                 built = builder.build_in(worker, job.program, str(job.kind.device))
                 payload, seconds = built.payload, built.seconds

@@ -218,8 +218,10 @@ class Builder:
 
     def is_load_safe_on(self, stored: StoredGraph, machine: str) -> bool | None:
         """The same for a machine of which `machine_digest` is known."""
-        proof = self.build_records.proof(stored.digest, machine, stored.header.payload_sha256)
-        return None if proof is None else not proof.problem
+        load_check = self.build_records.load_check(
+            stored.digest, machine, stored.header.payload_sha256
+        )
+        return None if load_check is None else not load_check.problem
 
     def stored(self, kind: BlockKind) -> StoredGraph | None:
         """The stored graph of a kind, unless it is known to be bad on this machine."""
@@ -265,11 +267,13 @@ class Builder:
 
     def why_missing(self, kind: BlockKind) -> str:
         """Why a kind has no graph that may be used here, in plain words."""
-        proof = self.build_records.read(kind.key.digest).proofs.get(machine_digest(kind.device))
+        load_check = self.build_records.read(kind.key.digest).load_checks.get(
+            machine_digest(kind.device)
+        )
         reason = self.library.explain(kind.key, kind.label)
         if reason == "stored":
-            if proof is not None and proof.problem:
-                return f"the stored one is bad on this machine: {proof.problem}"
+            if load_check is not None and load_check.problem:
+                return f"the stored one is bad on this machine: {load_check.problem}"
             return "the stored one was never loaded on this machine"
         return reason
 

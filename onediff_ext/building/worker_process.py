@@ -87,7 +87,7 @@ class WorkerProcess:
         assert payload is not None
         return Built(payload, float(str(answer["seconds"])))
 
-    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+    def check_load(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
         """Load a stored graph where a crash hurts nobody, and compare it with its program.
 
         Raises:

@@ -99,7 +99,7 @@ class Session(KindRegistry):
         )
         self._kinds: dict[tuple[str, torch.device], BlockKind] = {}
         self._current: set[str] = set()
-        self._unproved: set[str] = set()
+        self._awaiting_load_check: set[str] = set()
         self._fallbacks = Fallbacks()
         self._lock = threading.RLock()
         self._holding = 0
@@ -347,14 +347,14 @@ class Session(KindRegistry):
         """End builds, worker processes and threads; graphs in use go on working."""
         self.background.close()
 
-    def is_being_proved(self, kind: BlockKind) -> bool:
+    def awaits_load_check(self, kind: BlockKind) -> bool:
         """Whether a kind without a graph has a stored one that is tried first."""
-        return kind.key.digest in self._unproved
+        return kind.key.digest in self._awaiting_load_check
 
     def _to_build(self) -> list[BlockKind]:
         missing = self.missing()
         if self.options.build == "never":
-            return [kind for kind in missing if kind.key.digest in self._unproved]
+            return [kind for kind in missing if kind.key.digest in self._awaiting_load_check]
         return missing
 
     def _load_all(self, kinds: Sequence[BlockKind]) -> None:
@@ -378,7 +378,7 @@ class Session(KindRegistry):
             self._note_miss(kind)
             return
         if not self.builder.is_load_safe(stored, kind):
-            self._unproved.add(kind.key.digest)
+            self._awaiting_load_check.add(kind.key.digest)
             kind.miss("its stored graph was never loaded on this machine and is proved first")
             self.event_log.note("prove", kind.label, kind.reason)
             return

@@ -100,7 +100,7 @@ def _why_eager(session: Session, runner: BlockRunner) -> str | None:
         return kind.reason
     if session.background.is_cancelled(kind):
         return CANCELLED
-    if session.options.build == "never" and not session.is_being_proved(kind):
+    if session.options.build == "never" and not session.awaits_load_check(kind):
         return NOT_BUILT
     return kind.reason or NO_GRAPH_YET
 

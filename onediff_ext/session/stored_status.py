@@ -35,13 +35,13 @@ def stored_status(
     machine = machine_digest(device)
     ready = [digest for digest in digests if digest in labels]
     failures = [
-        verdict
+        build_record
         for digest in digests
         if digest not in labels
-        and (verdict := build_records.read(digest)).failure is not None
-        and verdict.failure.version == __version__
+        and (build_record := build_records.read(digest)).failure is not None
+        and build_record.failure.version == __version__
     ]
-    failed = {verdict.digest for verdict in failures}
+    failed = {build_record.digest for build_record in failures}
     missing = [digest for digest in digests if digest not in labels and digest not in failed]
     building = [digest for digest in missing if library.is_being_built(digest)]
     expected = history.build_seconds(machine, [build_records.read(d).label for d in missing])

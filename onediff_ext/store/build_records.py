@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 _SCHEMA = 2
 _LOCK_TIMEOUT_S = 10.0
 # A store that several machines share; more than these are forgotten, oldest first.
-_MAX_PROOFS = 16
+_MAX_LOAD_CHECKS = 16
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class BuildRecord:
         digest: Of the kind's key.
         label: For people.
         failure: Why it cannot be built, if it cannot.
-        proofs: Machine → what its first load there showed.
+        load_checks: Machine → what its first load there showed.
         eviction: Why its graph was deleted, if it was.
     """
 
     digest: str
     label: str = ""
     failure: Failure | None = None
-    proofs: dict[str, LoadCheck] = field(default_factory=dict)
+    load_checks: dict[str, LoadCheck] = field(default_factory=dict)
     eviction: Eviction | None = None
 
 
@@ -118,10 +118,14 @@ class BuildRecords:
         failure = self.read(digest).failure
         return failure if failure is not None and failure.version == version else None
 
-    def proof(self, digest: str, machine: str, payload_sha256: str) -> LoadCheck | None:
+    def load_check(self, digest: str, machine: str, payload_sha256: str) -> LoadCheck | None:
         """Return what the first load of these bytes on a machine showed, if there was one."""
-        proof = self.read(digest).proofs.get(machine)
-        return proof if proof is not None and proof.payload_sha256 == payload_sha256 else None
+        load_check = self.read(digest).load_checks.get(machine)
+        return (
+            load_check
+            if load_check is not None and load_check.payload_sha256 == payload_sha256
+            else None
+        )
 
     def record_failure(
         self, digest: str, label: str, reason: str, *, attempts: int, version: str
@@ -134,13 +138,13 @@ class BuildRecords:
         self, digest: str, label: str, *, machine: str, payload_sha256: str, problem: str = ""
     ) -> None:
         """Remember what the first load of some bytes on a machine showed; clears a failure."""
-        proof = LoadCheck(payload_sha256, problem, time.time())
+        load_check = LoadCheck(payload_sha256, problem, time.time())
 
-        def add(verdict: BuildRecord) -> BuildRecord:
-            proofs = {**verdict.proofs, machine: proof}
-            latest = sorted(proofs, key=lambda name: -proofs[name].at)[:_MAX_PROOFS]
-            kept = {name: proofs[name] for name in latest}
-            return replace(verdict, label=label, failure=None, proofs=kept)
+        def add(build_record: BuildRecord) -> BuildRecord:
+            load_checks = {**build_record.load_checks, machine: load_check}
+            latest = sorted(load_checks, key=lambda name: -load_checks[name].at)[:_MAX_LOAD_CHECKS]
+            kept = {name: load_checks[name] for name in latest}
+            return replace(build_record, label=label, failure=None, load_checks=kept)
 
         self._change(digest, label, add)
 
@@ -153,9 +157,9 @@ class BuildRecords:
         """Yield the kinds that cannot be built, by digest."""
         for path in record_paths(self.folder.build_records):
             if is_digest(path.stem):
-                verdict = self.read(path.stem)
-                if verdict.failure is not None:
-                    yield verdict
+                build_record = self.read(path.stem)
+                if build_record.failure is not None:
+                    yield build_record
 
     def retry(self, digest: str | None = None) -> list[str]:
         """Forget why a kind (all when None) cannot be built; return their labels.
@@ -164,10 +168,10 @@ class BuildRecords:
             StoreError: The folder cannot be written.
         """
         forgotten = []
-        for verdict in list(self.failures()):
-            if digest is None or verdict.digest == digest:
-                self._write(replace(verdict, failure=None))
-                forgotten.append(verdict.label or verdict.digest)
+        for build_record in list(self.failures()):
+            if digest is None or build_record.digest == digest:
+                self._write(replace(build_record, failure=None))
+                forgotten.append(build_record.label or build_record.digest)
         return forgotten
 
     def _change(
@@ -180,14 +184,20 @@ class BuildRecords:
         except StoreError as exc:
             _LOG.info("What was learnt about %s is not kept: %s", label, exc)
 
-    def _write(self, verdict: BuildRecord) -> None:
-        record = {"schema": _SCHEMA, **asdict(verdict)}
+    def _write(self, build_record: BuildRecord) -> None:
+        record = _as_json(build_record)
         encoded = json.dumps(record, indent=1, sort_keys=True).encode("ascii")
-        publish(self.folder, self._path(verdict.digest), [encoded])
+        publish(self.folder, self._path(build_record.digest), [encoded])
 
     def _path(self, digest: str) -> Path:
         graph_path(self.folder.graphs, digest)  # refuses what is no digest
         return self.folder.build_records / f"{digest}.json"
+
+
+def _as_json(build_record: BuildRecord) -> dict[str, object]:
+    """The record as it is stored; on disk the load checks are called "proofs"."""
+    fields = asdict(build_record)
+    return {"schema": _SCHEMA, "proofs": fields.pop("load_checks"), **fields}
 
 
 def _parse(digest: str, record: object) -> BuildRecord:
@@ -198,14 +208,18 @@ def _parse(digest: str, record: object) -> BuildRecord:
     failure = fields.get("failure") if schema == _SCHEMA else None
     eviction = fields.get("eviction")
     listed = mapping(fields.get("proofs"), "list of proofs")
-    proofs = {name: _proof(mapping(proof, "proof")) for name, proof in listed.items()}
+    load_checks = {
+        name: _load_check(mapping(load_check, "proof")) for name, load_check in listed.items()
+    }
     if schema != _SCHEMA:
-        proofs = {name: proof for name, proof in proofs.items() if not proof.problem}
+        load_checks = {
+            name: load_check for name, load_check in load_checks.items() if not load_check.problem
+        }
     return BuildRecord(
         digest=digest,
         label=text(fields, "label"),
         failure=None if failure is None else _failure(mapping(failure, "failure")),
-        proofs=proofs,
+        load_checks=load_checks,
         eviction=None if eviction is None else _eviction(mapping(eviction, "eviction")),
     )
 
@@ -219,7 +233,7 @@ def _failure(fields: Mapping[str, object]) -> Failure:
     )
 
 
-def _proof(fields: Mapping[str, object]) -> LoadCheck:
+def _load_check(fields: Mapping[str, object]) -> LoadCheck:
     return LoadCheck(
         payload_sha256=text(fields, "payload_sha256"),
         problem=text(fields, "problem"),

@@ -32,8 +32,14 @@ def nothing_is_held_against_a_kind(session) -> bool:
     """Whether the store remembers no failure and no bad graph."""
     build_records = session.builder.build_records
     digests = [kind.key.digest for kind in session.kinds]
-    proofs = [proof for digest in digests for proof in build_records.read(digest).proofs.values()]
-    return not list(build_records.failures()) and not any(proof.problem for proof in proofs)
+    load_checks = [
+        load_check
+        for digest in digests
+        for load_check in build_records.read(digest).load_checks.values()
+    ]
+    return not list(build_records.failures()) and not any(
+        load_check.problem for load_check in load_checks
+    )
 
 
 def draw_all(session, small, rounds=3):
@@ -191,7 +197,7 @@ def test_what_fails_in_a_worker_counts_when_another_one_repeats_it(
         assert nothing_is_held_against_a_kind(session)
     else:
         assert {kind.state for kind in session.kinds} == {KindState.FAILED}
-        failed = {verdict.digest for verdict in session.builder.build_records.failures()}
+        failed = {build_record.digest for build_record in session.builder.build_records.failures()}
         assert failed == {kind.key.digest for kind in session.kinds}
 
 
@@ -262,17 +268,17 @@ def test_a_graph_that_cannot_be_loaded_here_is_not_held_against_it(
 def test_a_proof_whose_worker_was_killed_is_not_held_against_the_graph(
     open_session, small, instant, monkeypatch
 ):
-    from tests.building.test_load_checks import forget_the_proof
+    from tests.building.test_load_checks import forget_load_check
 
     first = open_session()
     compile_pipe(small.pipe, session=first)
     draw_all(first, small)
     for kind in first.kinds:
-        forget_the_proof(first, kind)
+        forget_load_check(first, kind)
     session = open_session(build_attempts=2)
 
     class Killed(InstantWorker):
-        def prove(self, payload, program, device, timeout_s):
+        def check_load(self, payload, program, device, timeout_s):
             raise worker_process.lost("killed by SIGKILL")
 
     monkeypatch.setattr(
@@ -289,8 +295,8 @@ def test_records_of_the_version_that_blamed_everybody_are_dropped(open_session, 
     draw_all(session, small)
     build_records, digest = session.builder.build_records, session.kinds[0].key.digest
     build_records.record_failure(digest, "x", "another's patch", attempts=1, version="9")
-    proofs = {"good": "", "bad": "differs from eager"}
-    for machine, problem in proofs.items():
+    load_checks = {"good": "", "bad": "differs from eager"}
+    for machine, problem in load_checks.items():
         build_records.record_load_check(
             digest, "x", machine=machine, payload_sha256="0" * 64, problem=problem
         )
@@ -300,8 +306,8 @@ def test_records_of_the_version_that_blamed_everybody_are_dropped(open_session, 
     path.write_text(json.dumps({**record, "schema": 1}))
     found = BuildRecords(session.library.folder).read(digest)
     assert found.failure is None
-    assert "good" in found.proofs
-    assert "bad" not in found.proofs
+    assert "good" in found.load_checks
+    assert "bad" not in found.load_checks
 
 
 def no_room(*args, **kwargs):

@@ -29,7 +29,7 @@ def stored(open_session, small, instant):
     return session
 
 
-def forget_the_proof(session, kind, payload=None):
+def forget_load_check(session, kind, payload=None):
     """As if another machine had built the graph."""
     stored = session.library.get(kind.key)
     (session.library.folder.build_records / f"{kind.key.digest}.json").unlink()
@@ -55,7 +55,7 @@ def draw_with(session, policy="background"):
 
 def test_a_sound_graph_is_proved_once(stored, open_session):
     for kind in stored.kinds[:2]:
-        forget_the_proof(stored, kind)
+        forget_load_check(stored, kind)
     session = open_session(build="never")
     draw_with(session)
     assert session.count("loaded") == len(session.kinds)
@@ -95,7 +95,7 @@ class Refuses(InstantWorker):
 
     error: BackendError = BackendError("gives other results")
 
-    def prove(self, payload, program, device, timeout_s):
+    def check_load(self, payload, program, device, timeout_s):
         raise self.error
 
 
@@ -108,7 +108,7 @@ class Dies(Refuses):
 @pytest.mark.parametrize("worker", [Refuses, Dies])
 def test_a_bad_graph_is_marked_and_built_anew(stored, open_session, monkeypatch, worker):
     bad = stored.kinds[0]
-    forget_the_proof(stored, bad)
+    forget_load_check(stored, bad)
     session = open_session()
     monkeypatch.setattr(
         session.builder, "new_worker", lambda cache, in_background: worker("eager", cache)
@@ -127,7 +127,7 @@ def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session, m
     kinds = {kind.label: kind for kind in stored.kinds}
     one, other = kinds["BasicTransformerBlock 32"], kinds["BasicTransformerBlock 64"]
     payload = stored.library.get(other.key).payload
-    forget_the_proof(stored, one, payload)
+    forget_load_check(stored, one, payload)
     digest = stored.library.get(one.key).header.payload_sha256
     from onediff_ext.engine.machine import machine_digest
 
@@ -138,7 +138,7 @@ def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session, m
     session = open_session()
 
     class Compares(InstantWorker):
-        def prove(self, stored, program, device, timeout_s):
+        def check_load(self, stored, program, device, timeout_s):
             if stored == payload:
                 raise BackendError("gives other results")
 

@@ -59,7 +59,7 @@ class InstantWorker(WorkerProcess):
         time.sleep(0.02)
         return Built(program, 0.02)
 
-    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+    def check_load(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
         """Every graph is sound here."""
 
     def close(self) -> None:
