@@ -176,7 +176,7 @@ class BuildRun:
             reason = builder.why_missing(kind)
             stored = builder.stored(kind)
             if stored is not None and stored.payload is not None:
-                if builder.is_load_safe(stored, kind) and not builder.is_doubted(stored):
+                if builder.is_load_safe(stored, kind) and not builder.differed_here(stored):
                     job = Job(kind, locks.pop_all(), reason=reason)
                     self._start_load(job, stored, "loaded", "another process built it")
                     return
@@ -370,9 +370,9 @@ class BuildRun:
                 builder.refuse(job.kind, stored.header.payload_sha256, error.message)
             self._build_another(job, error.message)
             return
-        if builder.is_doubted(stored):
+        if builder.differed_here(stored):
             with job.locks:
-                builder.leave_eager(job.kind)
+                builder.fail_in_this_process(job.kind)
                 self._finished(job.kind)
             return
         builder.build_records.record_load_check(
@@ -407,11 +407,11 @@ class BuildRun:
         builder.postpone_all(error, [*(job.kind for job in left), *self._elsewhere, *self._new])
 
     def _put_off(self, kind: BlockKind, exc: OneDiffError) -> None:
-        self._builder.put_off(kind, exc)
+        self._builder.retry_later(kind, exc)
         self._finished(kind)
 
     def _fail(self, kind: BlockKind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
-        self._builder.give_up(kind, exc, attempts=attempts, lasting=lasting)
+        self._builder.fail_kind(kind, exc, attempts=attempts, lasting=lasting)
         self._finished(kind)
 
     def _finished(self, kind: BlockKind) -> None:

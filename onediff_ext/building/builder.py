@@ -237,7 +237,7 @@ class Builder:
         self.event_log.note("bad", kind.label, f"the stored graph {problem}", level=logging.WARNING)
         self._refused[kind.key.digest] = payload_sha256
 
-    def doubt(self, kind: BlockKind, reason: str) -> bool:
+    def recheck(self, kind: BlockKind, reason: str) -> bool:
         """Have a stored graph tried in a process of its own before it is used again: it was wrong
         beside eager in this process, where somebody may have patched what eager runs.
 
@@ -251,17 +251,17 @@ class Builder:
         kind.miss(f"its stored graph {reason}")
         return True
 
-    def leave_eager(self, kind: BlockKind) -> None:
+    def fail_in_this_process(self, kind: BlockKind) -> None:
         """A graph that was doubted turned out right in a process of its own."""
         kind.fail(f"{kind.reason}, but is right in a process of its own: something changes it here")
         self.event_log.note("failed", kind.label, kind.reason, level=logging.WARNING)
 
-    def trust_again(self) -> None:
+    def forget_refusals(self) -> None:
         """Forget what was refused or doubted in this process."""
         self._refused.clear()
         self._doubted.clear()
 
-    def is_doubted(self, stored: StoredGraph) -> bool:
+    def differed_here(self, stored: StoredGraph) -> bool:
         """Whether these bytes were wrong in this process."""
         return self._doubted.get(stored.digest) == stored.header.payload_sha256
 
@@ -321,7 +321,9 @@ class Builder:
         if seconds:
             self.history.record_build(machine, kind.label, seconds)
 
-    def give_up(self, kind: BlockKind, exc: OneDiffError, *, attempts: int, lasting: bool) -> None:
+    def fail_kind(
+        self, kind: BlockKind, exc: OneDiffError, *, attempts: int, lasting: bool
+    ) -> None:
         """Run a kind eager from now on; with `lasting`, in later processes too.
 
         Only what a worker process has found twice may last: it knows the program and nothing of
@@ -332,7 +334,7 @@ class Builder:
         if lasting:
             self.remember_failure(kind, exc.message, attempts)
 
-    def put_off(self, kind: BlockKind, exc: OneDiffError) -> None:
+    def retry_later(self, kind: BlockKind, exc: OneDiffError) -> None:
         """Try a kind again when it is met again: what failed may be somebody else's doing.
 
         One that itself cannot be exported is given up, for this process, after some tries.
@@ -340,9 +342,9 @@ class Builder:
         reason = f"could not be built: {exc.message}"
         is_its_own = isinstance(exc, ExportError) and not isinstance(exc, BlockGoneError)
         if is_its_own and kind.tries + 1 >= self.options.build_attempts:
-            self.give_up(kind, exc, attempts=kind.tries + 1, lasting=False)
+            self.fail_kind(kind, exc, attempts=kind.tries + 1, lasting=False)
             return
-        kind.put_off(reason, self.foreground.epoch)
+        kind.retry_later(reason, self.foreground.epoch)
         self.event_log.note("put off", kind.label, exc.message)
 
     def remember_failure(self, kind: BlockKind, reason: str, attempts: int = 1) -> None:

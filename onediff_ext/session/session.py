@@ -162,7 +162,7 @@ class Session(KindRegistry):
         wrong there, another one is built.
         """
         may_try = kind.source == "loaded" and self.options.build != "never"
-        if not (may_try and self.builder.doubt(kind, kind.reason)):
+        if not (may_try and self.builder.recheck(kind, kind.reason)):
             self.event_log.note(
                 "bad", kind.label, f"its graph {kind.reason}", level=logging.WARNING
             )
@@ -317,7 +317,7 @@ class Session(KindRegistry):
         """Try again what could not be built, here and in earlier processes; returns how many."""
         self.builder.build_records.retry()
         failed = [kind for kind in self.kinds if kind.state is KindState.FAILED]
-        self.builder.trust_again()
+        self.builder.forget_refusals()
         self._ask_for_all()
         for kind in failed:
             kind.miss("tried again")

@@ -67,7 +67,7 @@ def test_without_a_graph_blocks_are_looked_at_once_a_picture(open_session, small
         assert sum(kind.calls for kind in session.kinds) == calls + once
 
 
-def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, instant):
+def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, instant_workers):
     vae = models.vae(seed=1).half()
     session = open_session()
     compile_pipe(SimpleNamespace(vae=vae), session=session)
@@ -88,7 +88,7 @@ def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, 
     assert {kind.state for kind in session.kinds} == {KindState.READY}
 
 
-def test_graphs_change_between_pictures_only(open_session, small, instant):
+def test_graphs_change_between_pictures_only(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     small()
@@ -128,7 +128,7 @@ def test_cancel_is_immediate_and_keeps_what_is_built(open_session, small):
 
 
 def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     session = open_session()
     compile_pipe(small.pipe, session=session)
@@ -147,7 +147,7 @@ def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
 
 
 @pytest.mark.parametrize("children", [0, 2])
-def test_exports_here_or_in_children(open_session, small, children, instant):
+def test_exports_here_or_in_children(open_session, small, children, instant_workers):
     session = open_session()
     session.builder.export_children = children
     compile_pipe(small.pipe, session=session)
@@ -156,7 +156,7 @@ def test_exports_here_or_in_children(open_session, small, children, instant):
     assert session.count("built") == len(session.kinds)
 
 
-def test_an_export_in_this_process_waits_for_the_picture(open_session, small, instant):
+def test_an_export_in_this_process_waits_for_the_picture(open_session, small, instant_workers):
     session = open_session()
     session.builder.export_children = 0
     compile_pipe(small.pipe, session=session)
@@ -170,7 +170,9 @@ def test_an_export_in_this_process_waits_for_the_picture(open_session, small, in
     assert session.count("built") == len(session.kinds)
 
 
-def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(open_session, small, instant):
+def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(
+    open_session, small, instant_workers
+):
     expected = small(24, 16)
     session = open_session()
     compile_pipe(small.pipe, session=session)
@@ -221,7 +223,7 @@ def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_a_kind_that_loses_all_its_workers_runs_eager(
-    open_session, small, monkeypatch, instant, number
+    open_session, small, monkeypatch, instant_workers, number
 ):
     def die(worker):
         raise worker_process.lost(f"killed by {number.name}")
@@ -251,7 +253,9 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
     assert list(again.builder.build_records.failures()) == []
 
 
-def test_a_kind_that_cannot_be_built_is_not_tried_again(open_session, small, monkeypatch, instant):
+def test_a_kind_that_cannot_be_built_is_not_tried_again(
+    open_session, small, monkeypatch, instant_workers
+):
     session = open_session()
 
     def refuse(worker, program, device):
@@ -273,7 +277,7 @@ def test_a_kind_that_cannot_be_built_is_not_tried_again(open_session, small, mon
     assert "no such operator" in again.status().line()
 
 
-def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant):
+def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant_workers):
     session = open_session()
 
     def full(worker, program, device):
@@ -294,7 +298,7 @@ def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant):
     assert session.status().problem == ""
 
 
-def test_two_sessions_build_each_kind_once(open_session, small, instant):
+def test_two_sessions_build_each_kind_once(open_session, small, instant_workers):
     from tests.support.session_fixtures import SmallUNet
 
     sessions, others = [open_session(), open_session()], [small, SmallUNet(seed=1)]
@@ -312,7 +316,7 @@ def test_two_sessions_build_each_kind_once(open_session, small, instant):
     assert sum(session.count("loaded") for session in sessions) == kinds
 
 
-def test_the_most_useful_kind_is_built_first(open_session, small, instant):
+def test_the_most_useful_kind_is_built_first(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     small()

@@ -21,7 +21,7 @@ from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.store import BuildRecords
 from tests.support.draw import relative_error
-from tests.support.gates import at_the_gate
+from tests.support.held_builds import builds_on_hold
 from tests.support.ldm_stand_in import written_in
 from tests.support.session_fixtures import InstantWorker, SmallUNet
 
@@ -52,7 +52,7 @@ def draw_all(session, small, rounds=3):
 
 @pytest.mark.parametrize("children", [0, 2])
 def test_a_patch_that_cannot_be_exported_is_not_remembered(
-    open_session, small, instant, monkeypatch, children
+    open_session, small, instant_workers, monkeypatch, children
 ):
     attend = F.scaled_dot_product_attention
 
@@ -80,7 +80,7 @@ def test_a_patch_that_cannot_be_exported_is_not_remembered(
 
 
 def test_a_block_that_cannot_be_exported_is_given_up_for_this_process(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     session = open_session(build_attempts=2)
     session.builder.export_children = 0
@@ -97,7 +97,7 @@ def test_a_block_that_cannot_be_exported_is_given_up_for_this_process(
 
 
 @pytest.mark.parametrize("children", [0, 2])
-def test_a_setting_that_changes_between_pictures(open_session, small, instant, children):
+def test_a_setting_that_changes_between_pictures(open_session, small, instant_workers, children):
     """A1111's "Tiling": kinds met with it are built once it is on again, and plain ones at once."""
     plain = small()
     convolutions = [m for m in small.unet.modules() if isinstance(m, torch.nn.Conv2d)]
@@ -113,7 +113,7 @@ def test_a_setting_that_changes_between_pictures(open_session, small, instant, c
     compile_pipe(small.pipe, session=session)
     runners = compiled_state(small.pipe).components[0].runners
     tile(True)
-    with at_the_gate(session):
+    with builds_on_hold(session):
         with session.picture():
             tiled = small()
         tile(False)
@@ -136,13 +136,13 @@ def test_a_setting_that_changes_between_pictures(open_session, small, instant, c
     assert {kind.state for kind in session.kinds} == {KindState.READY}
 
 
-def test_a_kind_outlives_the_block_that_it_was_named_after(open_session, small, instant):
+def test_a_kind_outlives_the_block_that_it_was_named_after(open_session, small, instant_workers):
     """Another checkpoint was loaded before the graphs of the first one were built."""
     session = open_session()
     compile_pipe(small.pipe, session=session)
     other = SmallUNet(seed=5)
     expected = other()
-    with at_the_gate(session):
+    with builds_on_hold(session):
         small()
         compile_pipe(other.pipe, session=session)
         other()
@@ -222,7 +222,7 @@ def spoil(session, monkeypatch):
 
 
 def test_a_graph_that_differs_here_is_not_held_against_it(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     for _ in range(2):  # built here, then loaded
         session = open_session()
@@ -245,7 +245,7 @@ def test_a_graph_that_differs_here_is_not_held_against_it(
 
 
 def test_a_graph_that_cannot_be_loaded_here_is_not_held_against_it(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     first = open_session()
     compile_pipe(small.pipe, session=first)
@@ -266,7 +266,7 @@ def test_a_graph_that_cannot_be_loaded_here_is_not_held_against_it(
 
 
 def test_a_proof_whose_worker_was_killed_is_not_held_against_the_graph(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     from tests.building.test_load_checks import forget_load_check
 
@@ -289,7 +289,9 @@ def test_a_proof_whose_worker_was_killed_is_not_held_against_the_graph(
     assert nothing_is_held_against_a_kind(session)
 
 
-def test_records_of_the_version_that_blamed_everybody_are_dropped(open_session, small, instant):
+def test_records_of_the_version_that_blamed_everybody_are_dropped(
+    open_session, small, instant_workers
+):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     draw_all(session, small)
@@ -314,7 +316,9 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-def test_a_fork_without_memory_exports_in_this_process(open_session, small, instant, monkeypatch):
+def test_a_fork_without_memory_exports_in_this_process(
+    open_session, small, instant_workers, monkeypatch
+):
     monkeypatch.setattr("onediff_ext.building.exporting.os.fork", no_room)
     session = open_session()
     session.builder.export_children = 2
@@ -327,7 +331,7 @@ def test_a_fork_without_memory_exports_in_this_process(open_session, small, inst
 
 
 def test_a_second_fork_without_memory_waits_for_the_first(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     fork, forked, ended = os.fork, [], os.WEXITED | os.WNOWAIT | os.WNOHANG
 
@@ -394,7 +398,9 @@ def test_fewer_workers_where_there_is_room_for_fewer(open_session, small, monkey
     assert session.builder.problem == ""
 
 
-def test_in_wait_mode_a_full_machine_fails_no_kind(open_session, small, instant, monkeypatch):
+def test_in_wait_mode_a_full_machine_fails_no_kind(
+    open_session, small, instant_workers, monkeypatch
+):
     from onediff_ext.core.errors import MachineError
 
     session = open_session(build="wait")
@@ -417,7 +423,9 @@ def test_in_wait_mode_a_full_machine_fails_no_kind(open_session, small, instant,
     assert session.count("built") == len(session.kinds)
 
 
-def test_no_room_for_a_thread_does_not_cost_the_picture(open_session, small, instant, monkeypatch):
+def test_no_room_for_a_thread_does_not_cost_the_picture(
+    open_session, small, instant_workers, monkeypatch
+):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     start = threading.Thread.start

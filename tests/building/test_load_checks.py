@@ -19,7 +19,7 @@ CRASH = "#include <stdlib.h>\n__attribute__((constructor)) static void end(void)
 
 
 @pytest.fixture
-def stored(open_session, small, instant):
+def stored(open_session, small, instant_workers):
     """A store with all graphs of the small UNet."""
     session = open_session()
     compile_pipe(small.pipe, session=session)

@@ -19,7 +19,7 @@ SHAPES = [BatchShape(128, 128), BatchShape(192, 128, 2)]
 
 
 @pytest.fixture
-def warm(open_session, small, instant):
+def warm(open_session, small, instant_workers):
     """Makes warm-ups of the small UNet over one store."""
 
     def make(listen=None, shapes=SHAPES, **options):
@@ -109,7 +109,7 @@ def test_cancelled_between_steps(open_session, small, monkeypatch, last, measure
     assert len(report.sizes) == measured
 
 
-def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant):
+def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant_workers):
     pipe = models.sd15()
     session = open_session()
     compile_pipe(pipe, session=session)

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _do_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def workers_at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests keep all cores busy: workers that give way to them would hardly get a turn."""
     monkeypatch.setattr(GivingWay, "tell", lambda self, pid, drawing: None)
 
@@ -67,7 +67,7 @@ class InstantWorker(WorkerProcess):
 
 
 @pytest.fixture
-def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+def instant_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds without worker processes, for tests in which these do not matter."""
     monkeypatch.setattr(
         Builder, "new_worker", lambda self, cache, in_background: InstantWorker("eager", cache)

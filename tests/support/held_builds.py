@@ -13,7 +13,7 @@ from onediff_ext.session.session import Session
 
 
 @contextmanager
-def at_the_gate(session: Session) -> Iterator[None]:
+def builds_on_hold(session: Session) -> Iterator[None]:
     """No build of this session begins before the ``with`` block has ended."""
     builder, opened = session.builder, threading.Event()
 
