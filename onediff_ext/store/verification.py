@@ -1,4 +1,4 @@
-"""Checking every byte of what is stored."""
+"""Verification: checks every byte of the store, and deletes damaged files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StoreProblem:
         path: The file.
         reason: What is wrong with it.
         removed: Whether it was deleted.
-        is_damage: Whether it is of no use to anybody; files of other versions are sound.
+        is_damage: False for a sound file of another version.
     """
 
     path: Path
@@ -33,11 +33,18 @@ class StoreProblem:
 
 
 def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
-    """Check every graph and record; with `repair`, delete the damaged ones.
+    """Check every graph and record.
+
+    Args:
+        folder: The store.
+        repair: Delete damaged files.
+
+    Yields:
+        Each file that this version cannot use.
 
     Raises:
-        StoreReadOnlyError: `repair` cannot delete.
-        UntrustedGraphError: The store's folders are not ours alone.
+        StoreReadOnlyError: A damaged file cannot be deleted.
+        UntrustedGraphError: Other users may write the store's folders.
     """
     if not folder.exists():
         return
@@ -47,7 +54,7 @@ def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
         try:
             open_graph(path, with_payload=True)
         except FileNotFoundError:
-            continue  # just removed by somebody else
+            continue  # another process has just removed it
         except (GraphCorruptError, UntrustedGraphError) as exc:
             yield StoreProblem(path, exc.message, repair and remove_if_unusable(folder, path, True))
         except UnknownSchemaError as exc:
@@ -66,13 +73,18 @@ def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
 
 
 def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = False) -> bool:
-    """Delete a graph file that is damaged; return whether it is gone.
+    """Delete a damaged graph file.
 
-    It is looked at again under the guard, since another process may just have
-    replaced it by a sound one.
+    The file is checked again under the guard, since another process may just have replaced it with
+    a sound one.
 
     Args:
-        with_untrusted: Delete one that others may have written, too.
+        folder: The store.
+        path: The graph file.
+        with_untrusted: Also delete a file that other users may have written.
+
+    Returns:
+        Whether the file is gone.
 
     Raises:
         StoreReadOnlyError: It cannot be deleted.
@@ -93,7 +105,7 @@ def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = F
 
 
 def is_sound(path: Path) -> bool:
-    """Whether `path` is a sound graph of this version, and ours alone."""
+    """Whether `path` is a sound graph of this version that only this user can write."""
     try:
         open_graph(path, with_payload=True)
     except (OSError, StoreError):
@@ -119,7 +131,7 @@ def _record_paths(folder: StoreFolder) -> Iterator[Path]:
 
 
 def _delete(path: Path) -> bool:
-    """Delete a file, pipe or link; a folder of that name stays."""
+    """Delete a file, pipe or link, but not a folder; return whether the name is free."""
     with mapped_write_errors(path):
         if path.is_dir() and not path.is_symlink():
             return False

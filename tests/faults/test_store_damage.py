@@ -72,7 +72,7 @@ def test_a_folder_in_a_graphs_place(library: GraphLibrary) -> None:
     path.unlink()
     path.mkdir()
     assert library.get(KEY) is None
-    assert "no regular file" in library.explain(KEY)
+    assert "not a regular file" in library.explain(KEY)
     assert library.entries() == []
     assert [problem.removed for problem in library.verify(repair=True)] == [False]
     library.prune(limit_bytes=0)
