@@ -170,7 +170,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             loaded = f"loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})"
             print(printable(f"{kind.label}: {loaded}"))
         else:
-            why = kind.reason or model.session.builder.why_missing(kind)
+            why = kind.reason or model.session.build_context.graph_trust.missing_reason(kind)
             print(printable(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}"))
     return 0
 

@@ -26,7 +26,7 @@ from onediff_ext.core.options import (
 )
 
 if TYPE_CHECKING:
-    from onediff_ext.building.builder import ProgressListener
+    from onediff_ext.building.build_progress import ProgressListener
     from onediff_ext.core.shapes import BatchShape
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
     from onediff_ext.session.session import Session

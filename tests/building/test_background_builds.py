@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onediff_ext.building import background_builds, worker_process
+from onediff_ext.building import background_builds
+from onediff_ext.building.worker_failures import worker_lost_error
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from tests.support import models
 from tests.support.draw import relative_error
+from tests.support.session_fixtures import SmallUNet
 
 TIMEOUT_S = 240
 
@@ -149,7 +151,7 @@ def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
 @pytest.mark.parametrize("children", [0, 2])
 def test_exports_here_or_in_children(open_session, small, children, instant_workers):
     session = open_session()
-    session.builder.export_children = children
+    session.build_context.export_children = children
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -158,14 +160,14 @@ def test_exports_here_or_in_children(open_session, small, children, instant_work
 
 def test_an_export_in_this_process_waits_for_the_picture(open_session, small, instant_workers):
     session = open_session()
-    session.builder.export_children = 0
+    session.build_context.export_children = 0
     compile_pipe(small.pipe, session=session)
     with session.picture():
         small()
         wait_for(lambda: session.status().stage == "exporting")
         time.sleep(1)
         assert session.status().stage == "exporting"
-        assert session.builder.run._waiting == session.builder.run._working == []
+        assert session.builder.run.jobs.waiting == session.builder.run.jobs.working == []
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds)
 
@@ -195,7 +197,7 @@ class LosesWorkers:
     """
 
     def __init__(self, session, times, lose):
-        self._build_in, self._lose = session.builder.build_in, lose
+        self._build_in, self._lose = session.build_context.build_in, lose
         self.left, self.program = times, b""
 
     def __call__(self, worker, program, device):
@@ -211,7 +213,7 @@ def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
         os.kill(worker.pid, signal.SIGKILL)
 
     session = open_session()
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, kill))
+    monkeypatch.setattr(session.build_context, "build_in", LosesWorkers(session, 2, kill))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -226,10 +228,10 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
     open_session, small, monkeypatch, instant_workers, number
 ):
     def die(worker):
-        raise worker_process.lost(f"killed by {number.name}")
+        raise worker_lost_error(f"killed by {number.name}")
 
     session = open_session(build_attempts=2)
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, die))
+    monkeypatch.setattr(session.build_context, "build_in", LosesWorkers(session, 2, die))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -250,7 +252,7 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
         assert again.retry_failed() == 1
         assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("built") == 1
-    assert list(again.builder.build_records.failures()) == []
+    assert list(again.build_context.build_records.failures()) == []
 
 
 def test_a_kind_that_cannot_be_built_is_not_tried_again(
@@ -261,7 +263,7 @@ def test_a_kind_that_cannot_be_built_is_not_tried_again(
     def refuse(worker, program, device):
         raise BackendError("no such operator")
 
-    monkeypatch.setattr(session.builder, "build_in", refuse)
+    monkeypatch.setattr(session.build_context, "build_in", refuse)
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -284,7 +286,7 @@ def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant_wor
         raise MachineError("No space left on device.", "Free some.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.builder, "build_in", full)
+        patch.setattr(session.build_context, "build_in", full)
         compile_pipe(small.pipe, session=session)
         small()
         assert session.wait_for_builds(TIMEOUT_S)
@@ -299,8 +301,6 @@ def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant_wor
 
 
 def test_two_sessions_build_each_kind_once(open_session, small, instant_workers):
-    from tests.support.session_fixtures import SmallUNet
-
     sessions, others = [open_session(), open_session()], [small, SmallUNet(seed=1)]
     for session, other in zip(sessions, others, strict=True):
         compile_pipe(other.pipe, session=session)
@@ -335,3 +335,25 @@ def test_closing_leaves_nothing(open_session, small):
     session.close()
     assert not folder.exists()
     assert not [t for t in threading.enumerate() if t.name.startswith("onediff-b")]
+
+
+def test_no_room_for_a_thread_does_not_cost_the_picture(
+    open_session, small, instant_workers, monkeypatch
+):
+    session = open_session()
+    compile_pipe(small.pipe, session=session)
+    start = threading.Thread.start
+
+    def full(thread):
+        if thread.name.startswith("onediff-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        small()
+        assert not session.status().building
+        assert "can't start new thread" in session.status().line()
+    session.build_in_background()
+    assert session.wait_for_builds(TIMEOUT_S)
+    assert session.count("built") == len(session.kinds)

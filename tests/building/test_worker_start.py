@@ -30,7 +30,8 @@ sys.path.append(os.path.join(package, "building", "worker"))
 from start_worker import import_package
 sys.path.pop()
 import_package(package, folders)
-import onediff_ext.building.worker.program as program
+import onediff_ext
+from onediff_ext.building.worker import program
 import torch
 print(json.dumps({"package": onediff_ext.__file__, "worker": program.__file__,
                   "torch": torch.__file__, "cwd": os.getcwd(), "path": sys.path,

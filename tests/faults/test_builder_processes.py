@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.building.builder import Builder
+from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.blocks.block_kind import BlockKind
@@ -66,13 +66,13 @@ class Drawer:
         self, store: Path, tmp: Path, small: SmallUNet, programs: dict[str, bytes], linger: bool
     ) -> None:
         tempfile.tempdir = str(tmp)
-        Builder.new_worker = lambda self, cache, in_background: SlowWorker(  # type: ignore[method-assign]
+        BuildContext.new_worker = lambda self, cache, in_background: SlowWorker(  # type: ignore[method-assign]
             "eager", cache, in_background
         )
         BlockKind.export = lambda kind: programs[kind.key.digest]  # type: ignore[method-assign]
         options = CompileOptions(backend="eager", store=store, workers=2)
         session = new_session(options)
-        session.builder.export_children = 0
+        session.build_context.export_children = 0
         put = session.library.put
 
         def put_and_report(key, payload, **details):

@@ -111,7 +111,7 @@ def test_a_sound_file_with_the_graph_of_another_kind_draws_nothing_wrong(
         key = entries[label].key
         library.put(key, other, label=label, backend="eager", build_seconds=0, details={})
     report = draw(store)
-    # What was never loaded on this machine is proved first, and then built anew.
+    # Graphs that were never loaded here get a load check first; bad ones are built again.
     assert report["graphs"]["loaded"] == KINDS - 3
     assert report["graphs"]["built"] == 3
     assert report["fallbacks"] == []

@@ -671,8 +671,10 @@ def session_for(acceleration: Acceleration, options: CompileOptions) -> Any:
     acceleration.end(p)
     session = acceleration.session
     assert session is not None
-    session.builder.export_children = 0  # quicker on a machine with other work
-    vars(session.builder)["new_worker"] = lambda cache, background: InstantWorker("eager", cache)
+    session.build_context.export_children = 0  # quicker on a machine with other work
+    vars(session.build_context)["new_worker"] = lambda cache, background: InstantWorker(
+        "eager", cache
+    )
     return session
 
 
