@@ -47,7 +47,7 @@ class JobQueues:
         kinds: The first kinds, the most useful first.
 
     Attributes:
-        new: Kinds that nobody has looked at yet.
+        new: Kinds that are not claimed yet.
         elsewhere: Kinds that another process is building.
         exporting: Jobs without a program, by the id of their kind.
         waiting: Jobs that need a worker.

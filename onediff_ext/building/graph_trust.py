@@ -1,8 +1,8 @@
-"""Which stored graphs may be loaded: on this machine by their load check, in this process by what
-went wrong here.
+"""Decides which stored graphs may be loaded: by their load check on this machine, and by what went
+wrong in this process.
 
 A graph that failed in this process is not blamed for it: another extension may have patched what
-eager runs. Only a worker process, which nobody has patched, can find a stored graph bad.
+eager runs. Only a worker process, which runs no extensions, can find a stored graph bad.
 """
 
 from __future__ import annotations

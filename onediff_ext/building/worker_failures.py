@@ -1,7 +1,7 @@
 """What happens when a worker process fails, dies or is killed.
 
 1. The worker's last words become an error (`worker_lost_error`). A signal from outside (a user, a
-   supervisor, the kernel when memory is short) blames nobody.
+   supervisor, the kernel when memory is short) is no fault of the program.
 2. The job is tried again in another process, up to `CompileOptions.build_attempts` times. Two
    faults that no signal explains blame the program (`FAULTS_TO_BLAME`); only then does the store
    remember the failure.

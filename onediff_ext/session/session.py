@@ -158,7 +158,7 @@ class Session(KindRegistry):
         """A graph was wrong in this process: the block runs eager.
 
         The cause may be the graph, or an extension that patched what eager runs. So a worker
-        process, which nobody has patched, checks a stored graph once more. If the graph is wrong
+        process, which runs no extensions, checks a stored graph once more. If the graph is wrong
         there too, another one is built.
         """
         may_recheck = kind.source == "loaded" and self.build_context.may_build

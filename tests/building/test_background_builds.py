@@ -1,4 +1,4 @@
-"""Builds beside the pictures: nobody waits, nothing changes within a picture."""
+"""Builds in the background: pictures do not wait, and no graph changes within a picture."""
 
 from __future__ import annotations
 

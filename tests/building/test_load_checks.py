@@ -1,4 +1,4 @@
-"""Stored graphs that were never loaded on this machine: tried where a crash hurts nobody."""
+"""Load checks: stored graphs that this machine never loaded are first loaded in a worker."""
 
 from __future__ import annotations
 
