@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from onediff_ext.building.builder import BuildProgress
+from onediff_ext.building.build_progress import BuildProgress
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import OptionError, StoreError, StoreFullError, StoreReadOnlyError
 from onediff_ext.engine.blocks.block_kind import KindState
