@@ -94,8 +94,8 @@ class Component:
         eager, captures = self.model.forward, self.session.captures
         reason = foreign_forward(self.model, eager, self._known)
         if self.name.startswith("vae"):
-            ladder = OomFallback(eager, captures, self._retry, self._without_graphs)
-            forward = _ModelForward(eager, ladder, self)
+            oom_fallback = OomFallback(eager, captures, self._retry, self._without_graphs)
+            forward = _ModelForward(eager, oom_fallback, self)
         elif reason is None:
             forward = self._whole_forward(eager)
             self.captured = forward.captured

@@ -28,7 +28,7 @@ def store(command_line: CommandLine, tmp_path: Path) -> Path:
     name = command_line.checkpoint().stem
     assert command_line("graphs", "export", archive, "--checkpoint", name).status == 0
     assert command_line("graphs", "import", archive, "--trust", store=store).status == 0
-    # An archive brings no proofs: these were found here.
+    # An archive brings no load checks: these were made here.
     shutil.copytree(command_line.store / "verdicts", store / "verdicts", dirs_exist_ok=True)
     return store
 
