@@ -39,7 +39,7 @@ def test_a_patch_that_cannot_be_exported_is_not_remembered(
     session = open_session()
     session.build_context.export_children = children
     with monkeypatch.context() as patch:
-        # Seen to have changed, and not to be somebody else's.
+        # The change is noticed, but the function looks like torch's own.
         hidden = written_in(foreign, "torch.nn.functional")
         patch.setattr(F, "scaled_dot_product_attention", hidden)
         compile_pipe(small.pipe, session=session)

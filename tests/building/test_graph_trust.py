@@ -16,7 +16,7 @@ TIMEOUT_S = 240
 
 
 def spoil(session, monkeypatch):
-    """Have every graph differ from eager, as if somebody had patched what eager runs."""
+    """Make every graph differ from eager, as if an extension had patched what eager runs."""
     load = session.backend.load
 
     def load_spoiled(payload, device):

@@ -56,7 +56,7 @@ def test_a_sound_graph_is_checked_once(stored, open_session):
 
 
 def test_the_load_check_that_an_archive_claims_is_not_believed(stored, open_session, tmp_path):
-    """As graph files of earlier versions said it of themselves."""
+    """Graph files of earlier versions claimed a load check of their own."""
     kind = stored.kinds[0]
     machine = machine_digest(kind.device)
     payload = stored.library.get(kind.key).payload
@@ -79,7 +79,7 @@ def test_the_load_check_that_an_archive_claims_is_not_believed(stored, open_sess
 
 
 class Refuses(InstantWorker):
-    """A worker in which every stored graph goes wrong."""
+    """A worker in which every stored graph fails its load check."""
 
     error: BackendError = BackendError("gives other results")
 
@@ -88,7 +88,7 @@ class Refuses(InstantWorker):
 
 
 class Dies(Refuses):
-    """A worker that every stored graph takes with it."""
+    """A worker that every stored graph crashes."""
 
     error = WorkerLostError("The build worker died: killed by SIGSEGV")
 

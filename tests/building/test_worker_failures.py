@@ -1,4 +1,4 @@
-"""Workers that fail, die, hang or have no room: nothing lasts unless a second worker repeats it."""
+"""Workers that fail, die, hang or have no room: only a failure of two workers is recorded."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_in_wait_mode_a_full_machine_fails_no_kind(
 
 
 def test_workers_taken_by_several_threads_at_once(open_session, small, monkeypatch):
-    """The list of idle workers is looked at and taken from in one go."""
+    """Two threads never take the same idle worker."""
     session, started = open_session(workers=8), []
     barrier = threading.Barrier(4, timeout=5)
 

@@ -1,4 +1,4 @@
-"""The process that builds is killed, or shares its store with others that build the same."""
+"""Building processes that are killed, or that share a store and build the same kinds."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Drawer:
 
     def _reported(self) -> list[str]:
         with os.fdopen(self._read) as pipe:
-            # A line that is cut short was reported to nobody.
+            # An incomplete line does not count as reported.
             return [line.strip() for line in pipe if line.endswith("\n")]
 
 
@@ -182,7 +182,7 @@ def test_fifty_kills_while_building_and_saving(start, tmp_path, programs):
         assert {graph.digest for graph in library.entries()} >= saved, turn
         if saved == set(programs):
             finished, generation, saved = finished + 1, generation + 1, set()
-    # The next start finishes what is left, and sweeps what the dead ones left.
+    # The next start builds the rest, and sweeps the leftovers of the killed processes.
     library = GraphLibrary(tmp_path / f"store-{generation}", LIMIT_BYTES)
     time.sleep(2.1)  # a build folder that was made a moment ago may be somebody's
     reported = start(f"store-{generation}").finish()

@@ -1,4 +1,4 @@
-"""Stores that are damaged, of another version, or wrong: pictures are right all the same."""
+"""Damaged and wrong stores, and those of other versions: pictures stay right."""
 
 from __future__ import annotations
 

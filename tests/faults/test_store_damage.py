@@ -1,4 +1,4 @@
-"""Files that broke on the disk: never a crash, never wrong bytes, and gone afterwards."""
+"""Damaged files of the store: no crash, no wrong bytes, and they are deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What files of the store may be and say: pipes, devices, other shapes, flipped bits, claims."""
+"""Untrusted files in the store: pipes, devices, wrong types, flipped bits, false claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status is true to the blocks that drew the last picture."""
+"""The status reports the blocks that drew the last picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 240
 
 @pytest.fixture
 def ready(open_session, small, instant_workers):
-    """A session whose small UNet is compiled, all of it."""
+    """A session with a fully compiled small UNet."""
     session = open_session()
     compile_pipe(small.pipe, session=session)
     for _ in range(2):
@@ -218,7 +218,7 @@ def many_switches():
 
 
 def beside(act, look, seconds=1.5):
-    """Run two things in two threads at once; returns what went wrong in them."""
+    """Run two functions in two threads at the same time; return their errors."""
     errors, until = [], time.monotonic() + seconds
 
     def repeat(what):
@@ -281,7 +281,7 @@ def test_graphs_that_come_into_the_store_are_used_between_pictures(ready, open_s
 
 
 def test_a_thread_that_identified_an_older_block_leaves_nothing_behind(ready, small):
-    """What another thread found out about a block before it changed must not serve afterwards."""
+    """A thread must not use what another thread knew about a block before it changed."""
     runner = compiled_state(small.pipe).components[0].runners[0]
     identify, changed = runner._identify, []
 

@@ -1,4 +1,4 @@
-"""Warm-up: kinds, captures, and a measured step of each size."""
+"""Warm-up: kinds, CUDA graphs, and a measured step of each size."""
 
 from __future__ import annotations
 
