@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
-from onediff_ext.building.worker_failures import worker_lost_error
+from onediff_ext.building.build_jobs import Job
+from onediff_ext.building.event_log import EventLog
+from onediff_ext.building.worker_failures import WorkerFailures, worker_lost_error
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import BackendError, MachineError, NoMemoryError, WorkerKilledError
-from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from tests.support.build_checks import draw_all, forget_load_check, nothing_is_held_against_a_kind
 from tests.support.session_fixtures import InstantWorker
@@ -24,6 +28,52 @@ TIMEOUT_S = 240
 
 def no_room(*args, **kwargs):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.fixture
+def job():
+    kind = BlockKind(KindKey({}), "Block 64", torch.device("cpu"), lambda device: bytes)
+    return Job(kind, contextlib.ExitStack())
+
+
+def failures_of_a_run(most_attempts=4):
+    log = EventLog()
+    return WorkerFailures(most_attempts, most_workers=3, event_log=log), log
+
+
+def test_a_signal_from_outside_is_no_fault(job):
+    failures, log = failures_of_a_run()
+    killed = worker_lost_error("killed by SIGKILL")
+    assert isinstance(killed, WorkerKilledError)
+    assert not isinstance(worker_lost_error("killed by SIGSEGV"), WorkerKilledError)
+    assert [failures.may_retry(job, killed) for _ in range(4)] == [True, True, True, False]
+    assert not failures.is_to_blame(job)
+    assert [event.what for event in log.events] == ["retried"] * 3
+
+
+def test_two_faults_blame_the_program(job):
+    failures, _ = failures_of_a_run()
+    error = BackendError("C++ compile error")
+    assert failures.may_retry(job, error)
+    assert not failures.is_to_blame(job)
+    assert not failures.may_retry(job, error)
+    assert failures.is_to_blame(job)
+
+
+def test_after_a_lost_worker_jobs_run_one_at_a_time(job):
+    failures, _ = failures_of_a_run()
+    assert failures.worker_limit(8) == 3
+    assert failures.may_retry(job, worker_lost_error("killed by SIGSEGV"))
+    assert failures.worker_limit(8) == 1
+
+
+def test_no_room_for_another_worker_keeps_the_present_ones(job):
+    failures, _ = failures_of_a_run()
+    assert not failures.may_go_on(job, NoMemoryError("No build process can be started."), 0)
+    assert failures.may_go_on(job, NoMemoryError("No build process can be started."), 2)
+    assert failures.worker_limit(8) == 2
+    assert not failures.may_go_on(job, MachineError("No space left on device."), 2)
+    assert job.failed_attempts == job.faults == 0
 
 
 class Failing(InstantWorker):
