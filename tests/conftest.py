@@ -1,6 +1,6 @@
-"""What holds for every test: one thread, no network, a store of its own, the same random numbers.
+"""Settings of every test: one thread, no network, a store of its own, fixed random numbers.
 
-And no GPU unless there is one.
+Tests marked `gpu` are skipped where torch finds no CUDA device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _store = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As a shell does for what it runs in the background; the programs under test would too.
+        # Shells ignore it for background jobs; the programs under test would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Before any test module can load torch, which reads these once.
+    # Before any test module loads torch, which reads these once.
     os.environ.update(_SETTINGS)
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
 
@@ -39,26 +39,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+    if item.get_closest_marker("gpu") and (reason := _no_gpu_reason()):
         pytest.skip(reason)
     _seed_torch(1)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    # Once more: what was drawn for fixtures depends on the tests before, whose order is random.
+    # Once more, since fixtures may have used random numbers, depending on the order of tests.
     _seed_torch(2)
 
 
 def _seed_torch(seed: int) -> None:
-    """Give a test the numbers it always gets; pytest-randomly does it for all but torch."""
+    """Give each test the same random numbers; pytest-randomly does it for all but torch."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
 
 
 @functools.cache
-def _why_no_gpu() -> str:
-    """Why tests marked `gpu` cannot run here; "" if they can. Loads torch, so asked late."""
+def _no_gpu_reason() -> str:
+    """Why tests marked `gpu` cannot run here, or ``""``. Loads torch, so it is called late."""
     import torch
 
     return "" if torch.cuda.is_available() else "needs a CUDA device; torch sees none here"

@@ -1,4 +1,4 @@
-"""The thread that builds beside the pictures."""
+"""The thread that builds graphs while pictures are drawn."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from onediff_ext.building.builder import Builder, ProgressListener
+from onediff_ext.building.build_progress import ProgressListener
+from onediff_ext.building.builder import Builder
 from onediff_ext.core.errors import BackendError, NoMemoryError
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
 
-# The picture that met the first missing kinds has enough to do, unless it takes long.
+# The picture that met the first missing kinds is not slowed further, unless it takes longer.
 _FIRST_PICTURE_S = 3.0
 
 
 class BackgroundBuilds:
-    """Builds what is missing while somebody draws; the thread lives as long as there is work.
+    """Builds missing kinds in a thread, which lives as long as there is work.
 
     Args:
-        builder: Does it.
-        missing: The kinds to build now, the most useful first.
+        builder: Builds.
+        missing: Returns the kinds to build now, the most useful first.
+
+    Attributes:
+        listener: Called after each kind, or None.
     """
 
     def __init__(self, builder: Builder, missing: Callable[[], Sequence[BlockKind]]) -> None:
         self._builder, self._missing = builder, missing
+        self._outcomes = builder.context.outcomes
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -36,54 +41,70 @@ class BackgroundBuilds:
 
     @property
     def is_building(self) -> bool:
-        """Whether the thread is at work."""
+        """Whether builds are running."""
         with self._changed:
             return self._thread is not None
 
     def start(self) -> None:
-        """Build what is missing, unless that goes on already, was cancelled or cannot work now."""
+        """Build what is missing. Does nothing while builds run, are cancelled or pause."""
         with self._changed:
             if self._thread is not None or self._closed:
                 return
-            if time.monotonic() < self._builder.retry_at or not self._wanted():
+            if time.monotonic() < self._outcomes.retry_at or not self._wanted():
                 return
             self._stop = threading.Event()
             thread = threading.Thread(target=self._work, name="onediff-builds", daemon=True)
             try:
                 thread.start()
             except RuntimeError as exc:  # no room for a thread must not cost the picture
-                self._builder.hold(NoMemoryError(f"Builds cannot begin ({exc})."))
+                self._outcomes.postpone_all(NoMemoryError(f"Builds cannot begin ({exc})."))
                 return
             self._thread = thread
 
     def resume(self) -> None:
-        """Build although it was cancelled, or could not work a moment ago."""
+        """Build what is missing, also after `cancel`, `close` or a pause."""
         with self._changed:
             self._cancelled.clear()
-            self._closed, self._builder.retry_at = False, 0.0
+            self._closed, self._outcomes.retry_at = False, 0.0
         self.start()
 
     def cancel(self, timeout_s: float = 5.0) -> None:
-        """End all builds at once. What was built stays; what is missing now is not built until
-        `resume`, while kinds that are met later are."""
+        """End all builds at once, and keep finished graphs.
+
+        Kinds that are missing now are not built until `resume`; kinds that are met later are.
+
+        Args:
+            timeout_s: How long to wait for the end.
+        """
         with self._changed:
             self._cancelled.update(self._missing())
             self._stop.set()
         self.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all builds at once, and start none until `resume`."""
+        """End all builds at once, and start none until `resume`.
+
+        Args:
+            timeout_s: How long to wait for the end.
+        """
         with self._changed:
             self._closed = True
             self._stop.set()
         self.wait(timeout_s)
 
     def is_cancelled(self, kind: BlockKind) -> bool:
-        """Whether a kind was missing at a `cancel`, and nobody has asked for it since."""
+        """Whether a kind was missing at a `cancel` without a `resume` since."""
         return kind in self._cancelled
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being built; returns whether that came in time."""
+        """Wait until nothing is being built.
+
+        Args:
+            timeout_s: How long; None waits for ever.
+
+        Returns:
+            False when builds are still running after `timeout_s`.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
@@ -93,7 +114,7 @@ class BackgroundBuilds:
 
     def _work(self) -> None:
         try:
-            self._builder.foreground.let_picture_end(_FIRST_PICTURE_S, self._stop)
+            self._builder.context.foreground.let_picture_end(_FIRST_PICTURE_S, self._stop)
             while not self._stop.is_set():
                 kinds = self._wanted()
                 if not kinds:
@@ -105,11 +126,11 @@ class BackgroundBuilds:
                     in_background=True,
                     more=self._wanted,
                 )
-                if self._builder.problem:
+                if self._outcomes.blocked_reason:
                     break
         except Exception as exc:  # a thread's errors would be lost; pictures go on eager
             logger.exception("Builds ended")
-            self._builder.hold(BackendError(f"Builds ended: {exc}"))
+            self._outcomes.postpone_all(BackendError(f"Builds ended: {exc}"))
         finally:
             with self._changed:
                 self._thread = None

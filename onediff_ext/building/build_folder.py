@@ -1,4 +1,4 @@
-"""Where build workers put their files, gone afterwards even when the process was killed."""
+"""The temporary folder of build workers, deleted even after its owner was killed."""
 
 from __future__ import annotations
 
@@ -20,33 +20,40 @@ from onediff_ext.store.folder import StoreFolder
 
 _PREFIX = "onediff-build-"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
-# A folder gets its lock a moment after it was made; one that has none for so long never will.
+# A folder gets its lock a moment after it was made. One without a lock after so long is stale.
 _MAKING_S = 2.0
 
 
 def remove_stale(parent: Path | None = None) -> None:
-    """Delete build folders whose owners are dead; those of other users stay as they are.
+    """Delete build folders whose owners are dead; folders of other users stay.
 
     Args:
-        parent: Where they were made; None is the system's temporary folder.
+        parent: The folder that holds them; None is the system's temporary folder.
     """
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         with contextlib.suppress(Timeout, OSError):
-            # Anybody may make a folder of this name, with a lock that is a link to a file of ours.
+            # Other users may make a folder of this name, with a lock that links to a file of ours.
             if not _is_ours_alone(folder):
                 continue
             lock = _lock_of(folder)
-            if not Path(lock.lock_file).exists() and not _is_forsaken(folder):
-                continue  # just being made, or not ours
+            if not Path(lock.lock_file).exists() and not _is_abandoned(folder):
+                continue  # being made right now, or not ours
             lock.acquire(timeout=0)
             lock.release()
             _remove(folder)
 
 
 def safe_parent(store: StoreFolder) -> Path:
-    """Where build folders are made: the system's temporary folder, or else in the store.
+    """Choose where build folders are made: the system's temporary folder, else the store.
 
-    A folder that all may write, without the sticky bit, lets others swap what a worker compiles.
+    In a folder that all users may write, without the sticky bit, others can swap what a worker
+    compiles.
+
+    Args:
+        store: The store.
+
+    Returns:
+        The parent folder of build folders.
 
     Raises:
         BackendError: Neither is safe.
@@ -65,12 +72,15 @@ def safe_parent(store: StoreFolder) -> Path:
 
 
 class BuildFolder:
-    """A temporary folder with a lock in it that the system frees when its owner dies.
+    """A temporary folder with a lock that the system frees when its owner dies.
 
-    Making one removes those whose owners are dead.
+    A new build folder removes those of dead owners.
 
     Args:
-        parent: Where build folders are made; None is the system's temporary folder.
+        parent: Where it is made; None is the system's temporary folder.
+
+    Attributes:
+        path: The folder.
 
     Raises:
         BackendError: It cannot be made.
@@ -89,7 +99,7 @@ class BuildFolder:
             ) from exc
 
     def remove(self) -> None:
-        """Delete the folder; what is still being written there is waited for, a little."""
+        """Delete the folder; waits up to 1 s for processes that still write there."""
         self._lock.release()
         _remove(self.path)
 
@@ -103,7 +113,7 @@ def _is_ours_alone(folder: Path) -> bool:
     )
 
 
-def _is_forsaken(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     try:
         age_s = time.time() - folder.stat().st_mtime
         return age_s > _MAKING_S and _NAME.fullmatch(folder.name) is not None

@@ -1,4 +1,4 @@
-"""What happened to the kinds of this process and why, in plain words; the log says the same."""
+"""The event log: what happened to the kinds of one session and why, also written to the log."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Event:
 
     Args:
         at: Seconds since the epoch.
-        what: ``"build"``, ``"built"``, ``"loaded"``, ``"proved"``, ``"retried"``, ``"put off"``,
-            ``"failed"``, ``"bad"``, ``"cancelled"``, ``"evicted"`` or ``"captured"``.
-        label: Of the kind, or of what it happened to.
+        what: ``"build"``, ``"built"``, ``"load check"``, ``"load checked"``, ``"loaded"``,
+            ``"missing"``, ``"retried"``, ``"put off"``, ``"failed"``, ``"bad"``, ``"wrong"`` or
+            ``"cancelled"``.
+        label: The kind's label, or the name of what else it happened to.
         reason: Why.
     """
 
@@ -36,14 +37,19 @@ class Event:
 
 
 class EventLog:
-    """The last events of one session, oldest first."""
+    """The last 1000 events of one session."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
 
     def note(self, what: str, label: str, reason: str = "", *, level: int = logging.INFO) -> None:
-        """Keep an event and log it."""
+        """Add an event, and write it to the log.
+
+        Args:
+            what, label, reason: As in `Event`.
+            level: Of the log message.
+        """
         event = Event(time.time(), what, label, reason)
         with self._lock:
             self._events.append(event)
@@ -51,6 +57,6 @@ class EventLog:
 
     @property
     def events(self) -> list[Event]:
-        """A copy of what is kept."""
+        """A copy of the events, oldest first."""
         with self._lock:
             return list(self._events)

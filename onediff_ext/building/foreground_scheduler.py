@@ -1,7 +1,7 @@
-"""When the process that draws may do something else for a moment, and when graphs may change.
+"""Lets pictures go first: grants turns to other work, and decides when graphs may change.
 
-Python runs one thread at a time: a second that another thread computes in Python is a second
-that a picture waits. So whoever has work beside the pictures asks here for a turn first.
+Python runs one thread at a time: a picture waits for every second that another thread computes in
+Python. So all work beside the pictures (exports, loads) asks here for a turn first.
 """
 
 from __future__ import annotations
@@ -17,24 +17,29 @@ from onediff_ext.core.priority import quick_switches
 
 logger = logging.getLogger(__name__)
 
-# Of the time that pictures take, the part that other work may cost them.
+# Share of the drawing time that other work may take.
 SHARE_WHILE_DRAWING = 0.04
-# A plain pipeline does not say when its picture ends: it has, when no forward came for so long.
+# A plain pipeline does not announce the end of a picture. It has ended after so long without a
+# forward.
 QUIET_S = 0.3
-# Between two pictures that follow each other at once, this part of a picture's time is saved up
-# for other work, which the next picture then waits for: never longer than this.
+# Between two pictures in direct succession, other work may take this share of the earlier picture's
+# time. The next picture waits for it, at most for `GAP_TURN_S`.
 SHARE_BETWEEN_PICTURES = 0.2
 GAP_TURN_S = 0.4
-# Work that took longer than it said is not held against what comes after it for ever.
+# Work that exceeds its estimate leaves at most this debt to later work.
 DEBT_S = 0.2
 _POLL_S = 0.02
 
 
 class ForegroundScheduler:
-    """Knows whether a picture is being drawn.
+    """Knows whether a picture is being drawn, and grants turns to other work.
 
-    Pictures are announced by `begin_picture` and `end_picture`; a host that cannot tell has
-    its forwards taken for pictures. All methods may be called from any thread.
+    Hosts announce pictures with `begin_picture` and `end_picture`. For a host that cannot, each
+    forward counts as a picture. Any thread may call any method.
+
+    Attributes:
+        epoch: Counts pictures, or forwards of a host that does not announce pictures.
+        pictures_begun: Counts announced pictures.
     """
 
     def __init__(self) -> None:
@@ -42,7 +47,7 @@ class ForegroundScheduler:
         self._pictures = 0
         self._forwards = self._moment = 0
         self._exclusive = False
-        self.epoch = 0  # counts pictures, or forwards where nobody tells of pictures
+        self.epoch = 0
         self.pictures_begun = 0
         self._drawing_since: float | None = None
         self._drawn_s = 0.0
@@ -57,13 +62,13 @@ class ForegroundScheduler:
 
     @property
     def is_drawing(self) -> bool:
-        """Whether a picture is being drawn, or was a moment ago by a host that cannot tell."""
+        """Whether a picture is being drawn, or a forward ended less than `QUIET_S` ago."""
         with self._changed:
             return self._is_drawing()
 
     @contextmanager
     def picture(self) -> Iterator[None]:
-        """`begin_picture` and `end_picture` around a ``with`` block."""
+        """Draw one picture within the ``with`` block."""
         self.begin_picture()
         try:
             yield
@@ -72,11 +77,11 @@ class ForegroundScheduler:
 
     @property
     def moment(self) -> int | None:
-        """Equal for calls within one forward; None outside of one."""
+        """Equal for all calls within one forward; None outside a forward."""
         return self._moment if self._forwards else None
 
     def begin_picture(self) -> None:
-        """A picture begins; what waited for this moment happens first. May be nested."""
+        """Begin a picture, after actions that waited for this moment. It may be nested."""
         with self._changed:
             self._wait_for_exclusive()
             self._told_pictures = True
@@ -88,7 +93,7 @@ class ForegroundScheduler:
             self._pictures += 1
 
     def end_picture(self) -> None:
-        """A picture has ended, whether or not it succeeded."""
+        """End a picture, successful or not."""
         with self._changed:
             self._pictures = max(0, self._pictures - 1)
             if not self._pictures and not self._forwards:
@@ -100,7 +105,7 @@ class ForegroundScheduler:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """One forward of a model. Graphs do not change within it."""
+        """Run one forward of a model within the ``with`` block. Graphs do not change within it."""
         with self._changed:
             if not self._pictures and not self._forwards:
                 self._wait_for_exclusive()
@@ -119,7 +124,7 @@ class ForegroundScheduler:
                 self._changed.notify_all()
 
     def between_pictures(self, action: Callable[[], None]) -> None:
-        """Run `action` now if nothing is being drawn, else before the next picture."""
+        """Run an action now if nothing is being drawn, else at the end of the picture."""
         with self._changed:
             if self._pictures or self._forwards:
                 self._waiting.append(action)
@@ -127,7 +132,12 @@ class ForegroundScheduler:
                 action()
 
     def let_picture_end(self, at_most_s: float, stop: threading.Event) -> None:
-        """Wait for the end of the picture that is being drawn, if it comes soon."""
+        """Wait until the present picture ends.
+
+        Args:
+            at_most_s: How long to wait, in seconds.
+            stop: Ends the wait when set.
+        """
         until = time.monotonic() + at_most_s
         with self._changed:
             while (self._pictures or self._forwards) and not stop.is_set():
@@ -140,15 +150,15 @@ class ForegroundScheduler:
     def turn(
         self, cost_s: float, *, alone: bool = False, stop: threading.Event | None = None
     ) -> Iterator[bool]:
-        """Wait for a moment in which some work costs pictures next to nothing, and do it.
+        """Wait for a moment in which some work hardly delays pictures; do it in the ``with`` block.
 
         Args:
-            cost_s: How long the work probably takes.
-            alone: It must not run beside a picture at all; one that begins meanwhile waits.
-            stop: Gives up waiting when set.
+            cost_s: Estimated time of the work, in seconds.
+            alone: It must not run beside a picture. A picture that begins meanwhile waits.
+            stop: Ends the wait when set.
 
         Yields:
-            Whether the turn was had; False after `stop`.
+            Whether the turn was granted; False after `stop`.
         """
         with self._changed:
             self._wanted.append((cost_s, alone))
@@ -191,7 +201,7 @@ class ForegroundScheduler:
         return self._fits_in_gap(cost_s, alone)
 
     def _fits_in_gap(self, cost_s: float, alone: bool) -> bool:
-        # What must run alone has no other chance while pictures follow each other: one a gap.
+        # Work that must run alone gets one turn per gap: it has no other chance between pictures.
         return cost_s <= (GAP_TURN_S if alone and self._gap_turn else self._gap_left_s)
 
     def _is_drawing(self) -> bool:
@@ -200,11 +210,11 @@ class ForegroundScheduler:
         return time.monotonic() - self._last_end < QUIET_S
 
     def _let_others_go_first(self) -> None:
-        """Wait for work that fits into what was saved up, before a picture begins."""
+        """Before a picture begins, wait for work that fits into the saved time."""
         until = time.monotonic() + GAP_TURN_S
         while self._in_gap or any(self._fits_in_gap(*wanted) for wanted in self._wanted):
             if not self._is_drawing() and not self._in_gap:
-                break  # it had its chance
+                break  # the gap is over
             left_s = until - time.monotonic()
             if left_s <= 0:
                 break
@@ -219,15 +229,15 @@ class ForegroundScheduler:
             action = self._waiting.popleft()
             try:
                 action()
-            except Exception:  # the picture matters more; whoever waited sees nothing change
-                logger.exception("What waited for the end of a picture failed")
+            except Exception:  # must not cost the picture
+                logger.exception("An action that waited for the end of a picture failed")
 
     def _start_clock(self) -> None:
         self.epoch += 1
         self._drawing_since = time.monotonic()
 
     def _stop_clock(self) -> float:
-        """Ends a picture; returns its seconds."""
+        """End a picture, and return its seconds."""
         self._last_end = time.monotonic()
         seconds = 0.0
         if self._drawing_since is not None:
@@ -237,6 +247,6 @@ class ForegroundScheduler:
         return seconds
 
     def _clock(self) -> float:
-        """Seconds that pictures have taken so far."""
+        """Seconds of all pictures so far."""
         running = 0.0 if self._drawing_since is None else time.monotonic() - self._drawing_since
         return self._drawn_s + running

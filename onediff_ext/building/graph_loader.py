@@ -1,4 +1,4 @@
-"""Takes new graphs into use where that costs pictures least."""
+"""Loads new graphs and takes them into use where that delays pictures least."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onediff_ext.engine.blocks.block_kind import BlockKind
 
 _PREPARE_S = 0.4
 _FIRST_LOAD_S = 0.05
-# The first loads take modules in with them: the rest must not wait for so long a turn.
+# The first loads also import modules. Later loads must not wait for turns of that length.
 _LONG_LOAD_S = 0.15
 _USE_EVERY_S = 5.0
 
 
 class GraphLoader:
-    """Loads graphs in turns of the gate, and uses them from a next picture on.
+    """Loads graphs when the foreground allows it, and uses them from a next picture on.
 
     Args:
-        backend: Whose graphs these are.
-        foreground: Knows when a picture is drawn.
-        load: Makes a graph's bytes callable.
+        backend: The backend of the graphs.
+        foreground: Grants turns, and knows when a picture is drawn.
+        load: Makes a graph's bytes callable on a device.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class GraphLoader:
         foreground: ForegroundScheduler,
         load: Callable[[bytes, torch.device], Graph],
     ) -> None:
-        self._backend, self._gate, self._load = backend, foreground, load
+        self._backend, self._foreground, self._load = backend, foreground, load
         self._load_s = _FIRST_LOAD_S
         self._ready: list[tuple[BlockKind, Graph, str]] = []
         self._lock = threading.Lock()
@@ -52,6 +52,13 @@ class GraphLoader:
     ) -> bool:
         """Load a graph; use it at once, or in the background from a next picture on.
 
+        Args:
+            kind: The kind that the graph is for.
+            payload: The graph's bytes.
+            source: ``"built"`` or ``"loaded"``, as in `BlockKind.source`.
+            in_background: Wait for a turn of the foreground.
+            stop: Ends that wait when set.
+
         Returns:
             False when `stop` was set before there was a turn.
 
@@ -62,7 +69,7 @@ class GraphLoader:
             kind.accept(self._load(payload, kind.device), source)
             return True
         self._prepare(kind.device)
-        with self._gate.turn(self._load_s, stop=stop) as granted:
+        with self._foreground.turn(self._load_s, stop=stop) as granted:
             if not granted:
                 return False
             start = time.monotonic()
@@ -72,14 +79,14 @@ class GraphLoader:
         with self._lock:
             self._ready.append((kind, graph, source))
             waited_s = time.monotonic() - self._used_at
-        # On a GPU several at a time: each change there costs the picture after it a comparison
-        # and new captures, some 0.4 s.
+        # On a GPU several graphs at a time: each change costs the next picture a comparison with
+        # eager and new CUDA graphs, some 0.4 s.
         if kind.device.type == "cpu" or waited_s >= _USE_EVERY_S:
             self.use_ready()
         return True
 
     def use_ready(self) -> None:
-        """Use what is loaded, from the next picture on."""
+        """Use the loaded graphs from the next picture on."""
         with self._lock:
             ready, self._ready = self._ready, []
             self._used_at = time.monotonic()
@@ -89,10 +96,10 @@ class GraphLoader:
                 kind.accept(graph, source)
 
         if ready:
-            self._gate.between_pictures(accept)
+            self._foreground.between_pictures(accept)
 
     def _prepare(self, device: torch.device) -> None:
         if device not in self._prepared:
             self._prepared.add(device)
-            with self._gate.turn(_PREPARE_S):
+            with self._foreground.turn(_PREPARE_S):
                 self._backend.prepare_to_load(device)

@@ -1,4 +1,4 @@
-"""Reads the graphs of a checkpoint in a thread while its weights are still being loaded."""
+"""Loads the graphs of a checkpoint in a thread while its weights are still being loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from onediff_ext.building.builder import Builder
+from onediff_ext.building.build_context import BuildContext
 from onediff_ext.core.errors import BackendError, StoreError
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.priority import quick_switches
@@ -22,19 +22,19 @@ _WAIT_S = 10.0
 
 
 class ReadAhead:
-    """Graphs that are loaded before the first block asks for them.
+    """Loads graphs before the first block asks for them.
 
-    Only graphs that are known to be harmless on this machine are loaded.
+    It loads only graphs that have passed their load check on this machine.
 
     Args:
-        builder: Loads.
-        key_entries: The parts of a key that machine and backend give.
+        context: The stored graphs, and the backend that loads them.
+        key_entries: Returns the entries of a key that depend on machine and backend.
     """
 
     def __init__(
-        self, builder: Builder, key_entries: Callable[[torch.device], Mapping[str, str]]
+        self, context: BuildContext, key_entries: Callable[[torch.device], Mapping[str, str]]
     ) -> None:
-        self._builder, self._key_entries = builder, key_entries
+        self._context, self._key_entries = context, key_entries
         self._changed = threading.Condition()
         self._coming: set[str] = set()
         self._graphs: dict[str, Graph] = {}
@@ -43,16 +43,23 @@ class ReadAhead:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the thread is at work."""
+        """Whether graphs are being loaded."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
     def start(self, content_hash: str, device: torch.device) -> None:
-        """Read what a checkpoint used last time; does nothing while another one is read."""
+        """Load the graphs that a checkpoint used last time.
+
+        Does nothing while another checkpoint's graphs are being loaded.
+
+        Args:
+            content_hash: Of the checkpoint, 64 hexadecimal digits.
+            device: The device that its models will be on.
+        """
         with self._changed:
             if self.is_reading:
                 return
-            self._graphs.clear()  # of a checkpoint that was never drawn with
+            self._graphs.clear()  # of a checkpoint that drew no picture
             self._device = device
             self._thread = threading.Thread(
                 target=self._read, args=(content_hash, device), name="onediff-read", daemon=True
@@ -60,8 +67,15 @@ class ReadAhead:
             self._thread.start()
 
     def take(self, digest: str, device: torch.device) -> Graph | None:
-        """Hand over a kind's graph for a device, waiting for it if it is about to be there; else
-        None."""
+        """Hand over a graph, once; waits up to 10 s for one that is about to be loaded.
+
+        Args:
+            digest: Of the kind's key.
+            device: The device that the kind's blocks are on.
+
+        Returns:
+            The graph, or None when it was not loaded for this device.
+        """
         with self._changed:
             if not _is_same(device, self._device):
                 return None
@@ -69,7 +83,7 @@ class ReadAhead:
             return self._graphs.pop(digest, None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all is read."""
+        """Wait until all graphs are loaded, or for `timeout_s`."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -79,12 +93,12 @@ class ReadAhead:
             self._read_all(content_hash, device)
 
     def _read_all(self, content_hash: str, device: torch.device) -> None:
-        library = self._builder.library
-        self._builder.backend.prepare_to_load(device)
+        library = self._context.library
+        self._context.backend.prepare_to_load(device)
         try:
             record = CheckpointRecords(library.folder).read(content_hash)
         except StoreError as exc:
-            logger.info("Nothing is read ahead: %s", exc)
+            logger.info("No graphs are read ahead: %s", exc)
             return
         if record is None:
             return
@@ -102,9 +116,9 @@ class ReadAhead:
     def _read_one(self, digest: str, device: torch.device) -> None:
         graph = None
         try:
-            stored = self._builder.library.find(digest)
+            stored = self._context.library.find(digest)
             if stored is not None and stored.payload and self._fits(stored, device):
-                graph = self._builder.load_bytes(stored.payload, device)
+                graph = self._context.load(stored.payload, device)
         except BackendError as exc:
             logger.info("%s was not read ahead: %s", digest[:12], exc)  # said again when needed
         finally:
@@ -115,14 +129,16 @@ class ReadAhead:
                 self._changed.notify_all()
 
     def _fits(self, stored: StoredGraph, device: torch.device) -> bool:
-        """Whether a graph was made for what this process is, and is known to be harmless."""
+        """Whether a graph fits machine and backend, and has passed its load check here."""
         entries = stored.key.entries
         fits = all(entries.get(name) == value for name, value in self._key_entries(device).items())
-        return fits and bool(self._builder.is_load_safe_on(stored, machine_digest(device)))
+        return fits and bool(
+            self._context.graph_trust.is_load_safe_on(stored, machine_digest(device))
+        )
 
 
 def _is_same(device: torch.device, other: torch.device | None) -> bool:
-    """Whether both name one device; a GPU without a number is the first one."""
+    """Whether both name the same device; a GPU without an index is the first one."""
     return (
         other is not None
         and device.type == other.type

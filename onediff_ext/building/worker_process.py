@@ -1,4 +1,4 @@
-"""Worker processes that build graphs, seen from the process that draws pictures."""
+"""A worker process that builds and checks graphs, as the drawing process sees it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onediff_ext
+from onediff_ext.building.worker_failures import worker_lost_error
 from onediff_ext.core.errors import (
     BackendError,
     MachineError,
@@ -31,18 +32,16 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
 _INSTALLED = ("site-packages", "dist-packages")
-# Signals that come from outside: a user, a supervisor, or the kernel when memory is short.
 _NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
-_KILLERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a worker made.
+    """A new graph.
 
     Args:
         payload: The graph's bytes.
-        seconds: In the worker, its trial included.
+        seconds: Time in the worker, including the trial run.
     """
 
     payload: bytes
@@ -50,12 +49,12 @@ class Built:
 
 
 class WorkerProcess:
-    """One build process, started at the first build and kept for the next ones.
+    """One worker process. It starts with its first task and stays for the next ones.
 
     Args:
         backend: Name of the backend that it builds for.
-        cache: Folder for the compiler's own caches; workers may share one.
-        in_background: At a low priority, since somebody draws beside it.
+        cache: Folder for the compilers' own caches; workers may share one.
+        in_background: At a low priority, since pictures are drawn beside it.
     """
 
     script = Path(onediff_ext.__file__).parent / "building" / "worker" / "start_worker.py"
@@ -71,39 +70,50 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it lives."""
+        """The process id, or None when no process lives."""
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
     def build(self, program: bytes, device: str, timeout_s: float) -> Built:
         """Build the graph of an exported program, and try it out.
 
+        Args:
+            program: From `BlockKind.export`.
+            device: The device that the graph is for, such as ``"cuda:0"``.
+            timeout_s: A build that takes longer counts as lost.
+
         Raises:
             WorkerLostError: The worker died, hung, or had too little memory.
-            MachineError: There is no space, or no compiler.
-            BackendError: It cannot be built, or is wrong.
+            MachineError: There is no disk space, or no compiler.
+            BackendError: It cannot be built, or its results differ from eager.
         """
         answer, payload = self._work(program, None, device, timeout_s)
         assert payload is not None
         return Built(payload, float(str(answer["seconds"])))
 
-    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
-        """Load a stored graph where a crash hurts nobody, and compare it with its program.
+    def check_load(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+        """Load a stored graph where a crash is harmless, and compare it with its program.
+
+        Args:
+            payload: The stored graph's bytes.
+            program: From `BlockKind.export`; computes the expected results.
+            device: The device that the graph is for, such as ``"cuda:0"``.
+            timeout_s: A check that takes longer counts as lost.
 
         Raises:
-            WorkerLostError: It took the worker with it.
-            MachineError: There is no space.
-            BackendError: It cannot be loaded, or is wrong.
+            WorkerLostError: The worker crashed.
+            MachineError: There is no disk space.
+            BackendError: It cannot be loaded, or its results differ from eager.
         """
         self._work(program, payload, device, timeout_s)
 
     def renew(self) -> None:
-        """Have the next build begin in another process: this one's failure may be its own."""
+        """Start a new process for the next task: this one may have caused a failure."""
         with self._lock:
             self._end()
 
     def close(self) -> None:
-        """End the worker and its compilers, at once, and remove what they left. It stays closed."""
+        """End the worker and its compilers at once, for good, and remove their files."""
         with self._lock:
             self._closed = True
             self._end()
@@ -120,14 +130,14 @@ class WorkerProcess:
                 "graph": str(target),
                 "backend": self._backend,
                 "device": device,
-                "task": "build" if payload is None else "prove",
+                "task": "build" if payload is None else "check load",
             }
             if payload is not None:
                 target.write_bytes(payload)
             answer = self._ask(request, timeout_s)
             if "error" in answer:
                 error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
-                if answer.get("spent") or isinstance(error, WorkerLostError):
+                if answer.get("needs_restart") or isinstance(error, WorkerLostError):
                     self._end()  # the next build starts another process
                 raise error
             made = target.read_bytes() if payload is None else None
@@ -188,7 +198,7 @@ class WorkerProcess:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except (OSError, ValueError) as exc:
-            raise lost(self._last_words()) from exc
+            raise worker_lost_error(self._last_words()) from exc
         return self._read_answer(timeout_s)
 
     def _read_answer(self, timeout_s: float) -> dict[str, object]:
@@ -196,12 +206,12 @@ class WorkerProcess:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             self._end()
-            # A machine that is busy or asleep: not the program's fault, as far as one can tell.
+            # The machine may be busy or asleep, so the program is not blamed.
             raise WorkerKilledError(f"The build took longer than {timeout_s:.0f} s.") from None
         if line is None:
             words = self._last_words()
             self._end()
-            raise lost(words)
+            raise worker_lost_error(words)
         answer: dict[str, object] = json.loads(line)
         return answer
 
@@ -216,12 +226,6 @@ class WorkerProcess:
         log = self._scratch / "log" if self._scratch else None
         lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
         return lines[-1] if lines else f"exit code {code}"
-
-
-def lost(words: str) -> WorkerLostError:
-    """The error for a worker that died so."""
-    killed = any(words == f"killed by {name}" for name in _KILLERS)
-    return (WorkerKilledError if killed else WorkerLostError)(f"The build worker died: {words}")
 
 
 def _pump(process: subprocess.Popen[str], answers: queue.SimpleQueue[str | None]) -> None:
@@ -240,7 +244,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def _command(script: Path) -> list[str]:
-    """How a worker is started, with the package and the libraries that this process runs."""
+    """The command that starts a worker with this process's package and libraries."""
     flags = sys.flags
     options = ["-I"] if flags.isolated else []
     options += ["-E"] if flags.ignore_environment else []
@@ -261,13 +265,13 @@ def _environment(cache: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {
         **os.environ,
-        # An empty or relative entry means the current folder, which is another one there.
+        # An empty or relative entry means the current folder, which differs in the worker.
         "PYTHONPATH": os.pathsep.join(entry for entry in inherited if os.path.isabs(entry)),
-        # Not the user's cache: nothing is left behind, and nothing old is found.
+        # Not the user's cache: builds leave nothing behind and find nothing old.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
-        # What a compiler leaves when it is killed goes with the folder; Windows has TMP and TEMP.
+        # A killed compiler's files are deleted with this folder. Windows reads TMP and TEMP.
         **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(cache)),
         "OMP_NUM_THREADS": "1",
     }

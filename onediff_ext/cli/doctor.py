@@ -117,6 +117,6 @@ def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
             True,
             f"{listing.record.name}: {status.kinds_ready} of {status.kinds_needed} graphs, {gain}",
         )
-    for verdict in BuildRecords(library.folder).failures():
-        reason = verdict.failure.reason if verdict.failure else ""
-        yield False, f"{verdict.label} runs eager: {reason} (`onediff-ext graphs retry`)"
+    for build_record in BuildRecords(library.folder).failures():
+        reason = build_record.failure.reason if build_record.failure else ""
+        yield False, f"{build_record.label} runs eager: {reason} (`onediff-ext graphs retry`)"

@@ -173,7 +173,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             loaded = f"loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})"
             print(printable(f"{kind.label}: {loaded}"))
         else:
-            why = kind.reason or model.session.builder.why_missing(kind)
+            why = kind.reason or model.session.build_context.graph_trust.missing_reason(kind)
             print(printable(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}"))
     return 0
 
@@ -190,8 +190,10 @@ def _explain_graph(library: GraphLibrary, prefix: str) -> int:
     for name, value in sorted(graph.key.entries.items()):
         print(printable(f"  {name}: {value}"))
     print(f"  origin: {graph.header.origin}, {graph.header.build_seconds:.1f} s to build")
-    for proof in BuildRecords(library.folder).read(graph.digest).proofs.values():
-        print(printable(f"  first load: {proof.problem or 'harmless, with results like eager'}"))
+    for load_check in BuildRecords(library.folder).read(graph.digest).load_checks.values():
+        print(
+            printable(f"  first load: {load_check.problem or 'harmless, with results like eager'}")
+        )
     return 0
 
 

@@ -14,7 +14,7 @@ from onediff_ext.cli.model_arguments import parse_ignored_components, parse_opti
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
 if TYPE_CHECKING:
-    from onediff_ext.building.builder import ProgressListener
+    from onediff_ext.building.build_progress import ProgressListener
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
     from onediff_ext.session.session import Session
 

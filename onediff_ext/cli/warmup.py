@@ -16,7 +16,7 @@ from onediff_ext.cli.tables import format_table
 
 if TYPE_CHECKING:
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.session.warm_up import WarmUpProgress, WarmUpReport
+    from onediff_ext.session.warm_up_report import WarmUpProgress, WarmUpReport
 
 _TITLES = {"kinds": "building graphs", "captures": "capturing", "measuring": "measuring"}
 

@@ -1,4 +1,4 @@
-"""Whether graphs pay: what their builds cost against what they save."""
+"""Break-even: how many pictures it takes until graphs have saved the time of their builds."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ STEPS_OF_A_PICTURE = 20
 
 
 def speedup_of(steps: Sequence[StepRecord]) -> float | None:
-    """How many times faster than eager the measured steps are, in the geometric mean."""
+    """Return the geometric mean of eager time over compiled time; None without steps."""
     if not steps:
         return None
     return statistics.geometric_mean(step.eager_ms / step.compiled_ms for step in steps)
 
 
 def break_even(build_seconds: float, steps: Sequence[StepRecord]) -> int | None:
-    """Pictures of 20 steps after which builds have saved what they took.
+    """Return the number of pictures of 20 steps after which builds have saved their own time.
 
     Args:
-        build_seconds: What the builds took, with as many workers as there were.
-        steps: Measured ones; each counts the same.
+        build_seconds: Wall time of the builds.
+        steps: Measured steps; each counts the same.
 
     Returns:
-        None when nothing was measured or nothing is saved.
+        Pictures; None when nothing was measured or nothing is saved.
     """
     if not steps:
         return None
@@ -39,7 +39,17 @@ def break_even(build_seconds: float, steps: Sequence[StepRecord]) -> int | None:
 def pictures_until_it_pays(
     history: BuildHistory, labels: Sequence[str], worker_count: int, steps: Sequence[StepRecord]
 ) -> int | None:
-    """The same for kinds by their labels; None also when a build time is not known."""
+    """The same as `break_even`, with build times from the history.
+
+    Args:
+        history: Build times of the machine.
+        labels: Labels of the built kinds.
+        worker_count: Workers that built at the same time.
+        steps: Measured steps of the machine.
+
+    Returns:
+        Pictures; None also when a build time is unknown.
+    """
     if not steps or not labels:
         return None
     known = [s for s in history.build_seconds(steps[-1].machine, labels) if s is not None]

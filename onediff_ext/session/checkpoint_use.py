@@ -1,4 +1,4 @@
-"""Which kinds the checkpoint in use consists of, kept for the next start."""
+"""Records which kinds the checkpoint in use consists of, for the next start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointUse:
-    """One checkpoint of one session.
+    """A checkpoint that one session draws with.
 
     Args:
         folder: The store.
@@ -30,10 +30,13 @@ class CheckpointUse:
         self._recorded: dict[str, int] = {}
 
     def record(self, kinds: Sequence[BlockKind]) -> None:
-        """Write down the kinds that have or will have a graph, if there are new ones.
+        """Record the kinds that have or will have a graph, if there are new ones.
 
-        It only serves the next start, and `graphs list`: a store that one may only read serves
-        all the same.
+        Only the next start and `graphs list` read the record, so a store that cannot be written is
+        no error.
+
+        Args:
+            kinds: The checkpoint's kinds; failed ones are left out.
         """
         usable = [kind for kind in kinds if kind.state is not KindState.FAILED]
         counts = {kind.key.digest: len(kind.blocks) for kind in usable}
@@ -49,4 +52,4 @@ class CheckpointUse:
                 kinds=counts,
             )
         except StoreError as exc:
-            logger.info("The checkpoint's record is not kept: %s", exc)
+            logger.info("The checkpoint's record is not written: %s", exc)

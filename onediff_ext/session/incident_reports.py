@@ -1,4 +1,4 @@
-"""Reports of graphs that were wrong in use, for an issue of this project."""
+"""Report files about graphs that were wrong in use, to be attached to an issue."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SCHEMA = 1
 def write_incident(
     folder: StoreFolder, what: str, problem: str, key: KindKey | None
 ) -> Path | None:
-    """Write what is known of a wrong result beside the graphs.
+    """Write a report about a wrong result into the store.
 
     Args:
-        folder: Of the store.
-        what: The kind of block, or the model.
+        folder: The store.
+        what: The kind's label, or the model.
         problem: What was seen.
-        key: Of the kind.
+        key: Of the kind, or None for a CUDA graph.
 
     Returns:
-        The file, or None if it could not be written.
+        The report file; None when it could not be written.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{key.digest[:8] if key else 'replay'}.json"
     path = folder.root / "incidents" / name

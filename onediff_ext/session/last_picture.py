@@ -1,4 +1,4 @@
-"""What the last picture was drawn with, and which calls ran eager."""
+"""The components of the last picture, and the calls that ran eager."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Fallback:
 
     Args:
         what: The kind or class of block.
-        reason: Why, in plain words.
-        count: How many calls.
+        reason: Why they ran eager.
+        count: Number of calls.
     """
 
     what: str
@@ -27,36 +27,44 @@ class Fallback:
 
 
 class Fallbacks:
-    """Counts them, by what and reason. Any thread draws or asks."""
+    """Counts fallbacks by block and reason. Any thread may use it."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     def add(self, what: str, reason: str) -> None:
-        """One call."""
+        """Count one call.
+
+        Args:
+            what, reason: As in `Fallback`.
+        """
         with self._lock:
             self._counts[what, reason] += 1
 
     def so_far(self) -> Counter[tuple[str, str]]:
-        """This moment, for `since`."""
+        """The counts until this moment, for `since`."""
         with self._lock:
             return self._counts.copy()
 
     def since(self, moment: Counter[tuple[str, str]] | None = None) -> list[Fallback]:
-        """Most frequent first; all, or those after a moment."""
+        """Return the fallbacks, most frequent first.
+
+        Args:
+            moment: From `so_far`: only later calls count; None counts all.
+        """
         counts = self.so_far() - (moment or Counter())
         return [Fallback(*key, count) for key, count in counts.most_common()]
 
 
 class Drawn(Protocol):
-    """A component that draws, as the status sees it."""
+    """A component with the runners of its blocks."""
 
     runners: list[BlockRunner]
 
 
 class LastPicture:
-    """The components that drew the last picture, as far as they still exist."""
+    """The components that drew the last picture and still exist."""
 
     def __init__(self) -> None:
         self._components: weakref.WeakKeyDictionary[Drawn, None] = weakref.WeakKeyDictionary()
@@ -64,11 +72,11 @@ class LastPicture:
         self._lock = threading.Lock()
 
     def add(self, component: Drawn, number: int) -> None:
-        """A component takes part in a picture.
+        """Count a component to a picture.
 
         Args:
             component: The component.
-            number: Of the picture. Where nobody tells of pictures, all are one.
+            number: Of the picture. For a host that does not announce pictures, all have one number.
         """
         with self._lock:
             if number != self._number:
@@ -77,12 +85,12 @@ class LastPicture:
             self._components[component] = None
 
     def forget(self) -> None:
-        """Another checkpoint will draw the next one."""
+        """Forget the components: another checkpoint draws the next picture."""
         with self._lock:
             self._components.clear()
 
     @property
     def components(self) -> list[Drawn]:
-        """Those that took part."""
+        """The components of the last picture."""
         with self._lock:
             return list(self._components)

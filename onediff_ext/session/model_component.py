@@ -1,4 +1,4 @@
-"""One model of a host (a UNet, a VAE's decoder, a ControlNet) with graphs under its blocks."""
+"""A component: one model of a host (UNet, VAE decoder, ControlNet) whose blocks run graphs."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ class Component:
     Args:
         name: One of `onediff_ext.core.options.COMPONENTS`, with a number when there are several.
         model: The host's module; its own forward keeps running in Python.
-        session: Who owns the kinds.
-        channels_last: Bring convolution weights into that order, if the session's options say so.
+        session: Owns the kinds.
+        channels_last: Change convolution weights to channels last, if the session's options say so.
 
     Attributes:
-        session: As given.
+        name, model, session: As given.
         runners: One for each block.
         captured: The model's forward as a CUDA graph, or its parts as several, while installed.
-            None for a VAE, which runs once for a picture, and at large sizes needs all the
-            memory there is.
-        layouts: What was changed about the weights' order in memory.
-        foreign: Why the model's forward is not its own: another extension's, which calls the
-            blocks from there. None if it is, or nothing is installed.
+            None for a VAE: it runs once for a picture, and at large sizes it needs all free memory.
+        layouts: The changed memory layouts of the weights.
+        foreign: Why the model's forward belongs to another extension, which calls the blocks from
+            there; None when it is the model's own, or nothing is installed.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Component:
         self.captured: CapturedForward | CapturedParts | None = None
         self.foreign: str | None = None
         self._channels_last, self.layouts = channels_last, WeightLayouts()
-        # Others that serve the same model: who came after this one, and who made way for it.
+        # Components of the same model: the one installed over this one, and the one below it.
         self._above: Callable[[], Component | None] = _nobody
         self._below: Callable[[], Component | None] = _nobody
         self._whole: _ModelForward | None = None
@@ -76,9 +75,9 @@ class Component:
     def install(self) -> None:
         """Replace the forwards of the model's known blocks and of the model itself.
 
-        After `suspend`, the same runners and captures go on, if the model still is the same.
-        Another component that serves the model makes way until this one is removed: a graph has
-        to be compared with the model's own forward, not with another graph.
+        After `suspend`, the same runners and CUDA graphs go on, if the model is still the same.
+        Another component of the model is suspended until this one is removed: a graph must be
+        compared with the model's own forward, and not with another graph.
         """
         other = _serving(self.model)
         if other is not None and other is not self:
@@ -95,8 +94,8 @@ class Component:
         eager, captures = self.model.forward, self.session.captures
         reason = foreign_forward(self.model, eager, self._known)
         if self.name.startswith("vae"):
-            ladder = OomFallback(eager, captures, self._retry, self._without_graphs)
-            forward = _ModelForward(eager, ladder, self)
+            oom_fallback = OomFallback(eager, captures, self._retry, self._without_graphs)
+            forward = _ModelForward(eager, oom_fallback, self)
         elif reason is None:
             forward = self._whole_forward(eager)
             self.captured = forward.captured
@@ -108,7 +107,7 @@ class Component:
         self._set_active(True)
 
     def _whole_forward(self, eager: Callable[..., Any]) -> _ModelForward:
-        """The same one in each job: captures are given up when a model has got another one."""
+        """The model's captured forward, kept between jobs while its own forward stays the same."""
         if self._whole is not None and self._whole.eager != eager:
             self._forget_whole()
         if self._whole is None:
@@ -124,7 +123,7 @@ class Component:
         self._whole = None
 
     def _part_forwards(self) -> list[CapturedForward]:
-        """Put captures under the model's parts; they go on with the same ones in the next job."""
+        """Capture the model's parts, with the same CUDA graphs in the next job."""
         if any(part.eager != part.model.forward for part in self._parts):
             self._forget_parts()
         if not self._parts:
@@ -145,9 +144,9 @@ class Component:
         return self._parts
 
     def remove(self) -> None:
-        """Leave every attribute as it was before `install`, and drop the captures.
+        """Restore every attribute to its value before `install`, and drop the CUDA graphs.
 
-        The component that made way for this one serves the model again.
+        The component that was suspended for this one serves the model again.
         """
         was_serving = _serving(self.model) is self
         self.suspend()
@@ -164,7 +163,7 @@ class Component:
         self.runners = []
 
     def _leave_stack(self) -> tuple[Component | None, Component | None]:
-        """Returns who was above and below, now next to each other."""
+        """Link the components above and below with each other, and return them."""
         above, below = self._above(), self._below()
         if above is not None:
             above._below = self._below
@@ -179,21 +178,21 @@ class Component:
         self._parts = []
 
     def suspend(self) -> None:
-        """Leave every attribute as it was before `install`, and be ready to install again."""
-        self._set_active(False)  # somebody may still hold a runner
+        """Restore every attribute to its value before `install`, and keep the runners for later."""
+        self._set_active(False)  # a host may still hold a runner
         left = self._patches.undo()
-        # A foreign forward may hold models that are nobody else's any more.
+        # A foreign forward may keep models alive that nothing else uses.
         self.captured = self.foreign = None
         if left:
             logger.warning(
-                "%s: another extension has replaced %s since; ours now only passes calls on",
+                "%s: another extension has replaced %s since; ours only passes calls on now",
                 self.name,
                 ", ".join(left),
             )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model's own blocks for the length of a ``with`` block."""
+        """Run the model's own blocks within the ``with`` block."""
         self._set_active(False)
         try:
             yield
@@ -202,7 +201,7 @@ class Component:
 
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
-        """`paused`, told."""
+        """The same as `paused`, counted as a fallback for lack of memory."""
         self.session.fell_back(self.name.replace("vae_", "VAE "), MEMORY_IS_SHORT)
         with self.paused():
             yield
@@ -217,8 +216,11 @@ class Component:
             each.active = active
 
     def _put_back(self) -> bool:
-        """Install the runners that were suspended; nothing is left of them when blocks or their
-        forwards are others now."""
+        """Install the suspended runners again.
+
+        Returns:
+            False when blocks or their forwards have changed; the runners are removed then.
+        """
         blocks = _known_blocks(self.model, self.session.families)
         parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
         if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
@@ -238,16 +240,21 @@ class Component:
 
 
 class _ModelForward:
-    """A model's forward that builds what it found missing, after the result is there.
+    """A model's forward that builds missing graphs after its result is computed.
 
-    A switch from eager to graphs therefore never falls into the middle of a forward.
+    So a forward never switches from eager to graphs halfway.
+
+    Args:
+        eager: The model's own forward.
+        forward: Computes the result.
+        component: The model's component.
     """
 
     def __init__(
         self, eager: Callable[..., Any], forward: Callable[..., Any], component: Component
     ) -> None:
         self.eager, self._forward, self._session = eager, forward, component.session
-        # Others may hold this long after the component is removed, and call it.
+        # Hosts may keep this after the component is removed, and call it.
         self._component = weakref.ref(component)
         self.captured = forward if isinstance(forward, CapturedForward) else None
 
@@ -276,7 +283,7 @@ class _ModelForward:
 
     @property
     def component(self) -> Component | None:
-        """Whose it is, while that exists."""
+        """The component, while it exists."""
         return self._component()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -300,7 +307,7 @@ def _nobody() -> None:
 
 
 def _serving(model: nn.Module) -> Component | None:
-    """The component whose forward the model has now."""
+    """The component that has replaced the model's forward, or None."""
     forward = vars(model).get("forward")
     return forward.component if isinstance(forward, _ModelForward) else None
 
@@ -308,9 +315,9 @@ def _serving(model: nn.Module) -> Component | None:
 def _known_blocks(
     model: nn.Module, families: Sequence[BlockFamily]
 ) -> list[tuple[nn.Module, BlockFamily]]:
-    """The outermost blocks of known classes; what lies inside one belongs to its graph.
+    """The outermost blocks of known classes. The modules inside a block belong to its graph.
 
-    A family that stands for a part of a block only leaves the rest to others.
+    A family for only some parts of a block leaves the other parts to other families.
     """
     by_class: dict[type, list[BlockFamily]] = {}
     for family in families:

@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Sized
+from typing import Protocol
 
+from onediff_ext.building.background_builds import BackgroundBuilds
+from onediff_ext.building.builder import Builder
+from onediff_ext.building.read_ahead import ReadAhead
+from onediff_ext.building.worker_counts import worker_count
+from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import COMPILED_IN_PART, Status
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.engine.quantization import PRECISIONS, unavailable_reason
 from onediff_ext.engine.running.block_runner import NO_GRAPH_YET, BlockRunner
 from onediff_ext.session.break_even import pictures_until_it_pays, speedup_of
-
-if TYPE_CHECKING:
-    from onediff_ext.session.session import Session
+from onediff_ext.session.checkpoint_use import CheckpointUse
+from onediff_ext.session.last_picture import Fallback, LastPicture
 
 _SHOWN_REASONS = 5
 CANCELLED = "builds were cancelled; a warm-up builds what is missing"
 NOT_BUILT = "graphs are missing, and none may be built"
 
 
-def session_status(session: Session, since: Counter[tuple[str, str]] | None = None) -> Status:
-    """Look at a session; see `Status` for what each field says, `Session.status` for `since`."""
+class StatusSource(Protocol):
+    """What the status reads of a session; `Session` says what each of it is."""
+
+    @property
+    def options(self) -> CompileOptions: ...
+    @property
+    def builder(self) -> Builder: ...
+    @property
+    def background(self) -> BackgroundBuilds: ...
+    @property
+    def read_ahead(self) -> ReadAhead: ...
+    @property
+    def captures(self) -> Sized: ...
+    @property
+    def checkpoint(self) -> CheckpointUse | None: ...
+    @property
+    def last_picture(self) -> LastPicture: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def substituted(self) -> str: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def sizes_done(self) -> tuple[int, int]: ...
+
+    def current_kinds(self) -> list[BlockKind]: ...
+    def missing(self) -> list[BlockKind]: ...
+    def awaits_load_check(self, kind: BlockKind) -> bool: ...
+    def fallbacks(self, since: Counter[tuple[str, str]] | None = None) -> Sequence[Fallback]: ...
+
+
+def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None = None) -> Status:
+    """Return the status of a session at this moment.
+
+    Args:
+        session: The session.
+        since: As in `Session.status`.
+    """
+    context = session.builder.context
     kinds = session.current_kinds()
     ready = sum(kind.graph is not None for kind in kinds)
     failed = sum(kind.state is KindState.FAILED for kind in kinds)
@@ -44,7 +87,7 @@ def session_status(session: Session, since: Counter[tuple[str, str]] | None = No
     steps = []
     if kinds and session.checkpoint is not None:
         machine = machine_digest(kinds[0].device)
-        steps = session.builder.history.steps(machine, session.checkpoint.content_hash)
+        steps = context.history.steps(machine, session.checkpoint.content_hash)
     return Status(
         running=running,
         kinds_ready=ready,
@@ -61,12 +104,12 @@ def session_status(session: Session, since: Counter[tuple[str, str]] | None = No
         captures=captures,
         speedup=speedup_of(steps),
         pays_off_after=pictures_until_it_pays(
-            session.builder.history,
+            context.history,
             [kind.label for kind in kinds if kind.graph is not None],
-            session.builder.worker_count,
+            worker_count(session.options),
             steps,
         ),
-        problem=session.builder.problem,
+        problem=context.outcomes.blocked_reason,
         reasons=_reasons(session, kinds, missing, eager_blocks, since),
         blocks_compiled=compiled,
         blocks_needed=needed,
@@ -75,14 +118,14 @@ def session_status(session: Session, since: Counter[tuple[str, str]] | None = No
     )
 
 
-def _blocks(session: Session) -> tuple[int, Counter[str]]:
-    """Blocks that drew the last picture and have a graph now, and the others by their reason."""
+def _blocks(session: StatusSource) -> tuple[int, Counter[str]]:
+    """Count the last picture's blocks that have a graph now, and the others by eager reason."""
     compiled, eager = 0, Counter[str]()
     for component in session.last_picture.components:
         for runner in list(component.runners):
             if runner.eager_reason == "":
                 continue  # it was not called
-            reason = _why_eager(session, runner)
+            reason = _eager_reason(session, runner)
             if reason is None:
                 compiled += 1
             else:
@@ -90,23 +133,23 @@ def _blocks(session: Session) -> tuple[int, Counter[str]]:
     return compiled, eager
 
 
-def _why_eager(session: Session, runner: BlockRunner) -> str | None:
+def _eager_reason(session: StatusSource, runner: BlockRunner) -> str | None:
     reason, kind = runner.eager_reason, runner.used
     if kind is None or (kind.graph is not None and reason != NO_GRAPH_YET):
         return reason
     if kind.graph is not None:
-        return None  # since then
+        return None  # it came after the picture
     if kind.state is KindState.FAILED:
         return kind.reason
     if session.background.is_cancelled(kind):
         return CANCELLED
-    if session.options.build == "never" and not session.is_being_proved(kind):
+    if session.options.build == "never" and not session.awaits_load_check(kind):
         return NOT_BUILT
     return kind.reason or NO_GRAPH_YET
 
 
-def _substituted(session: Session, kinds: list[BlockKind]) -> str:
-    """What was asked for and cannot be had, with its reason."""
+def _substituted(session: StatusSource, kinds: list[BlockKind]) -> str:
+    """Why another backend or precision is used than the chosen one."""
     texts = [session.substituted] if session.substituted else []
     if session.precision in PRECISIONS and kinds:
         reason = unavailable_reason(session.precision, kinds[0].device)
@@ -116,7 +159,7 @@ def _substituted(session: Session, kinds: list[BlockKind]) -> str:
 
 
 def _reasons(
-    session: Session,
+    session: StatusSource,
     kinds: list[BlockKind],
     missing: int,
     eager_blocks: Counter[str],
@@ -125,13 +168,13 @@ def _reasons(
     by_reason: dict[str, list[str]] = {}
     for fallback in session.fallbacks(since):
         by_reason.setdefault(fallback.reason, []).append(fallback.what)
-    # What failed between two pictures has had no call yet.
+    # A kind that failed between two pictures has had no call yet.
     for kind in kinds:
         if kind.state is KindState.FAILED:
             whats = by_reason.setdefault(kind.reason, [])
             if kind.label not in whats:
                 whats.append(kind.label)
-    # Of the last picture, calls that were not counted: the graph is missing.
+    # Calls of the last picture that were not counted, since their graph is missing.
     for reason in eager_blocks:
         if reason != NO_GRAPH_YET:
             by_reason.setdefault(reason, [])

@@ -1,11 +1,11 @@
-"""The status of a checkpoint as the store knows it, without its model."""
+"""The status of a checkpoint from the store alone, without its model."""
 
 from __future__ import annotations
 
 import torch
 
 from onediff_ext import __version__
-from onediff_ext.building.builder import worker_count
+from onediff_ext.building.worker_counts import worker_count
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.records import CheckpointRecord
 from onediff_ext.core.status import COMPILED_IN_PART, Status
@@ -13,20 +13,23 @@ from onediff_ext.engine.machine import machine_digest
 from onediff_ext.session.break_even import pictures_until_it_pays, speedup_of
 from onediff_ext.store import BuildHistory, BuildRecords, GraphLibrary
 
-# Kinds recorded within so long of the latest ones were used by the same run.
+# Kinds recorded at most so long before the latest ones belong to the same run.
 _SAME_RUN_S = 3600.0
 
 
 def stored_status(
     library: GraphLibrary, record: CheckpointRecord, device: torch.device, options: CompileOptions
 ) -> Status:
-    """What is ready, failed and being built of the kinds that a checkpoint used last.
+    """Count which of a checkpoint's last used kinds are ready, failed or being built.
 
     Args:
-        library: The store.
-        record: Of the checkpoint.
-        device: Where it would be drawn.
+        library: The stored graphs.
+        record: The checkpoint's record.
+        device: The device that it would be drawn on.
         options: For the number of workers.
+
+    Returns:
+        A status with the fields that need no session; the others have their defaults.
     """
     latest = max((use.last_used_at for use in record.kinds.values()), default=0.0)
     digests = [d for d, use in record.kinds.items() if latest - use.last_used_at < _SAME_RUN_S]
@@ -35,13 +38,13 @@ def stored_status(
     machine = machine_digest(device)
     ready = [digest for digest in digests if digest in labels]
     failures = [
-        verdict
+        build_record
         for digest in digests
         if digest not in labels
-        and (verdict := build_records.read(digest)).failure is not None
-        and verdict.failure.version == __version__
+        and (build_record := build_records.read(digest)).failure is not None
+        and build_record.failure.version == __version__
     ]
-    failed = {verdict.digest for verdict in failures}
+    failed = {build_record.digest for build_record in failures}
     missing = [digest for digest in digests if digest not in labels and digest not in failed]
     building = [digest for digest in missing if library.is_being_built(digest)]
     expected = history.build_seconds(machine, [build_records.read(d).label for d in missing])

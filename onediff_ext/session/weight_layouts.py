@@ -1,4 +1,4 @@
-"""The order in memory of a model's convolution weights, changed and put back."""
+"""Changes the memory layout of a model's convolution weights to channels last, and restores it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import nn
 
 
 class WeightLayouts:
-    """Remembers the strides of each weight that was brought into channels last."""
+    """The original strides of the weights that were changed to channels last."""
 
     def __init__(self) -> None:
         self._strides: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = []
 
     def use_channels_last(self, model: nn.Module) -> None:
-        """Bring 4-dim weights of a model into NHWC, those that are not in it yet."""
+        """Change a model's 4-dimensional weights to NHWC, unless they have that layout already."""
         for parameter in model.parameters():
             if parameter.ndim == 4 and not parameter.is_contiguous(
                 memory_format=torch.channels_last
@@ -22,13 +22,13 @@ class WeightLayouts:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
     def take_over(self, other: WeightLayouts) -> None:
-        """Put back what another one would have; it has nothing to put back any more."""
-        # Of weights that both have changed, the other one's are the older strides.
+        """Take over the strides that another object would have restored."""
+        # For a weight that both have changed, the other object's strides are the older ones.
         self._strides += other._strides
         other._strides = []
 
     def restore(self) -> None:
-        """Leave each weight in the order it had, unless it was replaced by another one."""
+        """Give each weight its original layout, unless a weight of another shape replaced it."""
         for parameter, shape, stride in self._strides:
             if parameter.shape == shape and parameter.stride() != stride:
                 weight = parameter.data

@@ -18,7 +18,8 @@ from onediff_ext.panel.field_schema import schema
 from onediff_ext.panel.fields import FEATURES
 from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
 from onediff_ext.panel.warm_up_sizes import recent_sizes
-from onediff_ext.session.warm_up import WarmUpControl, WarmUpProgress, WarmUpReport, in_passes
+from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
+from onediff_ext.session.warm_up_report import WarmUpProgress, WarmUpReport
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.store import GraphLibrary
 

@@ -1,4 +1,4 @@
-"""The store: graphs on disk, and what is known of the checkpoints that use them."""
+"""The store: graphs on disk, and records of their builds and of the checkpoints that use them."""
 
 from onediff_ext.store.build_history import BuildHistory, StepRecord
 from onediff_ext.store.build_records import BuildRecord, BuildRecords, Failure, LoadCheck

@@ -1,8 +1,7 @@
-"""A file of the store appears whole or not at all.
+"""Atomic writes: a file of the store appears whole or not at all.
 
-The bytes go to a file in `tmp/`, are synced, and one `os.replace` publishes them.
-While a part is being written, a lock of its own name is held: whoever finds a part
-whose lock is free knows that its writer is dead.
+The bytes go to a part file in `tmp/` and are synced; one `os.replace` publishes them. The writer
+holds a lock with the part's name, so a part with a free lock belongs to a dead writer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from onediff_ext.store.durable_write import sync_folder, write_and_sync
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.write_errors import mapped_write_errors
 
-# With working locks any age would do; this is for disks whose locks do not work.
+# For disks whose locks do not work. With working locks, the age does not matter.
 STALE_PART_AGE_S = 600.0
 _PART_LOCK_TIMEOUT_S = 10.0
 _REPLACE_TRIES = 50
@@ -27,10 +26,15 @@ _REPLACE_WAIT_S = 0.02
 
 
 def publish(folder: StoreFolder, target: Path, chunks: Iterable[bytes]) -> None:
-    """Write `target`, which lies in `folder`, replacing what was there.
+    """Write a file of the store, replacing an earlier one.
+
+    Args:
+        folder: The store.
+        target: The file, inside the store.
+        chunks: Its content.
 
     Raises:
-        StoreFullError, StoreReadOnlyError, StoreError: Nothing has changed.
+        StoreFullError, StoreReadOnlyError, StoreError: The file is unchanged.
     """
     folder.prepare()
     reached("prepared")
@@ -49,7 +53,15 @@ def publish(folder: StoreFolder, target: Path, chunks: Iterable[bytes]) -> None:
 
 
 def collect_stale_parts(folder: StoreFolder, age_s: float = STALE_PART_AGE_S) -> int:
-    """Remove the parts of dead writers that are older than `age_s`; return how many."""
+    """Delete the parts of dead writers.
+
+    Args:
+        folder: The store.
+        age_s: Younger parts stay, in seconds.
+
+    Returns:
+        The number of deleted parts.
+    """
     removed = 0
     for part in folder.tmp.glob("*.part"):
         try:
@@ -76,7 +88,7 @@ def _replace(folder: StoreFolder, part: Path, target: Path) -> None:
             with folder.locks.guard():
                 os.replace(part, target)
         except PermissionError:
-            # Windows refuses while another process reads the old file: a moment.
+            # Windows refuses for the moment in which another process reads the old file.
             if os.name != "nt" or not tries_left:
                 raise
             time.sleep(_REPLACE_WAIT_S)

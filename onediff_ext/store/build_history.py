@@ -1,4 +1,4 @@
-"""How long builds took on this machine and what graphs saved: one small file in the store."""
+"""Build history: build times of this machine and measured steps, in one small file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _KEPT_STEPS = 64
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One measured step, eager beside compiled.
+    """A measured step, eager and compiled.
 
     Args:
         checkpoint: Content hash of the checkpoint, or ``""``.
-        machine: Where it was measured.
+        machine: Digest of the machine, from `machine_digest`.
         size: Such as ``"1024x768@2"``.
         eager_ms, compiled_ms: Milliseconds of one step.
         at: Seconds since the epoch.
@@ -50,7 +50,7 @@ class _Record(TypedDict):
 
 
 class BuildHistory:
-    """The history of one store. Losing it costs an estimate, so writes that fail are only logged.
+    """The history of one store. It only serves estimates, so failed writes are just logged.
 
     Args:
         folder: The store, e.g. `GraphLibrary.folder`.
@@ -60,7 +60,13 @@ class BuildHistory:
         self.folder = folder
 
     def record_build(self, machine: str, label: str, seconds: float) -> None:
-        """Note how long the build of a kind with this label took in its worker."""
+        """Record a build time.
+
+        Args:
+            machine: Digest of the machine.
+            label: Label of the kind.
+            seconds: Time in the worker.
+        """
 
         def add(record: _Record) -> None:
             times = record["builds"].setdefault(machine, {}).setdefault(label, [])
@@ -72,7 +78,11 @@ class BuildHistory:
     def record_step(
         self, *, checkpoint: str, machine: str, size: str, eager_ms: float, compiled_ms: float
     ) -> None:
-        """Note a measured step; an earlier one of the same size is replaced."""
+        """Record a measured step, replacing an earlier one of the same size.
+
+        Args:
+            checkpoint, machine, size, eager_ms, compiled_ms: As in `StepRecord`.
+        """
         step = StepRecord(checkpoint, machine, size, eager_ms, compiled_ms, time.time())
 
         def add(record: _Record) -> None:
@@ -83,16 +93,26 @@ class BuildHistory:
         self._change(add)
 
     def build_seconds(self, machine: str, labels: Sequence[str]) -> list[float | None]:
-        """Return how long each of some kinds probably takes to build.
+        """Estimate the build time of some kinds.
 
-        From builds with the same label; else of the same class of block; else of any;
-        None when nothing was built on this machine yet.
+        Args:
+            machine: Digest of the machine.
+            labels: Labels of the kinds.
+
+        Returns:
+            Seconds of each kind: the mean of builds with the same label, else of the same block
+            class, else of all builds; None when this machine has built nothing yet.
         """
         times = self._read()["builds"].get(machine, {})
         return [_expected(times, label) for label in labels]
 
     def steps(self, machine: str, checkpoint: str | None = None) -> list[StepRecord]:
-        """Return the steps measured on a machine, of one checkpoint or of all, oldest first."""
+        """Return measured steps, oldest first.
+
+        Args:
+            machine: Digest of the machine.
+            checkpoint: Content hash; None returns the steps of all checkpoints.
+        """
         return [
             step
             for step in self._read()["steps"]
@@ -119,7 +139,7 @@ class BuildHistory:
                 encoded = json.dumps(whole, indent=1, sort_keys=True).encode("ascii")
                 publish(self.folder, self.folder.home / _FILE, [encoded])
         except StoreError as exc:
-            _LOG.debug("The history of builds is not kept: %s", exc)
+            _LOG.debug("The history of builds is not written: %s", exc)
 
 
 def _parse(record: object) -> _Record:

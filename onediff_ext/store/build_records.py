@@ -1,7 +1,8 @@
-"""What was learnt about a kind on this machine: it cannot be built, its graph is harmless or bad.
+"""Build records: failed builds, load checks and evictions of each kind.
 
-One small file for each kind that has something to remember. Losing one costs time and
-nothing else, so a damaged file counts as none.
+One small file for each kind that has something to remember. A lost record only costs time, so a
+damaged file counts as missing. The format keeps older names: the folder is "verdicts", and load
+checks are stored as "proofs".
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from onediff_ext.store.json_records import RecordError, read_record, record_path
 from onediff_ext.store.stored_graph import graph_path, is_digest
 
 _LOG = logging.getLogger(__name__)
-# Up to 1, what failed in a process was held against the kind, whoever was to blame: another
-# extension's patch, a race with the host, the machine. What was found good then still is.
+# Version 1 recorded every failure, even when another extension's patch, a race with the host or the
+# machine was the cause. Only its passed load checks are still valid.
 _SCHEMA = 2
 _LOCK_TIMEOUT_S = 10.0
-# A store that several machines share; more than these are forgotten, oldest first.
-_MAX_PROOFS = 16
+# For a store that several machines share. The oldest are forgotten first.
+_MAX_LOAD_CHECKS = 16
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Failure:
     """Why a kind cannot be built.
 
     Args:
-        reason: In plain words.
-        attempts: How often it was tried.
+        reason: For people.
+        attempts: Number of failed builds.
         at: Seconds since the epoch.
-        version: Of this product; another version tries again.
+        version: Of this product. Another version tries again.
     """
 
     reason: str
@@ -48,11 +49,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class LoadCheck:
-    """What the first load of one graph on one machine showed.
+    """The result of the first load of one graph on one machine.
 
     Args:
-        payload_sha256: Of exactly these bytes.
-        problem: What is wrong with it; ``""`` when it is harmless and gives eager's results.
+        payload_sha256: Hash of the checked bytes, 64 hexadecimal digits.
+        problem: What is wrong with the graph; ``""`` when it loads and computes eager's results.
         at: Seconds since the epoch.
     """
 
@@ -66,7 +67,7 @@ class Eviction:
     """Why a kind's graph was deleted.
 
     Args:
-        reason: In plain words.
+        reason: For people.
         at: Seconds since the epoch.
     """
 
@@ -76,25 +77,25 @@ class Eviction:
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """All that is remembered about one kind.
+    """Everything that is remembered about one kind.
 
     Args:
         digest: Of the kind's key.
         label: For people.
-        failure: Why it cannot be built, if it cannot.
-        proofs: Machine → what its first load there showed.
-        eviction: Why its graph was deleted, if it was.
+        failure: Why it cannot be built, or None.
+        load_checks: Digest of a machine → the load check there. Stored as "proofs".
+        eviction: Why its graph was deleted, or None.
     """
 
     digest: str
     label: str = ""
     failure: Failure | None = None
-    proofs: dict[str, LoadCheck] = field(default_factory=dict)
+    load_checks: dict[str, LoadCheck] = field(default_factory=dict)
     eviction: Eviction | None = None
 
 
 class BuildRecords:
-    """The verdicts of one store. A write that fails is logged: what it would have saved is time.
+    """The build records of one store. Failed writes are only logged: a record just saves time.
 
     Args:
         folder: The store, e.g. `GraphLibrary.folder`.
@@ -104,70 +105,108 @@ class BuildRecords:
         self.folder = folder
 
     def read(self, digest: str) -> BuildRecord:
-        """Return what is remembered about a kind; an empty verdict when nothing is."""
+        """Return the record of a kind; an empty one when there is none.
+
+        Args:
+            digest: Of the kind's key.
+        """
         try:
             return _parse(digest, read_record(self._path(digest)))
         except FileNotFoundError:
             return BuildRecord(digest)
         except (StoreError, OSError) as exc:
-            _LOG.debug("Verdict %s is left out: %s", digest[:12], exc)
+            _LOG.debug("Build record %s is left out: %s", digest[:12], exc)
             return BuildRecord(digest)
 
     def failure(self, digest: str, version: str) -> Failure | None:
-        """Return why a kind cannot be built by this version, or None when it may be tried."""
+        """Return why a kind cannot be built; None when it may be tried.
+
+        Args:
+            digest: Of the kind's key.
+            version: Of this product; failures of other versions do not count.
+        """
         failure = self.read(digest).failure
         return failure if failure is not None and failure.version == version else None
 
-    def proof(self, digest: str, machine: str, payload_sha256: str) -> LoadCheck | None:
-        """Return what the first load of these bytes on a machine showed, if there was one."""
-        proof = self.read(digest).proofs.get(machine)
-        return proof if proof is not None and proof.payload_sha256 == payload_sha256 else None
+    def load_check(self, digest: str, machine: str, payload_sha256: str) -> LoadCheck | None:
+        """Return the load check of a graph on a machine; None when there was none.
+
+        Args:
+            digest: Of the kind's key.
+            machine: Digest of the machine.
+            payload_sha256: Hash of the graph's bytes.
+        """
+        load_check = self.read(digest).load_checks.get(machine)
+        return (
+            load_check
+            if load_check is not None and load_check.payload_sha256 == payload_sha256
+            else None
+        )
 
     def record_failure(
         self, digest: str, label: str, reason: str, *, attempts: int, version: str
     ) -> None:
-        """Remember that a kind cannot be built."""
+        """Record that a kind cannot be built.
+
+        Args:
+            digest: Of the kind's key.
+            label: Of the kind.
+            reason, attempts, version: As in `Failure`.
+        """
         failure = Failure(reason, attempts, time.time(), version)
         self._change(digest, label, lambda v: replace(v, label=label, failure=failure))
 
     def record_load_check(
         self, digest: str, label: str, *, machine: str, payload_sha256: str, problem: str = ""
     ) -> None:
-        """Remember what the first load of some bytes on a machine showed; clears a failure."""
-        proof = LoadCheck(payload_sha256, problem, time.time())
+        """Record a load check; clears a failure.
 
-        def add(verdict: BuildRecord) -> BuildRecord:
-            proofs = {**verdict.proofs, machine: proof}
-            latest = sorted(proofs, key=lambda name: -proofs[name].at)[:_MAX_PROOFS]
-            kept = {name: proofs[name] for name in latest}
-            return replace(verdict, label=label, failure=None, proofs=kept)
+        Args:
+            digest: Of the kind's key.
+            label: Of the kind.
+            machine: Digest of the machine.
+            payload_sha256, problem: As in `LoadCheck`.
+        """
+        load_check = LoadCheck(payload_sha256, problem, time.time())
+
+        def add(build_record: BuildRecord) -> BuildRecord:
+            load_checks = {**build_record.load_checks, machine: load_check}
+            latest = sorted(load_checks, key=lambda name: -load_checks[name].at)[:_MAX_LOAD_CHECKS]
+            kept = {name: load_checks[name] for name in latest}
+            return replace(build_record, label=label, failure=None, load_checks=kept)
 
         self._change(digest, label, add)
 
     def record_eviction(self, digest: str, reason: str) -> None:
-        """Remember why a kind's graph was deleted."""
+        """Record why a kind's graph was deleted."""
         eviction = Eviction(reason, time.time())
         self._change(digest, digest[:12], lambda v: replace(v, eviction=eviction))
 
     def failures(self) -> Iterator[BuildRecord]:
-        """Yield the kinds that cannot be built, by digest."""
+        """Yield the records of kinds that cannot be built, sorted by digest."""
         for path in record_paths(self.folder.build_records):
             if is_digest(path.stem):
-                verdict = self.read(path.stem)
-                if verdict.failure is not None:
-                    yield verdict
+                build_record = self.read(path.stem)
+                if build_record.failure is not None:
+                    yield build_record
 
     def retry(self, digest: str | None = None) -> list[str]:
-        """Forget why a kind (all when None) cannot be built; return their labels.
+        """Forget failures, so that the kinds are built again.
+
+        Args:
+            digest: Of one kind's key; None forgets all failures.
+
+        Returns:
+            The labels of the kinds.
 
         Raises:
             StoreError: The folder cannot be written.
         """
         forgotten = []
-        for verdict in list(self.failures()):
-            if digest is None or verdict.digest == digest:
-                self._write(replace(verdict, failure=None))
-                forgotten.append(verdict.label or verdict.digest)
+        for build_record in list(self.failures()):
+            if digest is None or build_record.digest == digest:
+                self._write(replace(build_record, failure=None))
+                forgotten.append(build_record.label or build_record.digest)
         return forgotten
 
     def _change(
@@ -175,37 +214,48 @@ class BuildRecords:
     ) -> None:
         try:
             self.folder.prepare()
+            # The lock has its older name too: processes of earlier versions may share the store.
             with self.folder.locks.hold(f"verdict-{digest}", _LOCK_TIMEOUT_S):
                 self._write(change(self.read(digest)))
         except StoreError as exc:
-            _LOG.info("What was learnt about %s is not kept: %s", label, exc)
+            _LOG.info("The build record of %s is not written: %s", label, exc)
 
-    def _write(self, verdict: BuildRecord) -> None:
-        record = {"schema": _SCHEMA, **asdict(verdict)}
+    def _write(self, build_record: BuildRecord) -> None:
+        record = _as_json(build_record)
         encoded = json.dumps(record, indent=1, sort_keys=True).encode("ascii")
-        publish(self.folder, self._path(verdict.digest), [encoded])
+        publish(self.folder, self._path(build_record.digest), [encoded])
 
     def _path(self, digest: str) -> Path:
-        graph_path(self.folder.graphs, digest)  # refuses what is no digest
+        graph_path(self.folder.graphs, digest)  # raises OptionError for anything but a digest
         return self.folder.build_records / f"{digest}.json"
 
 
+def _as_json(build_record: BuildRecord) -> dict[str, object]:
+    """The record as it is stored; on disk the load checks are called "proofs"."""
+    fields = asdict(build_record)
+    return {"schema": _SCHEMA, "proofs": fields.pop("load_checks"), **fields}
+
+
 def _parse(digest: str, record: object) -> BuildRecord:
-    fields = mapping(record, "verdict")
+    fields = mapping(record, "build record")
     schema = fields.get("schema")
     if schema not in (1, _SCHEMA) or fields.get("digest") != digest:
         raise RecordError("It is of another version, or of another kind.")
     failure = fields.get("failure") if schema == _SCHEMA else None
     eviction = fields.get("eviction")
-    listed = mapping(fields.get("proofs"), "list of proofs")
-    proofs = {name: _proof(mapping(proof, "proof")) for name, proof in listed.items()}
+    listed = mapping(fields.get("proofs"), "list of load checks")
+    load_checks = {
+        name: _load_check(mapping(load_check, "proof")) for name, load_check in listed.items()
+    }
     if schema != _SCHEMA:
-        proofs = {name: proof for name, proof in proofs.items() if not proof.problem}
+        load_checks = {
+            name: load_check for name, load_check in load_checks.items() if not load_check.problem
+        }
     return BuildRecord(
         digest=digest,
         label=text(fields, "label"),
         failure=None if failure is None else _failure(mapping(failure, "failure")),
-        proofs=proofs,
+        load_checks=load_checks,
         eviction=None if eviction is None else _eviction(mapping(eviction, "eviction")),
     )
 
@@ -219,7 +269,7 @@ def _failure(fields: Mapping[str, object]) -> Failure:
     )
 
 
-def _proof(fields: Mapping[str, object]) -> LoadCheck:
+def _load_check(fields: Mapping[str, object]) -> LoadCheck:
     return LoadCheck(
         payload_sha256=text(fields, "payload_sha256"),
         problem=text(fields, "problem"),

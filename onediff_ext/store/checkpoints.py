@@ -1,4 +1,4 @@
-"""Which checkpoint uses which graphs: one small record for each checkpoint."""
+"""Checkpoint records: which kinds each checkpoint uses, in one small file per checkpoint."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from onediff_ext.store.write_errors import mapped_write_errors
 
 _LOG = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 10.0
-# Each update of torch gives a checkpoint some 20 new kinds; the oldest are forgotten.
+# Each update of torch gives a checkpoint some 20 new kinds. The oldest are forgotten.
 MAX_KINDS = 512
 
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """A checkpoint's record, seen next to the graphs that are there.
+    """A checkpoint's record, compared with the stored graphs.
 
     Args:
-        record: What was recorded.
-        missing: Digests of its kinds that have no graph in the store.
+        record: The record.
+        missing: Digests of its kinds without a stored graph.
     """
 
     record: CheckpointRecord
@@ -56,14 +56,16 @@ class CheckpointRecords:
         kinds: Mapping[str, int],
         now_s: float | None = None,
     ) -> CheckpointRecord:
-        """Note that a checkpoint uses some kinds now, keeping those noted before.
+        """Record that a checkpoint uses some kinds now, and keep the earlier ones.
 
         Args:
+            content_hash: Of the checkpoint, 64 hexadecimal digits.
+            name, path, architecture: As in `CheckpointRecord`.
             kinds: Digest of a kind → number of blocks.
-            now_s: Stands in for the clock.
+            now_s: Seconds since the epoch; None asks the clock.
 
         Returns:
-            The merged record. Without new facts but the time, it is written all the same.
+            The merged record. It is written even when only the time has changed.
 
         Raises:
             OptionError: A hash or digest does not have 64 hexadecimal digits.
@@ -71,7 +73,7 @@ class CheckpointRecords:
         """
         target = self._path(content_hash)
         for digest in kinds:
-            graph_path(self.folder.graphs, digest)  # refuses what is no digest
+            graph_path(self.folder.graphs, digest)  # raises OptionError for anything but a digest
         now_s = time.time() if now_s is None else now_s
         self.folder.prepare()
         with self.folder.locks.hold(f"checkpoint-{content_hash}", _LOCK_TIMEOUT_S):
@@ -93,6 +95,9 @@ class CheckpointRecords:
     def read(self, content_hash: str) -> CheckpointRecord | None:
         """Return a checkpoint's record; None when there is none.
 
+        Args:
+            content_hash: Of the checkpoint, 64 hexadecimal digits.
+
         Raises:
             OptionError: The hash does not have 64 hexadecimal digits.
             StoreError: It is damaged, or of another version.
@@ -100,7 +105,7 @@ class CheckpointRecords:
         return self._read(self._path(content_hash))
 
     def list(self) -> list[CheckpointListing]:
-        """List the checkpoints by name; a record that cannot be read is left out."""
+        """List the checkpoints by name. Unreadable records are left out."""
         found = []
         for path in record_paths(self.folder.checkpoints):
             try:
@@ -113,7 +118,13 @@ class CheckpointRecords:
         return sorted(found, key=lambda seen: (seen.record.name, seen.record.content_hash))
 
     def delete(self, content_hash: str) -> bool:
-        """Delete a checkpoint's record, not its graphs; return whether there was one.
+        """Delete a checkpoint's record, but not its graphs.
+
+        Args:
+            content_hash: Of the checkpoint, 64 hexadecimal digits.
+
+        Returns:
+            Whether there was a record.
 
         Raises:
             OptionError: The hash does not have 64 hexadecimal digits.
@@ -153,7 +164,7 @@ class CheckpointRecords:
         try:
             return self._read(path)
         except StoreError as exc:
-            _LOG.warning("Checkpoint record is started anew: %s", exc)
+            _LOG.warning("A new checkpoint record is started: %s", exc)
             return None
 
     def _missing(self, record: CheckpointRecord) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The identity of a checkpoint: what is in its file, not what it is called.
+"""Content hashes: a checkpoint is identified by its bytes, and not by its name.
 
-Hashing 7 GB takes seconds, so hashes are kept by (path, size, mtime). The cache is a
-convenience: when it cannot be read or written, hashing takes longer and that is all.
+Hashing 7 GB takes seconds, so hashes are cached by (path, size, mtime). Without a readable cache,
+hashing only takes longer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _READ_BYTES = 1 << 20
 _CHECKPOINT_BYTES = 1 << 40
 _CHECKPOINT_S = 3600.0  # 7 GB from a slow network disk take minutes
 _FOLDER_SUFFIXES = {".safetensors", ".json"}
-# A file changed this recently may change again within its time stamp's resolution
-# (2 s on FAT), unseen; git calls it "racily clean". It is hashed again next time.
+# A file that was changed so recently may change again within the resolution of its time stamp (2 s
+# on FAT), unnoticed. git calls it "racily clean". It is hashed again next time.
 _SETTLED_NS = 2_000_000_000
 
 _Fingerprint = tuple[int, int]  # size in bytes, mtime in ns
@@ -51,8 +51,8 @@ class ContentHashes:
         """Return the SHA-256 of a checkpoint, 64 hexadecimal digits.
 
         Args:
-            path: A file; or a diffusers folder, whose hash covers the relative
-                paths and the hashes of its .safetensors and .json files.
+            path: A file, or a diffusers folder. The hash of a folder covers the relative paths and
+                the hashes of its .safetensors and .json files.
 
         Raises:
             CheckpointError: It cannot be read, or the folder holds no such file.
@@ -66,9 +66,10 @@ class ContentHashes:
                 content_hash = self._file_hash(path, cached, fresh)
         except UnsafeFileError as exc:
             raise CheckpointError(exc.message, exc.hint) from exc
-        except ValueError as exc:  # a NUL, which no file's name has
+        except ValueError as exc:  # the path contains a NUL
             raise CheckpointError(
-                f"{str(path)!r} is no name of a file.", "Check the path; nothing is downloaded."
+                f"{str(path)!r} is not the name of a file.",
+                "Check the path; nothing is downloaded.",
             ) from exc
         except FileNotFoundError as exc:
             raise CheckpointError(
@@ -139,7 +140,7 @@ class ContentHashes:
         try:
             record = read_record(self.folder.home / _CACHE_FILE)
         except (OSError, RecordError):
-            return {}  # none yet, or damaged: files are hashed anew
+            return {}  # none yet, or damaged: files are hashed again
         if not isinstance(record, dict) or record.get("schema") != CACHE_SCHEMA:
             return {}
         files = record.get("files")
@@ -157,7 +158,7 @@ class ContentHashes:
                 text = json.dumps({"schema": CACHE_SCHEMA, "files": kept}, sort_keys=True)
                 publish(self.folder, self.folder.home / _CACHE_FILE, [text.encode("ascii")])
         except StoreError as exc:
-            _LOG.debug("Content hashes are not kept: %s", exc)
+            _LOG.debug("Content hashes are not written: %s", exc)
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where the store lies when nobody says otherwise."""
+"""The default folder of the store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def default_root(
     """Return the store's folder: $ONEDIFF_STORE, else the user's cache folder.
 
     Args:
-        environ, platform, home: Stand-ins for `os.environ`, `sys.platform` and
-            the user's home folder.
+        environ, platform, home: Replace `os.environ`, `sys.platform` and the user's home folder.
 
-    Source: the XDG base directory specification 0.8, which also says that a
-    relative $XDG_CACHE_HOME is to be ignored.
+    Source: the XDG base directory specification 0.8, which also says to ignore
+    a relative $XDG_CACHE_HOME.
     """
     environ = os.environ if environ is None else environ
     platform = sys.platform if platform is None else platform

@@ -1,4 +1,4 @@
-"""Bytes that are still there after the power went."""
+"""Durable writes: bytes that survive a power failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ _WRITE_BYTES = 8 << 20
 
 
 def write_and_sync(path: Path, chunks: Iterable[bytes]) -> None:
-    """Create `path`, readable by this user only, and wait until it is on the disk.
+    """Create a file that only this user can read, and wait until it is on the disk.
+
+    Args:
+        path: The new file.
+        chunks: Its content.
 
     Raises:
         FileExistsError: There is such a file already.
-        OSError: It cannot be written; what was written so far is left.
+        OSError: It cannot be written. An incomplete file stays.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags, 0o600)
@@ -36,7 +40,7 @@ def write_and_sync(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk, where systems offer that."""
+    """Wait until the names in `folder` are on the disk, where the system offers that."""
     if os.name == "nt":
         return  # Windows opens no folder; NTFS journals names by itself
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,7 +1,8 @@
-"""Which graphs go first when the store is too large: the least recently used."""
+"""Eviction: deletes the least recently used graphs when the store exceeds its size limit."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -12,19 +13,21 @@ from pathlib import Path
 from onediff_ext.core.errors import UnsafeFileError
 from onediff_ext.core.untrusted_files import open_regular
 from onediff_ext.store.atomic_write import collect_stale_parts
+from onediff_ext.store.build_records import BuildRecords
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_file import GRAPH_SCHEMA, peek_schema
 from onediff_ext.store.stored_graph import graph_paths
 from onediff_ext.store.write_errors import mapped_write_errors
 
+_LOG = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 60.0
 _PEEK_BYTES = 12
-_ANY_SIZE = 1 << 62  # what is too large for a graph takes room all the same
+_ANY_SIZE = 1 << 62  # files that are too large for a graph count too
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A graph file that may go.
+    """A graph file that may be deleted.
 
     Args:
         path: The file.
@@ -39,13 +42,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What a prune removed.
+    """What a prune deleted.
 
     Args:
-        digests: The graphs that went.
+        digests: The deleted graphs.
         freed_bytes: Their size.
-        part_count: Unfinished files of dead writers that went.
-        kept_bytes: Size of this version's graphs that are left.
+        part_count: Deleted part files of dead writers.
+        kept_bytes: Size of this version's remaining graphs.
     """
 
     digests: tuple[str, ...] = ()
@@ -62,7 +65,17 @@ def prune(
     other_versions: bool,
     used_here: Container[str],
 ) -> PruneReport:
-    """Delete graphs down to a size, and what dead processes left behind.
+    """Delete graphs until the rest fits a size, and the leftovers of dead processes.
+
+    Args:
+        folder: The store.
+        limit_bytes: Size of the remaining graphs, at most.
+        older_than_s: Also delete graphs that were not used for so long; None keeps them.
+        other_versions: Also delete all graphs of other versions.
+        used_here: Digests that this process used; see `choose_evictions`.
+
+    Returns:
+        What was deleted; build records have the reasons.
 
     Raises:
         StoreBusyError: Another process kept pruning for too long.
@@ -87,7 +100,10 @@ def prune(
             if other_versions:
                 gone += _remove_other_versions(folder)
     digests = tuple(candidate.path.stem for candidate in gone)
-    return PruneReport(digests, _size_bytes(gone), part_count, kept_bytes)
+    report = PruneReport(digests, _size_bytes(gone), part_count, kept_bytes)
+    if digests:
+        _record(folder, report, limit_bytes)
+    return report
 
 
 def choose_evictions(
@@ -97,12 +113,14 @@ def choose_evictions(
     unused_since_ns: int | None = None,
     used_here: Container[str] = (),
 ) -> list[Candidate]:
-    """Choose what goes, oldest use first.
+    """Choose the graphs to delete, oldest use first.
 
     Args:
-        limit_bytes: What is left has at most this size.
-        unused_since_ns: What was last used before goes anyway.
-        used_here: Digests that this process used: they go last, and never for age.
+        candidates: The graphs.
+        limit_bytes: Size of the remaining graphs, at most.
+        unused_since_ns: Graphs last used before this time are chosen in any case; nanoseconds
+            since the epoch.
+        used_here: Digests that this process used. They are chosen last, and never for their age.
     """
     order = sorted(candidates, key=lambda c: (c.path.stem in used_here, c.last_used_ns))
     left_bytes = _size_bytes(order)
@@ -120,9 +138,12 @@ def choose_evictions(
 
 
 def scan(graphs: Path) -> list[Candidate]:
-    """List the graph files of a folder that are ours to evict.
+    """List the graph files that this version may evict.
 
-    A file of another version is left out: it is neither ours nor in our sum.
+    Files of other versions are left out; they do not count to the size either.
+
+    Args:
+        graphs: The folder of the graphs.
     """
     found = []
     for path in graph_paths(graphs):
@@ -131,14 +152,18 @@ def scan(graphs: Path) -> list[Candidate]:
                 status = os.fstat(file.fileno())
                 schema = peek_schema(file.read(_PEEK_BYTES))
         except (OSError, UnsafeFileError):
-            continue  # just removed, or not ours to read; `verify` tells of what is no file
+            continue  # just removed, or unreadable; `verify` reports what is not a regular file
         if schema in (None, GRAPH_SCHEMA):
             found.append(Candidate(path, status.st_size, status.st_mtime_ns))
     return found
 
 
 def remove_unless_used(folder: StoreFolder, candidate: Candidate) -> bool:
-    """Delete a candidate, unless somebody used or replaced it since it was listed.
+    """Delete a candidate, unless another process used or replaced it since it was listed.
+
+    Args:
+        folder: The store.
+        candidate: From `scan`.
 
     Returns:
         Whether this call deleted it.
@@ -158,7 +183,7 @@ def remove_unless_used(folder: StoreFolder, candidate: Candidate) -> bool:
 
 
 def other_versions_files(folder: StoreFolder) -> list[Path]:
-    """List the graph files that another version of this product wrote."""
+    """List the graph files of other versions of this product."""
     ours = {candidate.path for candidate in scan(folder.graphs)}
     here = [path for path in graph_paths(folder.graphs) if path not in ours and _is_file(path)]
     return here + [p for graphs in folder.other_versions_graphs() for p in graph_paths(graphs)]
@@ -180,6 +205,16 @@ def _remove_other_versions(folder: StoreFolder) -> list[Candidate]:
         path.unlink()
         gone.append(Candidate(path, status.st_size, status.st_mtime_ns))
     return gone
+
+
+def _record(folder: StoreFolder, report: PruneReport, limit_bytes: int) -> None:
+    """Log a prune, and record the reason for each deleted graph."""
+    reason = f"least recently used, and the store may have {limit_bytes / 1e9:.3g} GB"
+    graph_count, freed_mb = len(report.digests), report.freed_bytes / 1e6
+    _LOG.info("Pruned %d graphs, %.1f MB: %s", graph_count, freed_mb, reason)
+    build_records = BuildRecords(folder)
+    for digest in report.digests:
+        build_records.record_eviction(digest, reason)
 
 
 def _before(older_than_s: float | None) -> int | None:

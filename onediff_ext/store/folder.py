@@ -1,19 +1,20 @@
-"""The store's layout on disk, and which part of it is ours.
+"""The store's layout on disk, and which part of it belongs to this version.
 
     <root>/schema.json          {"schema": 1, "check": …}, written with the first graph
     <root>/graphs/              <digest of the kind's key>.graph
     <root>/checkpoints/         <content hash>.json
-    <root>/verdicts/            <digest of the kind's key>.json
+    <root>/verdicts/            <digest of the kind's key>.json, the build records
     <root>/content-hashes.json  cache of content hashes
     <root>/history.json         build times and measured steps
     <root>/tmp/  <root>/locks/  parts being written, lock files
 
-A store whose `schema.json` names another schema belongs to another version of this
-product. Nothing in it is read or changed; ours then lies in `<root>/schema-1/`, with
-the same layout, so both versions work side by side.
+A store whose `schema.json` names another schema belongs to another version of this product, which
+leaves it unread and unchanged. This version then uses `<root>/schema-1/` with the same layout, so
+both versions work side by side.
 
-The check tells another schema from a damaged file. When the file is damaged, the graphs
-say whose store it is: each names its schema too. Ours is then written again.
+The check value distinguishes another schema from a damaged file. When the file is damaged, the
+graphs show which version the store belongs to, since each names its schema too. This version then
+writes its own `schema.json` again.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ STORE_SCHEMA = 1
 _SCHEMA_FILE = "schema.json"
 _FOLDERS = ("graphs", "checkpoints", "verdicts", "tmp", "locks")
 _PEEK_BYTES = 12
-_PRIVATE = 0o700  # graphs are native code: nobody else may put one there
+_PRIVATE = 0o700  # graphs are native code: other users must not put one there
 
 
 class StoreFolder:
-    """Paths of one store. Creates nothing until `prepare` is called.
+    """The paths of one store. Creates nothing until `prepare` is called.
 
     Args:
-        root: The store's folder; need not exist.
+        root: The store's folder; it may be missing.
 
     Attributes:
-        is_schema_damaged: `schema.json` was found damaged, and not written again yet.
+        root: As given.
+        is_schema_damaged: `schema.json` is damaged, and not written again yet.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.is_schema_damaged = False  # known once `home` was asked for
+        self.is_schema_damaged = False  # known after the first use of `home`
         self._home: Path | None = None
 
     @property
@@ -64,7 +66,7 @@ class StoreFolder:
         try:
             schema = _read_schema(self.root)
         except OSError:
-            return self.root  # no store yet: not decided
+            return self.root  # no store yet, so not decided
         if schema is None:
             self.is_schema_damaged = True
             schema = _schema_of_graphs(self.root)
@@ -88,17 +90,17 @@ class StoreFolder:
 
     @property
     def build_records(self) -> Path:
-        """Folder of what was learnt about kinds."""
+        """Folder of the build records; "verdicts" is its older name."""
         return self.home / "verdicts"
 
     @property
     def tmp(self) -> Path:
-        """Folder of the files that are being written."""
+        """Folder of the part files that are being written."""
         return self.home / "tmp"
 
     @property
     def locks(self) -> StoreLocks:
-        """The store's locks; `prepare` must have been called."""
+        """The store's locks; call `prepare` first."""
         return StoreLocks(self.home / "locks")
 
     def exists(self) -> bool:
@@ -112,10 +114,10 @@ class StoreFolder:
         return [home / "graphs" for home in homes if home not in ours]
 
     def secure(self) -> None:
-        """Close the store's folders to other writers.
+        """Remove the write permission of other users from the store's folders.
 
         Raises:
-            UntrustedGraphError: One belongs to somebody else, or cannot be closed.
+            UntrustedGraphError: A folder belongs to another user, or its permissions cannot change.
         """
         home = self.home
         for folder in {self.root, home}:
@@ -124,11 +126,11 @@ class StoreFolder:
             secure_folder(home / name, holds_code=True)
 
     def prepare(self) -> None:
-        """Create what is missing, readable by this user only.
+        """Create missing folders, readable by this user only, and `schema.json`.
 
         Raises:
-            StoreFullError, StoreReadOnlyError: The folder cannot be created.
-            UntrustedGraphError: It belongs to somebody else, or others may write it.
+            StoreFullError, StoreReadOnlyError: A folder cannot be created.
+            UntrustedGraphError: A folder belongs to another user, or others may write it.
         """
         home = self.home
         with mapped_write_errors(self.root):
@@ -136,7 +138,7 @@ class StoreFolder:
             wanted = [self.root, home, *(home / name for name in _FOLDERS)]
             made = [folder for folder in wanted if _make_private(folder)]
             for parent in dict.fromkeys(folder.parent for folder in made):
-                sync_folder(parent)  # or a graph that is synced would have no folder
+                sync_folder(parent)  # a synced graph in a lost folder would be lost too
         self.secure()
         if self._home is None or (self.is_schema_damaged and home == self.root):
             self._write_schema()
@@ -158,7 +160,7 @@ class StoreFolder:
 
 
 def encode_schema(schema: int) -> bytes:
-    """The content of `schema.json`; a bit that flips anywhere in it shows."""
+    """Return the content of `schema.json`. Its check value reveals any flipped bit."""
     return json.dumps({"schema": schema, "check": _check(schema)}).encode("ascii")
 
 
@@ -177,7 +179,7 @@ def _read_schema(root: Path) -> int | None:
     except RecordError:
         return None
     if record == {"schema": STORE_SCHEMA}:
-        return STORE_SCHEMA  # as it was written before it had a check
+        return STORE_SCHEMA  # early versions wrote no check value
     if not isinstance(record, dict) or not isinstance(schema := record.get("schema"), int):
         return None
     is_sound = schema >= 0 and record == {"schema": schema, "check": _check(schema)}
@@ -185,7 +187,7 @@ def _read_schema(root: Path) -> int | None:
 
 
 def _schema_of_graphs(root: Path) -> int:
-    """The schema that the graphs name; ours when there is none, or one is of ours."""
+    """The schema that the graphs name; this version's when there are none, or one of its own."""
     found: set[int] = set()
     for path in graph_paths(root / "graphs"):
         try:

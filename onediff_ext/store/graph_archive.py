@@ -1,7 +1,7 @@
-"""Graphs on their way to another machine: a plain zip of graph files.
+"""Graph archives, for other machines: a plain zip of graph files.
 
-The names in an archive are compared, never used as paths: where a graph goes
-follows from the key in its header.
+The names in an archive are compared and never used as paths: the key in a graph's header decides
+where the graph is stored.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from onediff_ext.store.stored_graph import MAX_GRAPH_BYTES, SUFFIX
 from onediff_ext.store.write_errors import mapped_write_errors
 
 _NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
-_FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal graphs give equal archives
+_FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal graphs make equal archives
 _ENCRYPTED = 0x1
-_ARCHIVE_BYTES = 1 << 40  # the sum of its graphs has a limit of its own: the store's
+_ARCHIVE_BYTES = 1 << 40  # the store's own limit applies to the sum of the graphs
 _ARCHIVE_S = 3600.0
 _GRAPH_S = 300.0
 _HINT = "Export it again on the machine that it comes from."
@@ -40,11 +40,11 @@ _HINT = "Export it again on the machine that it comes from."
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did.
+    """The result of an import.
 
     Args:
-        imported: Digests of the graphs that were taken over.
-        kept: Digests of graphs that were here already and stayed as they were.
+        imported: Digests of the imported graphs.
+        kept: Digests of graphs that were stored already and stayed unchanged.
     """
 
     imported: tuple[str, ...]
@@ -52,7 +52,14 @@ class ImportReport:
 
 
 def write_archive(archive_path: Path, paths: Sequence[Path]) -> int:
-    """Write graph files to an archive, each checked first; return how many.
+    """Check graph files and write them to an archive.
+
+    Args:
+        archive_path: The archive; an earlier file is replaced.
+        paths: The graph files.
+
+    Returns:
+        The number of graphs.
 
     Raises:
         StoreError: A graph is missing, damaged or of another version.
@@ -76,11 +83,15 @@ def write_archive(archive_path: Path, paths: Sequence[Path]) -> int:
 def read_archive(
     path: Path, *, trust: bool, limit_bytes: int
 ) -> Generator[tuple[GraphHeader, bytes], None, None]:
-    """Check a whole archive, then yield its graphs, marked as imported.
+    """Check a whole archive, then return its graphs one by one.
 
     Args:
-        trust: Whether the user vouches for the native code in it.
-        limit_bytes: What the store may hold.
+        path: The archive.
+        trust: Whether the user trusts the native code in it.
+        limit_bytes: Size limit of the store.
+
+    Yields:
+        Each graph's header, marked as imported, and its payload.
 
     Raises:
         UntrustedGraphError: `trust` is false.
@@ -115,7 +126,7 @@ def read_archive(
         except UnsafeFileError as exc:
             raise StoreError(exc.message, exc.hint) from exc
         except _ZIP_ERRORS as exc:
-            raise GraphCorruptError(f"{path.name} is no sound archive: {exc}.", _HINT) from exc
+            raise GraphCorruptError(f"{path.name} is not a sound archive: {exc}.", _HINT) from exc
 
 
 # What `zipfile` raises for damaged archives, found by flipping their bytes.

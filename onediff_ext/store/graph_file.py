@@ -1,4 +1,4 @@
-"""The form of a graph file.
+"""The layout of a graph file.
 
     offset  size
     0       8     magic, 89 'O' 'D' 'G' CR LF 1A LF
@@ -6,12 +6,12 @@
     12      4     length H of the header in bytes, unsigned, little endian
     16      32    SHA-256 of the header
     48      H     header, JSON in ASCII
-    48+H    ...   payload, whose length and SHA-256 stand in the header
+    48+H    ...   payload; the header has its length and SHA-256
 
-Magic and schema number stay where they are in every future schema. One file holds
-all there is to a graph, so that one rename publishes it.
+Magic and schema number keep their places in every future schema. One file holds everything of a
+graph, so one rename publishes it.
 
-Source: the magic follows PNG's (RFC 2083, 12.12), which shows damage by text-mode copying.
+Source: the magic follows PNG's (RFC 2083, 12.12), which reveals damage by text-mode copying.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ _HINT = "It is built again by itself; `onediff-ext graphs verify` looks at the o
 
 
 class UnknownSchemaError(StoreError):
-    """A graph file was written by another version of this product."""
+    """Another version of this product wrote the graph file."""
 
 
 def encode_head(header: GraphHeader) -> tuple[bytes, GraphHeader]:
-    """Encode what comes before the payload.
+    """Encode everything before the payload.
+
+    Args:
+        header: The header.
 
     Returns:
         The bytes, and the header as it will be read back (tuples become lists).
 
     Raises:
-        StoreError: The header is not JSON, or too long: nobody could read it back.
+        StoreError: The header cannot be JSON, or is too long.
     """
     record = {"schema": GRAPH_SCHEMA, **header.to_json()}
     try:
@@ -66,7 +69,7 @@ def encode_head(header: GraphHeader) -> tuple[bytes, GraphHeader]:
 
 
 def read_head(file: BinaryIO, size_bytes: int) -> GraphHeader:
-    """Read up to the payload.
+    """Read everything before the payload.
 
     Args:
         file: At its first byte; left at the payload's first byte.
@@ -103,10 +106,14 @@ def read_head(file: BinaryIO, size_bytes: int) -> GraphHeader:
 
 
 def read_payload(file: BinaryIO, header: GraphHeader) -> bytes:
-    """Read the payload that `read_head` left `file` at.
+    """Read the payload after `read_head`.
+
+    Args:
+        file: At the payload's first byte.
+        header: From `read_head`.
 
     Raises:
-        GraphCorruptError: It is not the payload that was saved.
+        GraphCorruptError: It differs from the saved payload.
     """
     payload = file.read(header.payload_size_bytes)
     if hashlib.sha256(payload).hexdigest() != header.payload_sha256:
@@ -115,7 +122,7 @@ def read_payload(file: BinaryIO, header: GraphHeader) -> bytes:
 
 
 def peek_schema(prefix: bytes) -> int | None:
-    """Return the schema number in a graph file's first 12 bytes; None if it is no graph."""
+    """Return the schema number in a graph file's first 12 bytes; None when it is not a graph."""
     if len(prefix) < _SCHEMA.size:
         return None
     magic, schema = _SCHEMA.unpack_from(prefix)
@@ -123,7 +130,7 @@ def peek_schema(prefix: bytes) -> int | None:
 
 
 def _is_ours(file: BinaryIO, prefix: bytes) -> bool:
-    """Whether a header of our own schema follows, so that only the prefix's number is wrong."""
+    """Whether a header of this schema follows, so that only the number in the prefix is wrong."""
     if len(prefix) < _PREFIX.size:
         return False
     _, _, length, checksum = _PREFIX.unpack(prefix)

@@ -1,4 +1,4 @@
-"""Reading the small JSON files of the store, whatever has become of them."""
+"""Reads the small JSON files of the store, which may be damaged or come from other users."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LIMIT_S = 10.0
 
 
 class RecordError(StoreError):
-    """A record cannot be read or does not say what such a record says."""
+    """A record is damaged or has unexpected content."""
 
 
 def read_record(path: Path) -> object:
     """Return the JSON value of a record.
 
     Raises:
-        RecordError: It is damaged, no regular file, or may come from somebody else.
-        OSError: There is none, or it cannot be read.
+        RecordError: It is damaged, not a regular file, or may come from another user.
+        OSError: It is missing or cannot be read.
     """
     try:
         with open_regular(path, limit_bytes=_LIMIT_BYTES, limit_s=_LIMIT_S) as file:
@@ -33,11 +33,11 @@ def read_record(path: Path) -> object:
     except UnsafeFileError as exc:
         raise RecordError(exc.message) from exc
     except (ValueError, RecursionError) as exc:
-        raise RecordError(f"{path.name} is no record: {exc}.") from exc
+        raise RecordError(f"{path.name} is not a record: {exc}.") from exc
 
 
 def record_paths(folder: Path) -> list[Path]:
-    """The records of a folder, sorted; none when the folder cannot be read."""
+    """Return the records of a folder, sorted; an empty list when the folder cannot be read."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.endswith(".json"))
     except OSError:

@@ -1,4 +1,4 @@
-"""The graph library: one file for each kind's graph, safe between processes."""
+"""The graph library: one file per kind, safe for several processes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from onediff_ext.core.errors import (
 )
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.records import ORIGIN_BUILT, GraphHeader
-from onediff_ext.core.words import day_of
 from onediff_ext.store import eviction
 from onediff_ext.store.atomic_write import STALE_PART_AGE_S, collect_stale_parts, publish
-from onediff_ext.store.build_records import BuildRecords
 from onediff_ext.store.eviction import PruneReport
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_archive import ImportReport, read_archive, write_archive
 from onediff_ext.store.graph_file import UnknownSchemaError, encode_head
-from onediff_ext.store.miss_explanation import explain_miss
-from onediff_ext.store.stored_graph import StoredGraph, graph_path, graph_paths, open_graph
+from onediff_ext.store.miss_explanation import explain_absence
+from onediff_ext.store.stored_graph import StoredGraph, graph_path, list_graphs, open_graph
 from onediff_ext.store.verification import StoreProblem, find_problems, is_sound, remove_if_unusable
 from onediff_ext.store.write_errors import mapped_write_errors
 
@@ -38,11 +36,16 @@ _LOG = logging.getLogger(__name__)
 class GraphLibrary:
     """The graphs on disk. Creates nothing until the first write.
 
-    Several processes may use one folder at the same time; so may threads.
+    Several processes and threads may use one folder at the same time.
 
     Args:
-        root: The store's folder; need not exist.
-        limit_bytes: After each `put`, older graphs go until the rest fits.
+        root: The store's folder; it may be missing.
+        limit_bytes: Size limit. After each `put`, the least recently used graphs are deleted until
+            the rest fits.
+
+    Attributes:
+        folder: The paths and locks of the store.
+        limit_bytes: As given.
 
     Raises:
         OptionError: The limit is not positive.
@@ -60,15 +63,23 @@ class GraphLibrary:
         self._cleaned = self._swept = False
 
     def get(self, key: KindKey) -> StoredGraph | None:
-        """Return the graph of a kind with its checked payload; None when there is none.
+        """Return the graph of a kind with its checked payload.
 
-        A damaged file is removed if that is possible, and is a miss; so is a file of another
-        version, or one that others may have written; these stay. `explain` tells the reason.
+        Args:
+            key: The key of the kind.
+
+        Returns:
+            None for a miss; `explain` has the reason. A damaged file is a miss and is deleted if
+            possible. A file of another version, or one that other users may have written, is a
+            miss and stays.
         """
         return self.find(key.digest)
 
     def find(self, digest: str) -> StoredGraph | None:
-        """The same as `get`, by the digest of the kind's key.
+        """The same as `get`, by the digest of the key.
+
+        Args:
+            digest: 64 hexadecimal digits.
 
         Raises:
             OptionError: `digest` is not a digest.
@@ -78,7 +89,7 @@ class GraphLibrary:
             self.folder.secure()
             graph = open_graph(path, with_payload=True)
         except FileNotFoundError:
-            return None  # an earlier reason still explains why
+            return None  # an earlier reason stays valid
         except UntrustedGraphError as exc:
             self._note_miss(digest, f"not trusted ({exc.message.rstrip('.')}). {exc.hint}")
             return None
@@ -97,12 +108,15 @@ class GraphLibrary:
         return graph
 
     def read_payload(self, graph: StoredGraph) -> bytes:
-        """Return a graph's checked payload, from disk unless `graph` carries it.
+        """Return a graph's checked payload, read from disk if `graph` has none.
+
+        Args:
+            graph: From `get` or `entries`.
 
         Raises:
-            StoreError: It is gone since it was listed, or cannot be read.
+            StoreError: The file was deleted since, or cannot be read.
             GraphCorruptError: It is damaged.
-            UntrustedGraphError: Others own the file or the store, or may write there.
+            UntrustedGraphError: Other users own the file or the store, or may write there.
         """
         if graph.payload is not None:
             return graph.payload
@@ -128,10 +142,15 @@ class GraphLibrary:
         details: Mapping[str, object],
         origin: str = ORIGIN_BUILT,
     ) -> StoredGraph:
-        """Store a graph, replacing the kind's earlier one; then make room.
+        """Store a graph in place of the kind's earlier one, then evict graphs over the limit.
+
+        Args:
+            key: The key of the kind.
+            payload: The graph's bytes.
+            label, backend, build_seconds, details, origin: As in `GraphHeader`.
 
         Returns:
-            The stored graph; its details have been through JSON.
+            The stored graph. Its details are as JSON reads them back.
 
         Raises:
             StoreFullError: The graph is larger than the limit, or the disk is full.
@@ -152,37 +171,28 @@ class GraphLibrary:
         return self._publish(header, payload)
 
     def explain(self, key: KindKey, label: str | None = None) -> str:
-        """Say why `get` finds no graph for a kind, or that it does.
+        """Explain why `get` finds no graph for a kind.
 
         Args:
-            label: The label that the graph would have; graphs of the same label
-                count as nearest.
+            key: The key of the kind.
+            label: The label that the graph would have. Graphs with this label count as nearest.
+
+        Returns:
+            A sentence without a full stop; ``"stored"`` when there is a graph.
         """
         path = graph_path(self.folder.graphs, key.digest)
         if reason := self._miss_reasons.get(key.digest):
             return f"the stored graph was {reason}"
         if os.path.exists(path):
             return "stored"
-        evicted = BuildRecords(self.folder).read(key.digest).eviction
-        if evicted is not None:
-            return f"deleted on {day_of(evicted.at)}: {evicted.reason}"
-        if stored := self.entries():
-            return explain_miss(key, label, stored)
-        others = len(eviction.other_versions_files(self.folder))
-        suffix = f" by this version; {others} graphs of another version are kept" if others else ""
-        return f"nothing stored yet{suffix}"
+        return explain_absence(self.folder, key, label, self.entries)
 
     def entries(self) -> list[StoredGraph]:
-        """List the graphs without their payloads, the last used first.
+        """List the graphs without their payloads, most recently used first.
 
-        Files that are no sound graphs of this version are left to `verify`.
+        Other files than sound graphs of this version are left out; `verify` reports them.
         """
-        found = []
-        for path in graph_paths(self.folder.graphs):
-            try:
-                found.append(open_graph(path, with_payload=False))
-            except (OSError, StoreError) as exc:
-                _LOG.debug("Not listed: %s: %s", path.name, exc)
+        found = list_graphs(self.folder.graphs)
         return sorted(found, key=lambda graph: (-graph.last_used_at, graph.digest))
 
     def verify(self, repair: bool = False) -> list[StoreProblem]:
@@ -200,6 +210,9 @@ class GraphLibrary:
 
     def delete(self, digest: str) -> bool:
         """Delete one graph; return whether there was one.
+
+        Args:
+            digest: Of the kind's key.
 
         Raises:
             OptionError: `digest` is not a digest.
@@ -219,38 +232,29 @@ class GraphLibrary:
         older_than_s: float | None = None,
         other_versions: bool = False,
     ) -> PruneReport:
-        """Delete the least recently used graphs, and what dead processes left.
+        """Delete the least recently used graphs, and the leftovers of dead processes.
 
-        What this process used goes only when nothing else is left to go.
+        Graphs that this process used are deleted only when no others are left.
 
         Args:
-            limit_bytes: Size to shrink to; the library's own limit when None.
-            older_than_s: Also delete what was not used for so long.
+            limit_bytes: Size to shrink to; None is the library's own limit.
+            older_than_s: Also delete graphs that were not used for so long.
             other_versions: Also delete all graphs of other versions.
+
+        Returns:
+            What was deleted.
 
         Raises:
             StoreBusyError: Another process kept pruning for too long.
             StoreReadOnlyError: The folder cannot be written.
         """
-        report = eviction.prune(
+        return eviction.prune(
             self.folder,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             older_than_s=older_than_s,
             other_versions=other_versions,
             used_here=self._used_here,
         )
-        if report.digests:
-            reason = _why_pruned(self.limit_bytes if limit_bytes is None else limit_bytes)
-            _LOG.info(
-                "Pruned %d graphs, %.1f MB: %s",
-                len(report.digests),
-                report.freed_bytes / 1e6,
-                reason,
-            )
-            build_records = BuildRecords(self.folder)
-            for digest in report.digests:
-                build_records.record_eviction(digest, reason)
-        return report
 
     def is_being_built(self, digest: str) -> bool:
         """Whether a living process holds a kind's build lock."""
@@ -259,10 +263,13 @@ class GraphLibrary:
         try:
             return not self.folder.locks.if_free(f"build-{digest}", lambda: None)
         except StoreError:
-            return False  # a store that one may only read
+            return False  # the store is read-only
 
     def sweep(self) -> int:
-        """Remove what killed processes were writing, once for each library; return how many files.
+        """Delete the part files and lock files of killed processes, once per library.
+
+        Returns:
+            The number of files.
 
         Raises:
             StoreReadOnlyError: The folder cannot be written.
@@ -271,16 +278,20 @@ class GraphLibrary:
             return 0
         self.folder.prepare()
         locks = self.folder.locks
-        # Where locks exclude, a part whose lock is free has no writer, however young it is.
+        # Where locks work, a part with a free lock has no writer, whatever its age.
         removed = collect_stale_parts(self.folder, 0.0 if locks.exclude() else STALE_PART_AGE_S)
         self._swept = True
         return removed + locks.collect()
 
     @contextmanager
     def build_lock(self, key: KindKey, timeout_s: float) -> Iterator[None]:
-        """Be the only process that builds a kind; look with `get` once inside.
+        """Be the only process that builds a kind. Call `get` again inside the ``with`` block.
 
-        The system frees the lock when its holder dies. It does not nest for one key.
+        The system frees the lock when its holder dies. The lock of one key cannot be nested.
+
+        Args:
+            key: The key of the kind.
+            timeout_s: How long to wait for another process.
 
         Raises:
             StoreBusyError: Another process was building for longer than `timeout_s`.
@@ -291,7 +302,14 @@ class GraphLibrary:
             yield
 
     def export(self, archive_path: Path, digests: Iterable[str] | None = None) -> int:
-        """Write graphs, all when `digests` is None, to an archive; return how many.
+        """Write graphs to an archive.
+
+        Args:
+            archive_path: The archive; an earlier file is replaced.
+            digests: Which graphs; None exports all of them.
+
+        Returns:
+            The number of graphs.
 
         Raises:
             StoreError: One of them is missing or damaged.
@@ -303,18 +321,22 @@ class GraphLibrary:
         return write_archive(archive_path, paths)
 
     def import_archive(self, path: Path, trust: bool = False) -> ImportReport:
-        """Take over the graphs of an archive. All are checked before one is taken.
+        """Import the graphs of an archive. All are checked before the first one is imported.
 
-        A graph that is here already, and sound, stays as it is.
+        A sound graph that is stored already stays as it is.
 
         Args:
-            trust: Graphs are native code that will run here; the user vouches for it.
+            path: The archive.
+            trust: The user trusts the archive: its graphs are native code that will run here.
+
+        Returns:
+            Which graphs were imported, and which were stored already.
 
         Raises:
-            UntrustedGraphError: Not trusted.
+            UntrustedGraphError: `trust` is false.
             GraphCorruptError: The archive, or a graph in it, is damaged.
-            StoreError: It is no archive of this version.
-            StoreFullError: It does not fit into the limit, or on the disk.
+            StoreError: It is not an archive of this version.
+            StoreFullError: It exceeds the limit, or the disk is full.
             StoreReadOnlyError: The folder cannot be written.
         """
         imported, kept = [], []
@@ -357,12 +379,7 @@ class GraphLibrary:
     def _mark_used(self, graph: StoredGraph) -> None:
         self._used_here.add(graph.digest)
         self._miss_reasons.pop(graph.digest, None)
-        try:
-            # The time given, since the system's own default is only good to some 4 ms.
-            now_ns = time.time_ns()
-            os.utime(graph.path, ns=(now_ns, now_ns))
-        except OSError as exc:
-            _LOG.debug("Last use of %s not noted: %s", graph.digest, exc)
+        graph.note_use()
 
     def _note_miss(self, digest: str, reason: str) -> None:
         if self._miss_reasons.get(digest) != reason:
@@ -375,7 +392,3 @@ class GraphLibrary:
         except StoreError as exc:
             _LOG.debug("%s stays: %s", path.name, exc)
             return False
-
-
-def _why_pruned(limit_bytes: int) -> str:
-    return f"least recently used, and the store may have {limit_bytes / 1e9:.3g} GB"

@@ -1,13 +1,12 @@
-"""Locks between processes, released by the system when their holder dies.
+"""Named locks between processes, which the system releases when their holder dies.
 
-Every named lock is a file in one folder. Lock files would pile up if nobody
-removed them, and removing one that another process has just opened would let two
-processes hold "the same" lock. So one more lock, the *guard*, is held for the
-microseconds in which a lock file is opened, tried, or removed: nobody can have a
-lock file open without holding it while somebody else removes it.
+Each lock is a file in one folder, locked by the filelock package. Lock files would pile up unless
+they are removed. But removing a file that another process has just opened would let two processes
+hold "the same" lock. So a further lock, the *guard*, is held for the microseconds in which a lock
+file is opened, tried or removed.
 
-The guard also orders publishing against deleting (see `atomic.py`). It must not be
-taken twice by one thread.
+The guard also orders publishing against deleting (see `atomic_write.py`). A thread must not take
+it twice.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _LAST_POLL_S = 0.25
 
 
 class StoreBusyError(StoreError):
-    """Another process held a lock for longer than we were ready to wait."""
+    """Another process held a lock for longer than the timeout."""
 
 
 class StoreLocks:
     """The named locks of one store.
 
     Args:
-        folder: Where the lock files lie; must exist before a lock is taken.
+        folder: The folder of the lock files. It must exist before a lock is taken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +47,7 @@ class StoreLocks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Hold the guard; for moments only.
+        """Hold the guard, for moments only.
 
         Raises:
             StoreBusyError: It was not free within GUARD_TIMEOUT_S.
@@ -75,7 +74,11 @@ class StoreLocks:
 
     @contextmanager
     def hold(self, name: str, timeout_s: float) -> Iterator[None]:
-        """Hold the lock `name`; its file is gone afterwards.
+        """Hold a named lock; its file is removed afterwards.
+
+        Args:
+            name: Of the lock; also the name of its file.
+            timeout_s: How long to wait for another holder.
 
         Raises:
             StoreBusyError: Another holder kept it for longer than `timeout_s`.
@@ -88,16 +91,20 @@ class StoreLocks:
             self._release(lock)
 
     def exclude(self) -> bool:
-        """Whether locks work on this disk: whether one that is held cannot be had again."""
+        """Whether locks work on this disk: a second attempt to take a held lock must fail."""
         name = f"probe-{os.getpid()}-{secrets.token_hex(4)}"
         with self.hold(name, timeout_s=1.0):
             return not self.if_free(name, lambda: None)
 
     def if_free(self, name: str, action: Callable[[], object]) -> bool:
-        """Run `action` while holding `name`, if nobody holds it; remove its file.
+        """Run `action` while holding a named lock, if it is free; remove its file.
+
+        Args:
+            name: Of the lock.
+            action: Must be short, since it runs under the guard.
 
         Returns:
-            Whether the lock was free. `action` runs under the guard: keep it short.
+            Whether the lock was free.
         """
         with self.guard():
             lock = self._try(name)
@@ -111,13 +118,13 @@ class StoreLocks:
             return True
 
     def collect(self) -> int:
-        """Remove the lock files that dead processes left; return how many."""
+        """Remove the lock files of dead processes; return the number of free locks."""
         names = [path.stem for path in self.folder.glob("*.lock") if path.stem != GUARD_NAME]
         return sum(self.if_free(name, lambda: None) for name in names)
 
     def _new(self, name: str) -> BaseFileLock:
-        # A lock object for each use: a new one excludes other threads too, and a forked
-        # child inherits none. Not thread-local, so that any thread may close a generator.
+        # A new lock object for each use: it excludes other threads too, and a forked child inherits
+        # none. Not thread-local, so that any thread may close a generator.
         return FileLock(str(self.folder / f"{name}.lock"), mode=0o600, thread_local=False)
 
     def _try(self, name: str) -> BaseFileLock | None:
@@ -148,17 +155,17 @@ class StoreLocks:
     def _release(self, lock: BaseFileLock) -> None:
         try:
             with self.guard():
-                # Released first, then removed: Windows removes no open file, and under
-                # the guard nobody takes the lock in between.
+                # Windows cannot remove an open file, so the lock is released first. Under the guard
+                # no other process can take it in between.
                 lock.release()
                 _remove(Path(lock.lock_file))
         finally:
-            lock.release()  # again, in case the guard could not be had
+            lock.release()  # again, in case the guard was not free
 
 
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        # A leftover lock file harms nobody; `collect` tries again.
+        # A leftover lock file is harmless; `collect` tries again.
         return

@@ -1,10 +1,14 @@
-"""Why a graph is not in the store, in words."""
+"""Explains a miss: which part of the key differs from the nearest stored graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onediff_ext.core.kind_key import KindKey
+from onediff_ext.core.words import day_of
+from onediff_ext.store.build_records import BuildRecords
+from onediff_ext.store.eviction import other_versions_files
+from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.stored_graph import StoredGraph
 
 # The entry of a key that names the block's class, if the key has one.
@@ -13,14 +17,43 @@ _SHOWN_DIFFERENCES = 5
 _SHOWN_CHARACTERS = 100
 
 
-def explain_miss(key: KindKey, label: str | None, stored: Sequence[StoredGraph]) -> str:
-    """Compare a key with what is stored.
+def explain_absence(
+    folder: StoreFolder,
+    key: KindKey,
+    label: str | None,
+    entries: Callable[[], Sequence[StoredGraph]],
+) -> str:
+    """Explain why a kind's graph file is missing: evicted, or built for another key.
 
     Args:
-        label: The label that the missing graph would have, if known.
+        folder: The store.
+        key: The key of the missing graph.
+        label: The label that the missing graph would have, or None.
+        entries: Lists the stored graphs.
 
     Returns:
-        A sentence without its full stop, e.g. ``'nearest stored graph
+        A sentence without a full stop.
+    """
+    evicted = BuildRecords(folder).read(key.digest).eviction
+    if evicted is not None:
+        return f"deleted on {day_of(evicted.at)}: {evicted.reason}"
+    if stored := entries():
+        return explain_miss(key, label, stored)
+    others = len(other_versions_files(folder))
+    suffix = f" by this version; {others} graphs of another version are kept" if others else ""
+    return f"nothing stored yet{suffix}"
+
+
+def explain_miss(key: KindKey, label: str | None, stored: Sequence[StoredGraph]) -> str:
+    """Compare a key with the stored graphs.
+
+    Args:
+        key: The key of the missing graph.
+        label: The label that the missing graph would have, or None.
+        stored: The stored graphs.
+
+    Returns:
+        A sentence without a full stop, e.g. ``'nearest stored graph
         "ResnetBlock2D 320→640" differs in torch 2.13.0 → 2.14.0'``.
     """
     if not stored:

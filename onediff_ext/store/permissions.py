@@ -1,8 +1,8 @@
-"""Graphs are native code: nobody else may put one into the store, or change one there.
+"""Permissions of the store. Graphs are native code, so other users must not add or change any.
 
-Folders of ours that others may write are closed to them. A folder of somebody else, or a graph
-file that others own or may write, is refused with the command that mends it. A file is judged by
-its open descriptor, so that a folder that is swapped in between gains nothing.
+The user's own folders lose the write permission of others. A folder of another user, or a graph
+file that others own or may write, is refused with the command that fixes it. A file is judged by
+its open descriptor, so swapping its folder in between has no effect.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def secure_folder(folder: Path, *, holds_code: bool) -> None:
-    """Close a folder to other writers, if that is needed and possible; a missing one is fine.
+    """Remove the write permission of other users from a folder, if needed and possible.
 
     Args:
-        holds_code: Whether what lies directly in it is loaded or believed. The store's root may
-            stay open to others where it cannot be closed: what is in it is checked by itself.
+        folder: The folder; a missing one is fine.
+        holds_code: Whether files directly in it are loaded or believed. The store's root may stay
+            writable where permissions cannot change, since its content is checked separately.
 
     Raises:
-        UntrustedGraphError: It belongs to another user, or others may write it.
+        UntrustedGraphError: It belongs to another user, or others may still write it.
     """
     if sys.platform == "win32":
         return
     try:
         status = folder.stat()
     except OSError:
-        return  # not there, or not to be looked into: using it says so
+        return  # missing or unreadable: its use raises the error
     owner = _foreign_owner(status, folder)
     if owner and not _is_trusted(folder):
         raise UntrustedGraphError(
@@ -59,11 +60,14 @@ def secure_folder(folder: Path, *, holds_code: bool) -> None:
 
 
 def why_not_ours(path: Path, status: os.stat_result) -> str:
-    """Say why the content of a file may come from somebody else; "" when only we can write it.
+    """Return why the content of a file may come from another user.
 
     Args:
-        path: Its name.
-        status: Of its open descriptor.
+        path: The file.
+        status: The status of its open descriptor.
+
+    Returns:
+        ``""`` when only this user can write it.
     """
     owner, writers = _foreign_owner(status, path.parent), other_writers(status)
     if not (owner or writers) or _is_trusted(path):
@@ -72,12 +76,12 @@ def why_not_ours(path: Path, status: os.stat_result) -> str:
 
 
 def _foreign_owner(status: os.stat_result, folder: Path) -> str:
-    # The disk is asked only when there is a doubt.
+    # The disk is only asked when the owner is another user.
     return foreign_owner(status) and foreign_owner(status, owners_beside_us(folder))
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether the user vouches for the store that `path` lies in, as for git's safe.directory."""
+    """Whether the user trusts the store of `path`, as with git's safe.directory."""
     chosen = os.environ.get(TRUST_VARIABLE)
     if not chosen:
         return False

@@ -1,10 +1,12 @@
-"""One graph of the store, read from its file."""
+"""A graph of the store, as read from its file."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from onediff_ext.core.errors import (
     GraphCorruptError,
     OptionError,
     SlowFileError,
+    StoreError,
     UnsafeFileError,
     UntrustedGraphError,
 )
@@ -22,8 +25,9 @@ from onediff_ext.core.untrusted_files import open_regular
 from onediff_ext.store.graph_file import read_head, read_payload
 from onediff_ext.store.permissions import why_not_ours
 
+_LOG = logging.getLogger(__name__)
 SUFFIX = ".graph"
-# Graphs have some 10 MB; what is larger or slower than this is none.
+# Graphs have some 10 MB. A file that is larger, or slower to read, is not a graph.
 MAX_GRAPH_BYTES = 4 << 30
 _LIMIT_S = 300.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -31,14 +35,14 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class StoredGraph:
-    """A graph that lies in the store.
+    """A graph in the store.
 
     Args:
-        header: What is known of it.
-        path: Its file.
+        header: The header of its file.
+        path: The file.
         size_bytes: Length of the file.
         last_used_at: Seconds since the epoch.
-        payload: The checked bytes, if they were read; None in a listing.
+        payload: The checked bytes; None when they were not read, as in a listing.
     """
 
     header: GraphHeader
@@ -49,7 +53,7 @@ class StoredGraph:
 
     @property
     def key(self) -> KindKey:
-        """The kind that the graph serves."""
+        """The key of the graph's kind."""
         return self.header.key
 
     @property
@@ -59,8 +63,17 @@ class StoredGraph:
 
     @property
     def label(self) -> str:
-        """Name for people."""
+        """The kind's label, for people."""
         return self.header.label
+
+    def note_use(self) -> None:
+        """Set the file's last use, which is its modification time, to now."""
+        try:
+            # An explicit time, since the system's default has a resolution of some 4 ms.
+            now_ns = time.time_ns()
+            os.utime(self.path, ns=(now_ns, now_ns))
+        except OSError as exc:
+            _LOG.debug("Last use of %s is not recorded: %s", self.digest, exc)
 
     def age_s(self, now_s: float) -> float:
         """Return the seconds since the graph was built, never negative."""
@@ -68,7 +81,11 @@ class StoredGraph:
 
 
 def graph_path(graphs: Path, digest: str) -> Path:
-    """Return where the graph of a kind lies.
+    """Return the file of a kind's graph.
+
+    Args:
+        graphs: The folder of the graphs.
+        digest: Of the kind's key.
 
     Raises:
         OptionError: `digest` is not a digest, so it must not become a path.
@@ -87,7 +104,7 @@ def is_digest(text: str) -> bool:
 
 
 def graph_paths(graphs: Path) -> Iterator[Path]:
-    """Yield the graph files of a folder, sorted; none when there is no folder."""
+    """Yield the graph files of a folder, sorted; nothing when the folder is missing."""
     try:
         names = os.listdir(graphs)
     except OSError:
@@ -97,14 +114,24 @@ def graph_paths(graphs: Path) -> Iterator[Path]:
             yield graphs / name
 
 
+def list_graphs(graphs: Path) -> Iterator[StoredGraph]:
+    """Yield the sound graphs of a folder, without their payloads."""
+    for path in graph_paths(graphs):
+        try:
+            yield open_graph(path, with_payload=False)
+        except (OSError, StoreError) as exc:
+            _LOG.debug("Not listed: %s: %s", path.name, exc)
+
+
 def open_graph(path: Path, with_payload: bool) -> StoredGraph:
     """Read and check a graph file.
 
     Args:
-        with_payload: Read and check the payload too.
+        path: The file.
+        with_payload: Also read and check the payload.
 
     Raises:
-        GraphCorruptError: Its bytes are not what was saved.
+        GraphCorruptError: Its bytes differ from the saved ones.
         UnknownSchemaError: Another version wrote it.
         UntrustedGraphError: Others own it or may write it.
         OSError: The file is missing or cannot be read.
@@ -121,7 +148,7 @@ def open_graph(path: Path, with_payload: bool) -> StoredGraph:
     except SlowFileError as exc:
         raise TimeoutError(errno.ETIMEDOUT, "it takes too long to read") from exc
     except UnsafeFileError as exc:
-        raise GraphCorruptError("it is no regular file of a graph's size", exc.hint) from exc
+        raise GraphCorruptError("it is not a regular file of a graph's size", exc.hint) from exc
     if header.key.digest != path.stem:
         raise GraphCorruptError(
             "the file holds the graph of another kind", "It is built again by itself."

@@ -1,4 +1,4 @@
-"""Checking every byte of what is stored."""
+"""Verification: checks every byte of the store, and deletes damaged files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
         try:
             open_graph(path, with_payload=True)
         except FileNotFoundError:
-            continue  # just removed by somebody else
+            continue  # another process has just removed it
         except (GraphCorruptError, UntrustedGraphError) as exc:
             removed = repair and remove_if_unusable(folder, path, with_untrusted=True)
             yield StoreProblem(path, exc.message, _DELETED * removed)
@@ -74,13 +74,18 @@ def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
 
 
 def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = False) -> bool:
-    """Delete a graph file that is damaged; return whether it is gone.
+    """Delete a damaged graph file.
 
-    It is looked at again under the guard, since another process may just have
-    replaced it by a sound one.
+    The file is checked again under the guard, since another process may just have replaced it with
+    a sound one.
 
     Args:
-        with_untrusted: Delete one that others may have written, too.
+        folder: The store.
+        path: The graph file.
+        with_untrusted: Also delete a file that other users may have written.
+
+    Returns:
+        Whether the file is gone.
 
     Raises:
         StoreReadOnlyError: It cannot be deleted.
@@ -101,7 +106,7 @@ def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = F
 
 
 def is_sound(path: Path) -> bool:
-    """Whether `path` is a sound graph of this version, and ours alone."""
+    """Whether `path` is a sound graph of this version that only this user can write."""
     try:
         open_graph(path, with_payload=True)
     except (OSError, StoreError):
@@ -158,7 +163,7 @@ def _record_paths(folder: StoreFolder) -> Iterator[Path]:
 
 
 def _delete(path: Path) -> bool:
-    """Delete a file, pipe or link; a folder of that name stays."""
+    """Delete a file, pipe or link, but not a folder; return whether the name is free."""
     with mapped_write_errors(path):
         if path.is_dir() and not path.is_symlink():
             return False

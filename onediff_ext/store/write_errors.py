@@ -1,4 +1,4 @@
-"""The one place where the system's write errors become the store's errors."""
+"""Maps the system's write errors to the store's errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from pathlib import Path
 from onediff_ext.core.errors import StoreError, StoreFullError, StoreReadOnlyError
 from onediff_ext.store.default_root import ROOT_VARIABLE
 
-# EFBIG: a file system (FAT32) or a limit (ulimit -f) that takes no file this large.
+# EFBIG: the file system (FAT32) or a limit (ulimit -f) does not allow so large a file.
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextmanager
 def mapped_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError from writing `path` into a StoreError with a hint."""
+    """Raise a StoreError with a hint for an OSError within the ``with`` block.
+
+    Args:
+        path: The file that is written.
+    """
     try:
         yield
     except OSError as exc:
@@ -27,7 +31,7 @@ def mapped_write_errors(path: Path) -> Iterator[None]:
 def _mapped(exc: OSError, path: Path) -> StoreError:
     if exc.errno in _FULL:
         return StoreFullError(
-            # The folder and not the file, so that a hundred graphs give one message.
+            # Names the folder and not the file, so that a hundred graphs cause one message.
             f"There is no space left in {path.parent.absolute()}.",
             "Free some disk space, or shrink the store with `onediff-ext graphs prune`.",
         )

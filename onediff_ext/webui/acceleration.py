@@ -19,14 +19,9 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.session.session import Session
-from onediff_ext.session.warm_up import (
-    STAGES,
-    WarmUp,
-    WarmUpControl,
-    WarmUpProgress,
-    WarmUpReport,
-    in_passes,
-)
+from onediff_ext.session.warm_up import WarmUp
+from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
+from onediff_ext.session.warm_up_report import STAGES, WarmUpProgress, WarmUpReport
 from onediff_ext.webui.attachment import Attachment
 from onediff_ext.webui.deepcache import DeepCacheTally, Evaluation
 

@@ -1,4 +1,4 @@
-"""Builds beside the pictures: nobody waits, nothing changes within a picture."""
+"""Builds in the background: pictures do not wait, and no graph changes within a picture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onediff_ext.building import background_builds, worker_process
+from onediff_ext.building import background_builds
+from onediff_ext.building.worker_failures import worker_lost_error
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from tests.support import models
 from tests.support.draw import relative_error
+from tests.support.session_fixtures import SmallUNet
 
 TIMEOUT_S = 240
 
@@ -67,7 +69,7 @@ def test_without_a_graph_blocks_are_looked_at_once_a_picture(open_session, small
         assert sum(kind.calls for kind in session.kinds) == calls + once
 
 
-def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, instant):
+def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, instant_workers):
     vae = models.vae(seed=1).half()
     session = open_session()
     compile_pipe(SimpleNamespace(vae=vae), session=session)
@@ -88,7 +90,7 @@ def test_a_vae_that_is_float32_for_its_calls_only_gets_its_graphs(open_session, 
     assert {kind.state for kind in session.kinds} == {KindState.READY}
 
 
-def test_graphs_change_between_pictures_only(open_session, small, instant):
+def test_graphs_change_between_pictures_only(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     small()
@@ -128,7 +130,7 @@ def test_cancel_is_immediate_and_keeps_what_is_built(open_session, small):
 
 
 def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
-    open_session, small, instant, monkeypatch
+    open_session, small, instant_workers, monkeypatch
 ):
     session = open_session()
     compile_pipe(small.pipe, session=session)
@@ -147,30 +149,32 @@ def test_nothing_is_done_beside_the_first_picture_unless_it_takes_long(
 
 
 @pytest.mark.parametrize("children", [0, 2])
-def test_exports_here_or_in_children(open_session, small, children, instant):
+def test_exports_here_or_in_children(open_session, small, children, instant_workers):
     session = open_session()
-    session.builder.export_children = children
+    session.build_context.export_children = children
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds)
 
 
-def test_an_export_in_this_process_waits_for_the_picture(open_session, small, instant):
+def test_an_export_in_this_process_waits_for_the_picture(open_session, small, instant_workers):
     session = open_session()
-    session.builder.export_children = 0
+    session.build_context.export_children = 0
     compile_pipe(small.pipe, session=session)
     with session.picture():
         small()
         wait_for(lambda: session.status().stage == "exporting")
         time.sleep(1)
         assert session.status().stage == "exporting"
-        assert session.builder.run._waiting == session.builder.run._working == []
+        assert session.builder.run.jobs.waiting == session.builder.run.jobs.working == []
     assert session.wait_for_builds(TIMEOUT_S)
     assert session.count("built") == len(session.kinds)
 
 
-def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(open_session, small, instant):
+def test_a_picture_drawn_while_building_is_eager_to_the_last_bit(
+    open_session, small, instant_workers
+):
     expected = small(24, 16)
     session = open_session()
     compile_pipe(small.pipe, session=session)
@@ -193,7 +197,7 @@ class LosesWorkers:
     """
 
     def __init__(self, session, times, lose):
-        self._build_in, self._lose = session.builder.build_in, lose
+        self._build_in, self._lose = session.build_context.build_in, lose
         self.left, self.program = times, b""
 
     def __call__(self, worker, program, device):
@@ -209,7 +213,7 @@ def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
         os.kill(worker.pid, signal.SIGKILL)
 
     session = open_session()
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, kill))
+    monkeypatch.setattr(session.build_context, "build_in", LosesWorkers(session, 2, kill))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -221,13 +225,13 @@ def test_a_lost_worker_is_tried_again(open_session, small, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_a_kind_that_loses_all_its_workers_runs_eager(
-    open_session, small, monkeypatch, instant, number
+    open_session, small, monkeypatch, instant_workers, number
 ):
     def die(worker):
-        raise worker_process.lost(f"killed by {number.name}")
+        raise worker_lost_error(f"killed by {number.name}")
 
     session = open_session(build_attempts=2)
-    monkeypatch.setattr(session.builder, "build_in", LosesWorkers(session, 2, die))
+    monkeypatch.setattr(session.build_context, "build_in", LosesWorkers(session, 2, die))
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -248,16 +252,18 @@ def test_a_kind_that_loses_all_its_workers_runs_eager(
         assert again.retry_failed() == 1
         assert again.wait_for_builds(TIMEOUT_S)
     assert again.count("built") == 1
-    assert list(again.builder.build_records.failures()) == []
+    assert list(again.build_context.build_records.failures()) == []
 
 
-def test_a_kind_that_cannot_be_built_is_not_tried_again(open_session, small, monkeypatch, instant):
+def test_a_kind_that_cannot_be_built_is_not_tried_again(
+    open_session, small, monkeypatch, instant_workers
+):
     session = open_session()
 
     def refuse(worker, program, device):
         raise BackendError("no such operator")
 
-    monkeypatch.setattr(session.builder, "build_in", refuse)
+    monkeypatch.setattr(session.build_context, "build_in", refuse)
     compile_pipe(small.pipe, session=session)
     small()
     assert session.wait_for_builds(TIMEOUT_S)
@@ -273,14 +279,14 @@ def test_a_kind_that_cannot_be_built_is_not_tried_again(open_session, small, mon
     assert "no such operator" in again.status().line()
 
 
-def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant):
+def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant_workers):
     session = open_session()
 
     def full(worker, program, device):
         raise MachineError("No space left on device.", "Free some.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.builder, "build_in", full)
+        patch.setattr(session.build_context, "build_in", full)
         compile_pipe(small.pipe, session=session)
         small()
         assert session.wait_for_builds(TIMEOUT_S)
@@ -294,9 +300,7 @@ def test_a_full_disk_fails_no_kind(open_session, small, monkeypatch, instant):
     assert session.status().problem == ""
 
 
-def test_two_sessions_build_each_kind_once(open_session, small, instant):
-    from tests.support.session_fixtures import SmallUNet
-
+def test_two_sessions_build_each_kind_once(open_session, small, instant_workers):
     sessions, others = [open_session(), open_session()], [small, SmallUNet(seed=1)]
     for session, other in zip(sessions, others, strict=True):
         compile_pipe(other.pipe, session=session)
@@ -312,7 +316,7 @@ def test_two_sessions_build_each_kind_once(open_session, small, instant):
     assert sum(session.count("loaded") for session in sessions) == kinds
 
 
-def test_the_most_useful_kind_is_built_first(open_session, small, instant):
+def test_the_most_useful_kind_is_built_first(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     small()
@@ -331,3 +335,25 @@ def test_closing_leaves_nothing(open_session, small):
     session.close()
     assert not folder.exists()
     assert not [t for t in threading.enumerate() if t.name.startswith("onediff-b")]
+
+
+def test_no_room_for_a_thread_does_not_cost_the_picture(
+    open_session, small, instant_workers, monkeypatch
+):
+    session = open_session()
+    compile_pipe(small.pipe, session=session)
+    start = threading.Thread.start
+
+    def full(thread):
+        if thread.name.startswith("onediff-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        small()
+        assert not session.status().building
+        assert "can't start new thread" in session.status().line()
+    session.build_in_background()
+    assert session.wait_for_builds(TIMEOUT_S)
+    assert session.count("built") == len(session.kinds)

@@ -1,4 +1,4 @@
-"""Folders of build workers, also after the owner was killed."""
+"""Build folders, and their removal after the owner was killed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_folder_that_was_never_locked_goes_when_it_is_old(tmp_path: Path):
 def test_a_planted_lock_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Some versions of filelock empty what they lock, also through a link."""
+    """Some versions of filelock truncate the file that they lock, also through a link."""
     mine, planted = tmp_path / "mine.txt", tmp_path / "onediff-build-ab12_xyz"
     mine.write_text("all my work")
     real = tmp_path / "elsewhere" if how == "link" else planted

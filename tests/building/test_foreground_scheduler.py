@@ -1,4 +1,4 @@
-"""The gate: other work costs pictures little, and gets its turn even when they never stop."""
+"""The foreground scheduler: other work delays pictures little, and gets turns between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onediff_ext.building.foreground_scheduler import GAP_TURN_S, ForegroundSche
 
 
 def draw(foreground: ForegroundScheduler, seconds: float) -> float:
-    """One picture; returns how long it had to wait before it could begin."""
+    """Draw one picture; return how long it waited before it began."""
     start = time.monotonic()
     with foreground.picture():
         waited = time.monotonic() - start

@@ -1,4 +1,4 @@
-"""Stored graphs that were never loaded on this machine: tried where a crash hurts nobody."""
+"""Load checks: stored graphs that this machine never loaded are first loaded in a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 from onediff_ext.core.errors import BackendError, WorkerLostError
 from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.compile import compile_pipe
+from onediff_ext.store import GraphLibrary
+from tests.support.build_checks import forget_load_check
 from tests.support.draw import relative_error
 from tests.support.session_fixtures import InstantWorker, SmallUNet
 
@@ -19,7 +22,7 @@ CRASH = "#include <stdlib.h>\n__attribute__((constructor)) static void end(void)
 
 
 @pytest.fixture
-def stored(open_session, small, instant):
+def stored(open_session, small, instant_workers):
     """A store with all graphs of the small UNet."""
     session = open_session()
     compile_pipe(small.pipe, session=session)
@@ -27,20 +30,6 @@ def stored(open_session, small, instant):
     assert session.wait_for_builds(TIMEOUT_S)
     session.close()
     return session
-
-
-def forget_the_proof(session, kind, payload=None):
-    """As if another machine had built the graph."""
-    stored = session.library.get(kind.key)
-    (session.library.folder.build_records / f"{kind.key.digest}.json").unlink()
-    session.library.put(
-        kind.key,
-        payload or stored.payload,
-        label=kind.label,
-        backend="eager",
-        build_seconds=1,
-        details={},
-    )
 
 
 def draw_with(session, policy="background"):
@@ -53,24 +42,21 @@ def draw_with(session, policy="background"):
     assert relative_error(other(), expected) < 1e-4
 
 
-def test_a_sound_graph_is_proved_once(stored, open_session):
+def test_a_sound_graph_is_checked_once(stored, open_session):
     for kind in stored.kinds[:2]:
-        forget_the_proof(stored, kind)
+        forget_load_check(stored, kind)
     session = open_session(build="never")
     draw_with(session)
     assert session.count("loaded") == len(session.kinds)
-    assert sum(e.what == "proved" for e in session.event_log.events) == 2
+    assert sum(e.what == "load checked" for e in session.event_log.events) == 2
     again = open_session(build="never")
     draw_with(again)
     assert again.count("loaded") == len(again.kinds)
-    assert not [e for e in again.event_log.events if e.what in ("prove", "proved")]
+    assert not [e for e in again.event_log.events if e.what in ("load check", "load checked")]
 
 
-def test_what_an_archive_claims_to_be_proved_is_not_believed(stored, open_session, tmp_path):
-    """As graph files of earlier versions said it of themselves."""
-    from onediff_ext.engine.machine import machine_digest
-    from onediff_ext.store import GraphLibrary
-
+def test_the_load_check_that_an_archive_claims_is_not_believed(stored, open_session, tmp_path):
+    """Graph files of earlier versions claimed a load check of their own."""
     kind = stored.kinds[0]
     machine = machine_digest(kind.device)
     payload = stored.library.get(kind.key).payload
@@ -85,33 +71,35 @@ def test_what_an_archive_claims_to_be_proved_is_not_believed(stored, open_sessio
     session = open_session(build="never")
     found = session.library.get(kind.key)
     assert found.header.details == {"proved on": machine}
-    assert session.builder.is_load_safe(found, kind) is None
-    session.builder.mark_bad(kind, found.header.payload_sha256, "gives other results")
-    assert session.builder.is_load_safe(found, kind) is False
+    assert session.build_context.graph_trust.is_load_safe(found, kind) is None
+    session.build_context.graph_trust.record_bad(
+        kind, found.header.payload_sha256, "gives other results"
+    )
+    assert session.build_context.graph_trust.is_load_safe(found, kind) is False
 
 
 class Refuses(InstantWorker):
-    """A worker in which every stored graph goes wrong."""
+    """A worker in which every stored graph fails its load check."""
 
     error: BackendError = BackendError("gives other results")
 
-    def prove(self, payload, program, device, timeout_s):
+    def check_load(self, payload, program, device, timeout_s):
         raise self.error
 
 
 class Dies(Refuses):
-    """A worker that every stored graph takes with it."""
+    """A worker that every stored graph crashes."""
 
     error = WorkerLostError("The build worker died: killed by SIGSEGV")
 
 
 @pytest.mark.parametrize("worker", [Refuses, Dies])
-def test_a_bad_graph_is_marked_and_built_anew(stored, open_session, monkeypatch, worker):
+def test_a_bad_graph_is_marked_and_built_again(stored, open_session, monkeypatch, worker):
     bad = stored.kinds[0]
-    forget_the_proof(stored, bad)
+    forget_load_check(stored, bad)
     session = open_session()
     monkeypatch.setattr(
-        session.builder, "new_worker", lambda cache, in_background: worker("eager", cache)
+        session.build_context, "new_worker", lambda cache, in_background: worker("eager", cache)
     )
     draw_with(session)
     assert session.count("built") == 1
@@ -123,27 +111,25 @@ def test_a_bad_graph_is_marked_and_built_anew(stored, open_session, monkeypatch,
     assert again.count("loaded") == len(again.kinds)
 
 
-def test_a_graph_that_is_wrong_in_use_is_built_anew_once(stored, open_session, monkeypatch):
+def test_a_graph_that_is_wrong_in_use_is_built_again_once(stored, open_session, monkeypatch):
     kinds = {kind.label: kind for kind in stored.kinds}
     one, other = kinds["BasicTransformerBlock 32"], kinds["BasicTransformerBlock 64"]
     payload = stored.library.get(other.key).payload
-    forget_the_proof(stored, one, payload)
+    forget_load_check(stored, one, payload)
     digest = stored.library.get(one.key).header.payload_sha256
-    from onediff_ext.engine.machine import machine_digest
-
     machine = machine_digest(one.device)
-    stored.builder.build_records.record_load_check(
+    stored.build_context.build_records.record_load_check(
         one.key.digest, one.label, machine=machine, payload_sha256=digest
     )
     session = open_session()
 
     class Compares(InstantWorker):
-        def prove(self, stored, program, device, timeout_s):
+        def check_load(self, stored, program, device, timeout_s):
             if stored == payload:
                 raise BackendError("gives other results")
 
     monkeypatch.setattr(
-        session.builder, "new_worker", lambda cache, in_background: Compares("eager", cache)
+        session.build_context, "new_worker", lambda cache, in_background: Compares("eager", cache)
     )
     draw_with(session)
     assert session.count("built") == 1

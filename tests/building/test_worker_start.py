@@ -20,7 +20,7 @@ PACKAGE = Path(onediff_ext.__file__).parent
 PLANTED = ("queue", "json", "torch", "sitecustomize", "usercustomize", "onediff_ext", "filelock")
 TRAP = "import pathlib; pathlib.Path({marker!r}).touch(); raise SystemExit('planted code ran')\n"
 
-# Tells what it is and ends; it takes a worker's arguments.
+# A worker script that prints where it runs and ends; it takes a worker's arguments.
 TELLS = """
 import json, os, sys
 own = os.path.dirname(os.path.abspath(__file__))
@@ -30,7 +30,8 @@ sys.path.append(os.path.join(package, "building", "worker"))
 from start_worker import import_package
 sys.path.pop()
 import_package(package, folders)
-import onediff_ext.building.worker.program as program
+import onediff_ext
+from onediff_ext.building.worker import program
 import torch
 print(json.dumps({"package": onediff_ext.__file__, "worker": program.__file__,
                   "torch": torch.__file__, "cwd": os.getcwd(), "path": sys.path,
@@ -40,7 +41,7 @@ print(json.dumps({"package": onediff_ext.__file__, "worker": program.__file__,
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, full of modules that leave a mark; yields the mark."""
+    """Fill the current folder with modules that create a marker file; yields the marker."""
     folder, marker = tmp_path / "downloaded", tmp_path / "marker"
     folder.mkdir()
     for name in PLANTED:
@@ -80,7 +81,7 @@ def test_a_folder_may_be_named_relative_to_the_current_one(
 
 
 def told(package_parent: Path, cache: Path, *options: str) -> dict[str, object]:
-    """What a worker tells of itself whose parent has `package_parent` on its path."""
+    """Start a worker from a parent with `package_parent` on its path; return what it prints."""
     script = cache / "tells.py"
     script.write_text(TELLS)
     code = (

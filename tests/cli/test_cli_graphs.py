@@ -25,7 +25,7 @@ def store(command_line: CommandLine, tmp_path: Path) -> Path:
     assert ended.status == 0, ended
     store = tmp_path / "store"
     assert command_line("graphs", "import", archive, "--trust", store=store).status == 0
-    # An archive brings no proofs: these were found here.
+    # An archive brings no load checks: these were made here.
     shutil.copytree(command_line.store / "verdicts", store / "verdicts", dirs_exist_ok=True)
     return store
 
@@ -147,7 +147,7 @@ def test_export_and_import(command_line: CommandLine, store: Path, tmp_path: Pat
     assert again.out == f"0 graphs imported, {KINDS} were here already\n"
     explain = ("graphs", "explain", "-m", command_line.checkpoint(), "--backend", "eager")
     explained = command_line(*explain, store=other).out
-    assert explained.count("never loaded on this machine and is proved first") == KINDS
+    assert explained.count("never loaded on this machine; a load check comes first") == KINDS
     shutil.copytree(store / "verdicts", other / "verdicts", dirs_exist_ok=True)
     warm = command_line("warmup", "64x64", store=other)
     assert f"0 graphs built, {KINDS} loaded" in warm.out

@@ -103,7 +103,7 @@ def _held_builds(build: Callable[..., None], figures: Figures) -> Callable[..., 
             try:
                 build(builder, [kind], *args, **kwargs)
             except OneDiffError as exc:  # for which a builder raises nothing
-                builder.give_up(kind, exc, attempts=1, lasting=False)
+                builder.context.outcomes.fail_kind(kind, exc, attempts=1, lasting=False)
         if hold:
             figures.world.hold = 0  # type: ignore[union-attr]
 

@@ -49,7 +49,9 @@ def test_a_wrong_graph_is_never_used(
     # A store of its own: that these graphs are bad is remembered.
     session = make_session(store=tmp_path / "store")
     monkeypatch.setattr(
-        session.builder, "new_worker", lambda cache, in_background: InstantWorker("eager", cache)
+        session.build_context,
+        "new_worker",
+        lambda cache, in_background: InstantWorker("eager", cache),
     )
     _spoiled(session, monkeypatch, spoil)
     compile_pipe(pipe, session=session)
@@ -70,7 +72,7 @@ def test_a_kind_that_cannot_be_built_runs_eager(
     def refuse(worker, program, device):
         raise BackendError("no compiler here")
 
-    monkeypatch.setattr(session.builder, "build_in", refuse)
+    monkeypatch.setattr(session.build_context, "build_in", refuse)
     compile_pipe(pipe, session=session)
     for _ in range(2):
         assert relative_error(draw_latents(pipe), expected) < 1e-4

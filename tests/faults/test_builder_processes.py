@@ -1,4 +1,4 @@
-"""The process that builds is killed, or shares its store with others that build the same."""
+"""Building processes that are killed, or that share a store and build the same kinds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.building.builder import Builder
+from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from onediff_ext.store import GraphLibrary
+from tests.support import slow_worker
 from tests.support.session_fixtures import SmallUNet
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ LIMIT_BYTES = 1 << 30
 class SlowWorker(WorkerProcess):
     """A real worker process with a build that only takes time."""
 
-    script = Path(__file__).with_name("slow_worker.py")
+    script = Path(slow_worker.__file__)
 
 
 class Drawer:
@@ -65,13 +66,13 @@ class Drawer:
         self, store: Path, tmp: Path, small: SmallUNet, programs: dict[str, bytes], linger: bool
     ) -> None:
         tempfile.tempdir = str(tmp)
-        Builder.new_worker = lambda self, cache, in_background: SlowWorker(  # type: ignore[method-assign]
+        BuildContext.new_worker = lambda self, cache, in_background: SlowWorker(  # type: ignore[method-assign]
             "eager", cache, in_background
         )
         BlockKind.export = lambda kind: programs[kind.key.digest]  # type: ignore[method-assign]
         options = CompileOptions(backend="eager", store=store, workers=2)
         session = new_session(options)
-        session.builder.export_children = 0
+        session.build_context.export_children = 0
         put = session.library.put
 
         def put_and_report(key, payload, **details):
@@ -109,7 +110,7 @@ class Drawer:
 
     def _reported(self) -> list[str]:
         with os.fdopen(self._read) as pipe:
-            # A line that is cut short was reported to nobody.
+            # An incomplete line does not count as reported.
             return [line.strip() for line in pipe if line.endswith("\n")]
 
 
@@ -181,7 +182,7 @@ def test_fifty_kills_while_building_and_saving(start, tmp_path, programs):
         assert {graph.digest for graph in library.entries()} >= saved, turn
         if saved == set(programs):
             finished, generation, saved = finished + 1, generation + 1, set()
-    # The next start finishes what is left, and sweeps what the dead ones left.
+    # The next start builds the rest, and sweeps the leftovers of the killed processes.
     library = GraphLibrary(tmp_path / f"store-{generation}", LIMIT_BYTES)
     time.sleep(2.1)  # a build folder that was made a moment ago may be somebody's
     reported = start(f"store-{generation}").finish()

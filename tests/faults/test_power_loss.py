@@ -1,4 +1,4 @@
-"""The power goes at any point while the store is written: its reader finds only whole files."""
+"""Power failures at any point of a write: the reader finds only whole files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full, limited or read-only while a run goes on."""
+"""Disks that are full, limited or read-only during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped in the middle: nothing is lost or left, and the same command goes on."""
+"""Interrupted runs: nothing is lost or left over, and the same command continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores that are damaged, of another version, or wrong: pictures are right all the same."""
+"""Damaged and wrong stores, and those of other versions: pictures stay right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(command_line: CommandLine, tmp_path: Path) -> Path:
     name = command_line.checkpoint().stem
     assert command_line("graphs", "export", archive, "--checkpoint", name).status == 0
     assert command_line("graphs", "import", archive, "--trust", store=store).status == 0
-    # An archive brings no proofs: these were found here.
+    # An archive brings no load checks: these were made here.
     shutil.copytree(command_line.store / "verdicts", store / "verdicts", dirs_exist_ok=True)
     return store
 
@@ -111,7 +111,7 @@ def test_a_sound_file_with_the_graph_of_another_kind_draws_nothing_wrong(
         key = entries[label].key
         library.put(key, other, label=label, backend="eager", build_seconds=0, details={})
     report = draw(store)
-    # What was never loaded on this machine is proved first, and then built anew.
+    # Graphs that were never loaded here get a load check first; bad ones are built again.
     assert report["graphs"]["loaded"] == KINDS - 3
     assert report["graphs"]["built"] == 3
     assert report["fallbacks"] == []

@@ -1,4 +1,4 @@
-"""Files that broke on the disk: never a crash, never wrong bytes, and gone afterwards."""
+"""Damaged files of the store: no crash, no wrong bytes, and they are deleted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_folder_in_a_graphs_place(library: GraphLibrary) -> None:
     path.unlink()
     path.mkdir()
     assert library.get(KEY) is None
-    assert "no regular file" in library.explain(KEY)
+    assert "not a regular file" in library.explain(KEY)
     assert library.entries() == []
     assert [problem.remedy for problem in library.verify(repair=True)] == [""]
     library.prune(limit_bytes=0)

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: a plain error, and nothing half written."""
+"""Full and read-only disks: a clear error, and no partial files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ERRORS = {
 def test_a_failing_call_leaves_the_old_store(
     library: GraphLibrary, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
-    # `durable` and `atomic` take their system calls from a copy of `os`.
+    # `durable_write` and `atomic_write` take their system calls from a copy of `os`.
     with monkeypatch.context() as patch:
         if call == "close":
             closing = os.close

@@ -1,4 +1,4 @@
-"""Stores that others own or may write: no native code is loaded from them."""
+"""Stores that other users own or may write: no native code is loaded from them."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def test_a_record_of_another_user_is_not_believed(library: GraphLibrary) -> None
     build_records = BuildRecords(library.folder)
     build_records.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
     path = library.folder.build_records / f"{KEY.digest}.json"
-    assert build_records.proof(KEY.digest, "m", "0" * 64) is not None
+    assert build_records.load_check(KEY.digest, "m", "0" * 64) is not None
     os.chown(path, STRANGER, STRANGER)
-    assert build_records.proof(KEY.digest, "m", "0" * 64) is None
+    assert build_records.load_check(KEY.digest, "m", "0" * 64) is None
 
 
 @needs_root
@@ -264,7 +264,7 @@ def test_a_disk_without_permissions_is_refused_unless_one_says_so(
 def test_the_root_may_be_a_volume_that_all_may_write(
     library: GraphLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as an emptyDir of Kubernetes: root's, 0777; what is in it is ours alone."""
+    """A root that belongs to root with mode 0777, such as an emptyDir of Kubernetes."""
     library.folder.root.chmod(0o777)
     monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
     put(library)

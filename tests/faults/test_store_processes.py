@@ -298,7 +298,7 @@ def test_fifty_writers_killed_at_any_moment(tmp_path: Path) -> None:
             got = library.get(graph.key)
             assert got is not None
             assert got.payload == payload_of(int(graph.key.entries["number"]))
-    # Whatever the dead left is neither held nor in the way, and can be swept.
+    # The leftovers of dead processes hold no locks and can be swept.
     library = GraphLibrary(root, MB)
     for number in range(8):
         with library.build_lock(key_of(number), 0):

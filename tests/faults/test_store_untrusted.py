@@ -1,4 +1,4 @@
-"""What files of the store may be and say: pipes, devices, other shapes, flipped bits, claims."""
+"""Untrusted files in the store: pipes, devices, wrong types, flipped bits, false claims."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, wha
         make(path, what)
     other = GraphLibrary(library.folder.root, MB)
     assert other.get(KEY) is not None
-    assert build_records.read(KEY.digest).proofs == {}
+    assert build_records.read(KEY.digest).load_checks == {}
     assert list(build_records.failures()) == []
     assert records.list() == []
     assert history.build_seconds("m", ["L"]) == [None]
@@ -257,9 +257,9 @@ def test_verdicts_of_any_shape_are_read(library: GraphLibrary, field: str, shape
         values += [{**record[field], name: shape} for name in ("at", *record[field])]
     for value in values:
         path.write_text(json.dumps({**record, field: value}))
-        verdict = build_records.read(KEY.digest)
-        assert isinstance(verdict.proofs, dict)
-        assert verdict.failure is None or isinstance(verdict.failure.at, float)
+        build_record = build_records.read(KEY.digest)
+        assert isinstance(build_record.load_checks, dict)
+        assert build_record.failure is None or isinstance(build_record.failure.at, float)
         list(build_records.failures())
         library.delete(KEY.digest)
         library.explain(KEY)

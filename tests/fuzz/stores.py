@@ -67,13 +67,13 @@ def _library() -> Iterator[GraphLibrary]:
 
 def _records(value: list[Any]) -> None:
     """Records of any content: all that reads them gives an answer or one of our errors."""
-    checkpoint, history, verdict, hashes = value
+    checkpoint, history, build_record, hashes = value
     with _library() as library:
         folder = library.folder
         for path, record in (
             (folder.checkpoints / f"{DIGEST}.json", checkpoint),
             (folder.home / "history.json", history),
-            (folder.build_records / f"{DIGEST}.json", verdict),
+            (folder.build_records / f"{DIGEST}.json", build_record),
             (folder.home / "content-hashes.json", hashes),
         ):
             path.parent.mkdir(exist_ok=True)
@@ -87,7 +87,7 @@ def _records(value: list[Any]) -> None:
             lambda: BuildHistory(folder).record_build(MACHINE, "One 8", 1.0),
             lambda: BuildRecords(folder).read(DIGEST),
             lambda: BuildRecords(folder).failure(DIGEST, "1"),
-            lambda: BuildRecords(folder).proof(DIGEST, MACHINE, DIGEST),
+            lambda: BuildRecords(folder).load_check(DIGEST, MACHINE, DIGEST),
             lambda: ContentHashes(folder).content_hash(folder.home / "content-hashes.json"),
             lambda: [group.as_json() for group in graph_groups(library, MACHINE)],
         ):

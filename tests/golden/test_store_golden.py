@@ -11,11 +11,17 @@ import os
 from io import BytesIO
 from pathlib import Path
 
+import pytest
+
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.records import GraphHeader
+from onediff_ext.store import BuildRecords, Failure, LoadCheck
+from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_file import GRAPH_SCHEMA, encode_head, read_head, read_payload
 
 GOLDEN = Path(__file__).with_name(f"schema-{GRAPH_SCHEMA}.graph")
+GOLDEN_RECORD = Path(__file__).with_name("build-record-2.json")
+DIGEST = "ab" * 32
 PAYLOAD = b"\x7fELF\0golden payload\r\n"
 KEY = KindKey({"class": "ResnetBlock2D", "channels": "320→640", "torch": "2.13.0"})
 HEADER = GraphHeader(
@@ -44,6 +50,36 @@ def test_a_graph_from_back_then_is_read() -> None:
     header = read_head(stream, len(graph_file))
     assert header == HEADER
     assert read_payload(stream, header) == PAYLOAD
+
+
+def test_a_build_record_is_written_as_it_always_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onediff_ext.store.build_records.time.time", lambda: 1760000000.25)
+    records, label = BuildRecords(StoreFolder(tmp_path / "store")), "ResnetBlock2D 320→640"
+    records.record_load_check(DIGEST, label, machine="m1", payload_sha256="0" * 64)
+    records.record_load_check(
+        DIGEST, label, machine="m2", payload_sha256="1" * 64, problem="differs from eager"
+    )
+    records.record_failure(DIGEST, label, "no such operator", attempts=2, version="0.1.0")
+    records.record_eviction(DIGEST, "least recently used")
+    path = records.folder.build_records / f"{DIGEST}.json"
+    assert path.read_bytes() == GOLDEN_RECORD.read_bytes()
+
+
+def test_a_build_record_from_back_then_is_read(tmp_path: Path) -> None:
+    folder = StoreFolder(tmp_path / "store")
+    folder.prepare()
+    (folder.home / "verdicts" / f"{DIGEST}.json").write_bytes(GOLDEN_RECORD.read_bytes())
+    record = BuildRecords(folder).read(DIGEST)
+    at = 1760000000.25
+    assert record.load_checks == {
+        "m1": LoadCheck("0" * 64, "", at),
+        "m2": LoadCheck("1" * 64, "differs from eager", at),
+    }
+    assert record.failure == Failure("no such operator", 2, at, "0.1.0")
+    assert record.eviction is not None
+    assert record.eviction.reason == "least recently used"
 
 
 def test_the_prefix_is_where_every_version_looks_for_it() -> None:

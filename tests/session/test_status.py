@@ -1,4 +1,4 @@
-"""The status is true to the blocks that drew the last picture."""
+"""The status reports the blocks that drew the last picture."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from onediff_ext.engine.running.block_runner import NO_GRAPH_YET
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.last_picture import Fallbacks
 from tests.support import models
-from tests.support.gates import at_the_gate
+from tests.support.held_builds import builds_on_hold
 from tests.support.session_fixtures import SmallUNet
 
 TIMEOUT_S = 240
 
 
 @pytest.fixture
-def ready(open_session, small, instant):
-    """A session whose small UNet is compiled, all of it."""
+def ready(open_session, small, instant_workers):
+    """A session with a fully compiled small UNet."""
     session = open_session()
     compile_pipe(small.pipe, session=session)
     for _ in range(2):
@@ -39,11 +39,11 @@ def blocks_of(small):
     return [runner.block for runner in compiled_state(small.pipe).components[0].runners]
 
 
-def test_before_and_after_the_graphs_came(open_session, small, instant):
+def test_before_and_after_the_graphs_came(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     assert session.status().blocks_needed == 0
-    with at_the_gate(session):
+    with builds_on_hold(session):
         small()
         count = len(blocks_of(small))
         status = session.status()
@@ -98,7 +98,7 @@ def test_all_blocks_eager_is_not_compiled(ready, small):
         hook.remove()
 
 
-def test_only_what_drew_the_last_picture_counts(open_session, small, instant):
+def test_only_what_drew_the_last_picture_counts(open_session, small, instant_workers):
     session, vae = open_session(), SimpleNamespace(vae=models.vae(seed=1))
     compile_pipe(small.pipe, session=session)
     compile_pipe(vae, session=session)
@@ -125,7 +125,7 @@ def test_measuring_eager_steps_leaves_the_status_alone(ready, small):
     assert ready.status().line() == "compiled"
 
 
-def test_a_backend_that_is_not_there(open_session, small, instant, monkeypatch):
+def test_a_backend_that_is_not_there(open_session, small, instant_workers, monkeypatch):
     from onediff_ext.backends.registry import make_backend
 
     monkeypatch.setattr(
@@ -145,7 +145,7 @@ def test_a_backend_that_is_not_there(open_session, small, instant, monkeypatch):
     assert status.as_json()["substituted"] == "OneFlow is not installed; eager builds the graphs"
 
 
-def test_a_precision_that_cannot_be_had(open_session, small, instant):
+def test_a_precision_that_cannot_be_had(open_session, small, instant_workers):
     session = open_session(precision="fp8")
     compile_pipe(small.pipe, session=session)
     for _ in range(3):
@@ -168,10 +168,10 @@ def test_lines_of_a_part():
     assert building.line() == "compiled in part, 3 of 28 blocks, building 9 of 10"
 
 
-def test_cancelled_kinds_wait_and_later_ones_are_built(open_session, small, instant):
+def test_cancelled_kinds_wait_and_later_ones_are_built(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
-    with at_the_gate(session):
+    with builds_on_hold(session):
         small()
         canceller = threading.Thread(target=session.cancel_builds)
         canceller.start()
@@ -201,7 +201,7 @@ def test_cancelled_kinds_wait_and_later_ones_are_built(open_session, small, inst
     assert all(kind.graph for kind in session.kinds)
 
 
-def test_a_closed_session_builds_nothing(open_session, small, instant):
+def test_a_closed_session_builds_nothing(open_session, small, instant_workers):
     session = open_session()
     compile_pipe(small.pipe, session=session)
     session.close()
@@ -218,7 +218,7 @@ def many_switches():
 
 
 def beside(act, look, seconds=1.5):
-    """Run two things in two threads at once; returns what went wrong in them."""
+    """Run two functions in two threads at the same time; return their errors."""
     errors, until = [], time.monotonic() + seconds
 
     def repeat(what):
@@ -281,7 +281,7 @@ def test_graphs_that_come_into_the_store_are_used_between_pictures(ready, open_s
 
 
 def test_a_thread_that_identified_an_older_block_leaves_nothing_behind(ready, small):
-    """What another thread found out about a block before it changed must not serve afterwards."""
+    """A thread must not use what another thread knew about a block before it changed."""
     runner = compiled_state(small.pipe).components[0].runners[0]
     identify, changed = runner._identify, []
 

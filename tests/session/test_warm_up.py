@@ -1,4 +1,4 @@
-"""Warm-up: kinds, captures, and a measured step of each size."""
+"""Warm-up: kinds, CUDA graphs, and a measured step of each size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
-from onediff_ext.session.warm_up import WarmUp, WarmUpReport, in_passes
+from onediff_ext.session.warm_up import WarmUp
+from onediff_ext.session.warm_up_passes import in_passes
+from onediff_ext.session.warm_up_report import WarmUpReport
 from tests.support import models
 
 CHECKPOINT = "c" * 64
@@ -19,7 +21,7 @@ SHAPES = [BatchShape(128, 128), BatchShape(192, 128, 2)]
 
 
 @pytest.fixture
-def warm(open_session, small, instant):
+def warm(open_session, small, instant_workers):
     """Makes warm-ups of the small UNet over one store."""
 
     def make(listen=None, shapes=SHAPES, **options):
@@ -47,7 +49,7 @@ def test_everything_is_built_and_measured(warm):
     assert "measured" in status.line()
     json = report.as_json()
     assert json["sizes"][1]["size"] == "192x128@2"
-    steps = session.builder.history.steps(machine_of(session), CHECKPOINT)
+    steps = session.build_context.history.steps(machine_of(session), CHECKPOINT)
     assert [step.size for step in steps] == ["128x128", "192x128@2"]
 
 
@@ -68,7 +70,7 @@ def test_a_second_one_builds_nothing(warm):
 def test_cancelled_while_building(warm):
     session, warm_up = warm()
     timer = threading.Timer(0.0, warm_up.cancel)
-    session.builder.history.build_seconds  # noqa: B018
+    session.build_context.history.build_seconds  # noqa: B018
     step = warm_up._forward
 
     def cancel_after_the_first(shape, noise):
@@ -109,7 +111,7 @@ def test_cancelled_between_steps(open_session, small, monkeypatch, last, measure
     assert len(report.sizes) == measured
 
 
-def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant):
+def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant_workers):
     pipe = models.sd15()
     session = open_session()
     compile_pipe(pipe, session=session)
@@ -151,7 +153,7 @@ def test_it_gives_way_while_graphs_are_built_and_they_go_on(warm):
 @pytest.mark.parametrize("steps_before", range(2, 14, 3))
 def test_what_one_pass_leaves_the_next_one_does(warm, monkeypatch, steps_before):
     """Somebody wants a picture after so many steps, once."""
-    monkeypatch.setattr("onediff_ext.session.warm_up._LET_PASS_S", 0.0)
+    monkeypatch.setattr("onediff_ext.session.warm_up_passes._LET_PASS_S", 0.0)
     warm()[1].run()
     steps, lists = [], []
 
@@ -172,7 +174,7 @@ def test_what_one_pass_leaves_the_next_one_does(warm, monkeypatch, steps_before)
 
 
 def test_a_cancel_between_passes_ends_them(warm, monkeypatch):
-    monkeypatch.setattr("onediff_ext.session.warm_up._LET_PASS_S", 0.0)
+    monkeypatch.setattr("onediff_ext.session.warm_up_passes._LET_PASS_S", 0.0)
 
     def one_pass(left):
         return WarmUpReport(gave_way=True)

@@ -74,7 +74,7 @@ def test_listing_names_the_graphs_that_are_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 2}', "\0", "[" * 50_000])
-def test_a_damaged_record_is_reported_and_started_anew(
+def test_a_damaged_record_is_reported_and_started_again(
     records: CheckpointRecords, text: str
 ) -> None:
     note(records, {KIND_A: 1}, now_s=10)

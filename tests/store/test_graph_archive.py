@@ -1,4 +1,4 @@
-"""Graphs that move between machines, and archives that should not be believed."""
+"""Graph archives between machines, and archives that must not be trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a graph file: what goes in comes out, and nothing else is accepted."""
+"""The layout of a graph file: it is read back unchanged, and nothing else is accepted."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_delete_takes_a_digest_and_nothing_else(library: GraphLibrary) -> None:
     assert library.delete(graph.digest) is False
 
 
-# Explaining
+# Explanations of misses
 
 
 def test_explain_names_what_differs_from_the_nearest(library: GraphLibrary) -> None:
@@ -295,7 +295,7 @@ def test_damaged_files_count_and_can_be_evicted(library: GraphLibrary) -> None:
     assert GraphLibrary(library.folder.root, MB).prune(limit_bytes=0).digests == (graph.digest,)
 
 
-# Moving graphs between machines is in test_store_transfer.py.
+# Archives are in test_graph_archive.py.
 
 
 def test_the_limits_for_speed(library: GraphLibrary) -> None:

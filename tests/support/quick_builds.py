@@ -1,4 +1,4 @@
-"""Graphs of the backend "eager", built without a process and read once for all tests.
+"""Graphs of the backend "eager", built without a worker process and loaded once for all tests.
 
 They are programs without state, so all tests may share them.
 """
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from onediff_ext.backends.eager import EagerBackend
-from onediff_ext.building.builder import Builder, BuildProgress, ProgressListener
+from onediff_ext.building.build_progress import BuildProgress, ProgressListener
+from onediff_ext.building.builder import Builder
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -23,7 +24,7 @@ _LOADED: dict[tuple[bytes, torch.device], Graph] = {}
 
 @contextlib.contextmanager
 def quick_loads() -> Iterator[None]:
-    """Within it, a graph that was loaded before is the same one again."""
+    """Within the block, each graph is loaded only once in this process."""
     slow = EagerBackend.load
 
     def load(backend: EagerBackend, payload: bytes, device: torch.device) -> Graph:
@@ -38,7 +39,7 @@ def quick_loads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_builds() -> Iterator[None]:
-    """Within it, the backend "eager" builds without workers, and each kind once for all tests."""
+    """Within the block, the backend "eager" builds without workers, each kind only once."""
     slow = Builder.build
 
     def build(
@@ -47,16 +48,17 @@ def quick_builds() -> Iterator[None]:
         listen: ProgressListener | None = None,
         **how: Any,
     ) -> None:
-        replaced = {"build_in", "new_worker"} & vars(builder).keys()  # a test is about these
-        if builder.backend.name != "eager" or replaced:
+        context = builder.context
+        replaced = {"build_in", "new_worker"} & vars(context).keys()  # a test is about these
+        if context.backend.name != "eager" or replaced:
             slow(builder, kinds, listen, **how)
             return
         for done, kind in enumerate(kinds, 1):
             if kind.key.digest not in _BUILT:
                 _BUILT[kind.key.digest] = kind.export()
             payload = _BUILT[kind.key.digest]
-            builder.keep(kind, payload, 0.0)
-            kind.accept(builder.load(payload, kind), "built")
+            context.outcomes.store_built_graph(kind, payload, 0.0)
+            kind.accept(context.load(payload, kind.device), "built")
             if listen is not None:
                 listen(BuildProgress(done, len(kinds), kind.label, 0.0))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from onediff_ext.building.builder import Builder
+from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.worker_process import Built, WorkerProcess
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.priority import GivingWay
@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _do_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests keep all cores busy: workers that give way to them would hardly get a turn."""
+def workers_at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers do not give way to the tests, which keep all cores busy."""
     monkeypatch.setattr(GivingWay, "tell", lambda self, pid, drawing: None)
 
 
@@ -55,27 +55,29 @@ class InstantWorker(WorkerProcess):
     pid = None
 
     def build(self, program: bytes, device: str, timeout_s: float) -> Built:
-        """The program, a little later."""
+        """Return the program, 20 ms later."""
         time.sleep(0.02)
         return Built(program, 0.02)
 
-    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
-        """Every graph is sound here."""
+    def check_load(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+        """Pass every stored graph."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
 @pytest.fixture
-def instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds without worker processes, for tests in which these do not matter."""
+def instant_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds finish at once, without worker processes."""
     monkeypatch.setattr(
-        Builder, "new_worker", lambda self, cache, in_background: InstantWorker("eager", cache)
+        BuildContext,
+        "new_worker",
+        lambda self, folder, in_background: InstantWorker("eager", folder),
     )
 
 
 class SmallUNet:
-    """A UNet in something that `compile_pipe` takes for a pipeline; ten kinds."""
+    """A UNet with ten block kinds, in a stand-in for a pipeline."""
 
     def __init__(self, seed: int = 0) -> None:
         self.unet: Any = models.unet(seed=seed)
@@ -97,5 +99,5 @@ class SmallUNet:
 
 @pytest.fixture
 def small() -> SmallUNet:
-    """A small UNet that nobody has compiled."""
+    """A small UNet that is not compiled yet."""
     return SmallUNet()

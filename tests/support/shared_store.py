@@ -1,4 +1,4 @@
-"""Sessions with one store for the whole run, so that a graph is built once for all tests."""
+"""Sessions with one store for the whole test run, so that each graph is built only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that fills up while the tests run, in several processes even."""
+    """A store that fills up while the tests run; several processes may share it."""
     if given := os.environ.get("ONEDIFF_TEST_STORE"):
         return Path(given)
     return tmp_path_factory.getbasetemp() / "shared-store"

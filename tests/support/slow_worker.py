@@ -1,7 +1,7 @@
-"""A build worker that takes a moment for each graph and needs no compiler, nor torch.
+"""A build worker that takes a moment for each graph and needs neither compiler nor torch.
 
-Everything but the build is the real one: pipes, process group, end with its parent. The graph
-of the backend "eager" is the program itself.
+Only the build is replaced. Pipes, process group and the end with its parent are real. The graph of
+the backend "eager" is the program itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SECONDS = 0.03
 
 
 def answer(request: dict[str, str]) -> dict[str, object]:
-    """The program, half of it at a time, so that a kill finds it unfinished."""
+    """Write the program as the graph, in two halves, so that a kill finds it incomplete."""
     program = Path(request["program"]).read_bytes()
     if request["task"] == "build":
         with Path(request["graph"]).open("wb") as file:

@@ -1,11 +1,13 @@
-"""The process that builds graphs, started by `start_worker.py`.
+"""The program of a worker process, started by `start_worker.py`.
 
-It reads one JSON object a line: ``{"task": "build", "program": path, "graph": path, "backend":
-name, "device": "cpu"}``, and answers each with ``{"seconds": s}`` or ``{"error": text, "blame":
-"graph", "machine" or "memory"}``, with ``"spent": true`` when it can build nothing more.
-``"build"`` writes the graph; ``"prove"`` reads one that comes from elsewhere, and may die of
-it. It needs nothing but torch and the backend's own package. It ends, with its own compilers,
-as soon as its standard input closes, so that none survives the process that started it.
+It reads one JSON object per line: ``{"task": "build", "program": path, "graph": path, "backend":
+name, "device": "cpu"}``. It answers each with ``{"seconds": s}`` or ``{"error": text, "blame":
+"graph", "machine" or "memory"}``, with ``"needs_restart": true`` when it can build nothing more.
+The task ``"build"`` writes the graph. The task ``"check load"`` reads a stored graph, which may
+crash the process.
+
+The worker needs only torch and the backend's own package. It ends, with its compilers, as soon as
+its standard input closes, so it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _NO_MEMORY = (
 def main(arguments: list[str]) -> int:
     """Serve build requests until standard input closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print must not be taken for an answer
+    os.dup2(2, 1)  # compilers print to standard output, which must hold answers only
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     _step_back(in_background="background" in arguments)
@@ -52,9 +54,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _step_back(in_background: bool) -> None:
-    """Pictures come first, for the processor and for memory."""
+    """Let pictures go first, for processor time and memory."""
     step_back(in_background)
-    # When memory runs out, the system ends this process and not the one that draws.
+    # When memory runs out, the system kills this process and not the drawing one.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
@@ -62,7 +64,7 @@ def _step_back(in_background: bool) -> None:
 def _read_requests(requests: queue.SimpleQueue[str | None]) -> None:
     for line in sys.stdin:
         requests.put(line)
-    # The parent is gone or has no more use for this worker, which may be deep in a build.
+    # The parent has ended or closed this worker, which may be in the middle of a build.
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
@@ -81,11 +83,11 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     backend = make_backend(request["backend"])
 
     def failed(text: str, blame: str) -> dict[str, object]:
-        return {"error": text, "blame": blame, "spent": backend.needs_restart}
+        return {"error": text, "blame": blame, "needs_restart": backend.needs_restart}
 
     try:
         program = load_program(Path(request["program"]).read_bytes(), device)
-    except Exception as exc:  # it was written a moment ago: what fails is this process
+    except Exception as exc:  # the program was just written, so this process is at fault
         blame = "machine" if _blame(exc) == "machine" else "memory"
         return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
@@ -104,7 +106,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
 
 
 def _blame(exc: BaseException) -> str:
-    """Whether the graph is at fault, or what it was built on."""
+    """Return what is at fault: the ``"graph"``, the ``"machine"``, or its ``"memory"``."""
     text = str(exc)
     if any(words in text for words in _NO_ROOM):
         return "machine"

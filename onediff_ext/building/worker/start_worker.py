@@ -1,19 +1,19 @@
-"""Starts a build worker, with nothing on the import path that the drawing process did not name.
+"""Starts a worker process whose import path holds only what the drawing process named.
 
 Run as a script: ``python start_worker.py PACKAGE FOLDERS [background]``.
 
-PACKAGE is the folder of ``onediff_ext`` that the parent runs. It is imported from exactly there,
-and its parent folder does not join the path: a source checkout or ``site-packages`` holds modules
-whose names could hide others. FOLDERS, joined as in ``$PATH``, come last on the path: there the
-parent found torch. ``python -m`` would put the current folder first, and Python 3.10 has no
-option against that.
+PACKAGE is the folder of ``onediff_ext`` that the parent runs. It is imported from exactly there.
+The folder above it does not join the path: a source checkout or ``site-packages`` holds modules
+whose names could hide others. FOLDERS, joined as in ``$PATH``, come last on the path; the parent
+found torch there. This is a script, since ``python -m`` would put the current folder first, and
+Python 3.10 has no option against that.
 """
 
 import sys
 
 if __name__ == "__main__":
-    # Before anything else is imported: a script's own folder comes first on the path, unless -P
-    # or -I say otherwise. Relative entries, the empty one among them, mean the current folder.
+    # Before any other import: the script's own folder comes first on the path, unless -P or -I are
+    # given. Relative entries, including the empty one, mean the current folder.
     _own = __file__.rpartition("start_worker")[0].rstrip("/\\")
     sys.path[:] = [entry for entry in sys.path if entry and entry.rstrip("/\\") != _own]
 
@@ -22,11 +22,11 @@ import os
 
 
 def import_package(package: str, folders: str) -> None:
-    """Make the parent's package importable, and nothing else that lies beside it.
+    """Import the parent's package, without making its neighbours importable.
 
     Args:
-        package: Its folder.
-        folders: Where else to look for modules, after all other places.
+        package: Folder of the package.
+        folders: Further folders for imports, searched last.
     """
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     more = [folder for folder in folders.split(os.pathsep) if os.path.isabs(folder)]

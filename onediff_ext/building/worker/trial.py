@@ -1,4 +1,4 @@
-"""The trial of a new graph, in the process that built it and may die of it."""
+"""The trial run of a graph in a worker process, which may crash in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ _ALLOWED_IN_8_BITS = 1e-1
 def try_out(
     program: torch.export.ExportedProgram, graph: Graph, device: torch.device
 ) -> str | None:
-    """Run a new graph at sizes that its example did not have, against eager operators.
+    """Compare a graph with eager operators, at sizes that its example did not have.
+
+    Args:
+        program: The exported block; its graph module runs the eager operators.
+        graph: The loaded graph.
+        device: The device to run on.
 
     Returns:
-        What is wrong, or None when the graph may be stored.
+        What is wrong, or None when the graph may be used.
     """
     fakes = input_fakes(program)
     generator = torch.Generator().manual_seed(0)
-    # A last digit that differs before a rounding to 8 bits is a step of 8 bits after it.
+    # A difference in the last digit before a rounding to 8 bits becomes a whole 8-bit step.
     allowed = _ALLOWED_IN_8_BITS if any(_is_8_bit(fake) for fake in fakes) else None
     for trial in _TRIALS:
         sizes: dict[object, int] = {}
@@ -46,7 +51,7 @@ def _random_like(
     device: torch.device,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Noise of the shape, layout and usual scale of one of a program's inputs."""
+    """Return noise with the shape, layout and usual scale of one input of a program."""
     shape: list[int] = []
     for axis, size in enumerate(fake.shape):
         if isinstance(size, torch.SymInt):
@@ -59,9 +64,9 @@ def _random_like(
         return values.to(device=device, dtype=fake.dtype).contiguous(memory_format=layout)
     if _is_8_bit(fake):
         return (values * 32).clamp(-127, 127).to(device=device, dtype=fake.dtype)
-    if fake.dtype == torch.float32 and shape[:1] == [1]:  # scales of such weights
+    if fake.dtype == torch.float32 and shape[:1] == [1]:  # scales of 8-bit weights
         return ((1 + values.abs()) * 1e-3).to(device)
-    # A weight: at the usual scale of its fan-in, so that deep products stay of order 1.
+    # A weight, scaled by its fan-in so that deep products stay of order 1.
     values *= max(1, math.prod(shape[1:])) ** -0.5
     like = torch.empty_strided(shape, fake.stride(), dtype=fake.dtype, device=device)
     return like.copy_(values)

@@ -113,7 +113,7 @@ class BlockKind:
         self.is_coming = False
         self.tries, self._waits_for = 0, None
 
-    def put_off(self, reason: str, epoch: int) -> None:
+    def retry_later(self, reason: str, epoch: int) -> None:
         """Build it when it is met again in a later picture; the more often it was put off, the
         later.
 

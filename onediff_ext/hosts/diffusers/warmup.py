@@ -12,13 +12,14 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
-from onediff_ext.session.warm_up import ProgressListener, WarmUp
+from onediff_ext.session.warm_up import WarmUp
+from onediff_ext.session.warm_up_report import WarmUpListener
 
 
 def pipe_warm_up(
     pipe: Any,
     shapes: Sequence[BatchShape],
-    listen: ProgressListener | None = None,
+    listen: WarmUpListener | None = None,
     give_way: Callable[[], bool] = lambda: False,
 ) -> WarmUp:
     """Create the warm-up of a compiled pipeline; call its `run`.

@@ -30,7 +30,7 @@ from tests.support.a1111_stand_in import (
     a1111,
     conditional,
 )
-from tests.support.gates import at_the_gate
+from tests.support.held_builds import builds_on_hold
 from tests.support.ldm_stand_in import written_in
 from tests.support.session_fixtures import InstantWorker
 
@@ -641,7 +641,7 @@ def test_a_picture_with_tiling_before_plain_ones_while_graphs_are_built(
     plain = host.unet()
     tile(True)
     tiled = host.unet()
-    with at_the_gate(session_for(acceleration, options)):
+    with builds_on_hold(session_for(acceleration, options)):
         draw(tiled)
         tile(False)
         session = draw(plain)
@@ -671,8 +671,10 @@ def session_for(acceleration: Acceleration, options: CompileOptions) -> Any:
     acceleration.end(p)
     session = acceleration.session
     assert session is not None
-    session.builder.export_children = 0  # quicker on a machine with other work
-    vars(session.builder)["new_worker"] = lambda cache, background: InstantWorker("eager", cache)
+    session.build_context.export_children = 0  # quicker on a machine with other work
+    vars(session.build_context)["new_worker"] = lambda cache, background: InstantWorker(
+        "eager", cache
+    )
     return session
 
 

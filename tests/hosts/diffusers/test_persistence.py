@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from onediff_ext.building.builder import BuildProgress
+from onediff_ext.building.build_progress import BuildProgress
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import OptionError, StoreError, StoreFullError, StoreReadOnlyError
 from onediff_ext.engine.blocks.block_kind import KindState
@@ -45,7 +45,7 @@ def test_saved_pipe_loads_into_another_store(make_session, tmp_path):
     expected = draw_latents(models.sd15())
     load_pipe(other, folder)
     session = compiled_state(other).session
-    session.builder.new_worker = lambda cache, in_background: InstantWorker("eager", cache)
+    session.build_context.new_worker = lambda cache, in_background: InstantWorker("eager", cache)
     assert relative_error(draw_latents(other), expected) < 1e-4
     assert session.wait_for_builds(240)  # what comes from elsewhere is tried by a worker first
     assert relative_error(_draw_twice(other), expected) < 1e-4
@@ -77,7 +77,7 @@ def test_graphs_that_cannot_be_kept_still_serve(make_session, tmp_path, monkeypa
     compile_pipe(pipe, session=session, ignores="vae")
     assert relative_error(_draw_twice(pipe), expected) < 1e-4
     assert {kind.state for kind in session.kinds} == {KindState.READY}
-    assert session.builder.warnings == [f"Graphs are not kept: {error}"]
+    assert session.build_context.outcomes.warnings == [f"Graphs are not kept: {error}"]
 
 
 def test_never_builds_when_told_so(make_session, tmp_path):
@@ -101,7 +101,7 @@ def test_progress_counts_every_kind(make_session, tmp_path):
 
 def test_a_killed_worker_costs_its_kind_only(make_session, tmp_path, monkeypatch):
     session = make_session(store=tmp_path, workers=1)
-    build_in, calls = session.builder.build_in, []
+    build_in, calls = session.build_context.build_in, []
 
     def kill_the_first(worker, program, device):
         calls.append(1)
@@ -110,7 +110,7 @@ def test_a_killed_worker_costs_its_kind_only(make_session, tmp_path, monkeypatch
             os.kill(worker._process.pid, signal.SIGKILL)
         return build_in(worker, program, device)
 
-    monkeypatch.setattr(session.builder, "build_in", kill_the_first)
+    monkeypatch.setattr(session.build_context, "build_in", kill_the_first)
     pipe = models.sd15()
     expected = draw_latents(pipe)
     compile_pipe(pipe, session=session, ignores="vae")

@@ -70,7 +70,7 @@ class RunReport:
         if session is None:
             return
         self.built, self.loaded = session.count("built"), session.count("loaded")
-        self.warnings += session.builder.warnings
+        self.warnings += session.build_context.outcomes.warnings
         self.fallbacks = left_eager(session)
 
     def as_json(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def left_eager(session: Session) -> list[dict[str, Any]]:
 def _missing_reason(session: Session) -> str:
     if session.options.build == "never":
         return "no graph is stored, and none may be built"
-    if session.builder.problem:
-        return session.builder.problem
+    if blocked_reason := session.build_context.outcomes.blocked_reason:
+        return blocked_reason
     return "its graph was still being built; the next run goes on"
 
 

@@ -1,4 +1,4 @@
-"""Whom a worker blames for a build that failed decides what is remembered of it."""
+"""The worker's program says what is at fault, which decides what is remembered."""
 
 from __future__ import annotations
 

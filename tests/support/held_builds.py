@@ -1,4 +1,4 @@
-"""Builds that wait until a test lets them."""
+"""Builds that wait until a test releases them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from onediff_ext.session.session import Session
 
 
 @contextmanager
-def at_the_gate(session: Session) -> Iterator[None]:
-    """No build of this session begins before the ``with`` block has ended."""
-    builder, opened = session.builder, threading.Event()
+def builds_on_hold(session: Session) -> Iterator[None]:
+    """Hold all builds of a session until the ``with`` block ends."""
+    builder, released = session.builder, threading.Event()
 
     def build(*args: object, **kwargs: object) -> None:
-        opened.wait(60)
+        released.wait(60)
         Builder.build(builder, *args, **kwargs)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -26,4 +26,4 @@ def at_the_gate(session: Session) -> Iterator[None]:
         try:
             yield
         finally:
-            opened.set()
+            released.set()

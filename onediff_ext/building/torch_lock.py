@@ -1,0 +1,8 @@
+"""The lock around what torch can do only once at a time in a process."""
+
+from __future__ import annotations
+
+import threading
+
+# Held during an export, a fork for exports, and the load of a graph or an exported program.
+TORCH_LOCK = threading.RLock()

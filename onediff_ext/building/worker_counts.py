@@ -1,0 +1,37 @@
+"""How many workers may build at the same time."""
+
+from __future__ import annotations
+
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.priority import usable_cores
+
+# A worker's CUDA context, its kernels and its trial run. Small GPUs have room for few of them.
+_WORKER_GPU_BYTES = 2**30
+
+
+def worker_count(options: CompileOptions) -> int:
+    """Workers at the same time while no picture is drawn: the user's number, else half the cores
+    (2 to 8)."""
+    return options.workers or min(8, max(2, usable_cores() // 2))
+
+
+def workers_beside_foreground(
+    options: CompileOptions, device: torch.device, *, is_drawing: bool, running: int = 0
+) -> int:
+    """Workers at the same time beside a picture that may need the same cores and memory.
+
+    Args:
+        options: The user's number of workers.
+        device: The device that the graphs are for.
+        is_drawing: Whether a picture is being drawn.
+        running: Workers that have their GPU memory already.
+
+    Returns:
+        At least 1. On a GPU free memory limits the number, on a CPU the picture does.
+    """
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return max(1, min(worker_count(options), running + free_bytes // _WORKER_GPU_BYTES))
+    return 1 if is_drawing and not options.workers else worker_count(options)

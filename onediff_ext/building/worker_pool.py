@@ -1,0 +1,127 @@
+"""The worker processes of one build run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from onediff_ext.building.build_context import BuildContext
+from onediff_ext.building.build_folder import BuildFolder, safe_parent
+from onediff_ext.building.build_jobs import Job
+from onediff_ext.building.worker_counts import worker_count
+from onediff_ext.building.worker_process import WorkerProcess
+from onediff_ext.core.errors import BackendError, NoMemoryError, OneDiffError
+from onediff_ext.core.priority import GivingWay
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The result of a job in its worker.
+
+    Args:
+        job: The job.
+        payload: The new graph's bytes; empty for a load check or an error.
+        seconds: Build time in the worker; 0 for a load check.
+        error: Why there is no graph, or the stored one is bad; None for a success.
+    """
+
+    job: Job
+    payload: bytes
+    seconds: float
+    error: OneDiffError | None
+
+
+class WorkerPool:
+    """Runs jobs in worker processes, which start when they are needed.
+
+    Args:
+        context: Makes the workers.
+        in_background: At a low priority.
+        report: Called with each result, in a thread of the pool.
+
+    Attributes:
+        folder: Where the workers put their files.
+
+    Raises:
+        BackendError: There is no safe folder to build in.
+    """
+
+    def __init__(
+        self, context: BuildContext, in_background: bool, report: Callable[[WorkerResult], None]
+    ) -> None:
+        self._context, self._in_background, self._report = context, in_background, report
+        self.folder = BuildFolder(safe_parent(context.library.folder))
+        self._workers: list[WorkerProcess] = []
+        self._idle: list[WorkerProcess] = []
+        self._giving_way = GivingWay()
+        self._threads = ThreadPoolExecutor(
+            worker_count(context.options), thread_name_prefix="onediff-build"
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the living workers."""
+        return [pid for worker in list(self._workers) if (pid := worker.pid) is not None]
+
+    def give_way(self, is_drawing: bool) -> None:
+        """Leave the processors to a picture that is being drawn; use more of them in between."""
+        for pid in self.pids:
+            self._giving_way.tell(pid, is_drawing)
+
+    def submit(self, job: Job) -> None:
+        """Build a job's graph, or check its stored one, in an idle worker."""
+        ticket = [job]
+        try:
+            self._threads.submit(self._run, ticket)
+        except RuntimeError as exc:  # no room for another thread; an older one may have taken it
+            if ticket:
+                error = NoMemoryError(f"A build cannot begin ({exc}).")
+                self._report(WorkerResult(ticket.pop(), b"", 0.0, error))
+
+    def stop(self) -> None:
+        """End all workers at once."""
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+
+    def remove(self) -> None:
+        """Delete the workers' files."""
+        self.folder.remove()
+
+    def _take_worker(self) -> WorkerProcess:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            worker = self._context.new_worker(self.folder.path, self._in_background)
+            self._workers.append(worker)
+            return worker
+
+    def _run(self, ticket: list[Job]) -> None:
+        try:
+            job = ticket.pop()
+        except IndexError:
+            return
+        context = self._context
+        payload, seconds = b"", 0.0
+        error: OneDiffError | None = None
+        worker: WorkerProcess | None = None
+        try:
+            worker = self._take_worker()
+            if job.failed_attempts:
+                worker.renew()
+            if job.stored is not None and job.stored.payload is not None:
+                timeout_s = context.options.build_timeout_s
+                device = str(job.kind.device)
+                worker.check_load(job.stored.payload, job.program, device, timeout_s)
+            else:
+                built = context.build_in(worker, job.program, str(job.kind.device))
+                payload, seconds = built.payload, built.seconds
+        except OneDiffError as exc:
+            error = exc
+        except Exception as exc:  # would be lost in the pool, and the run would wait for ever
+            error = BackendError(f"{type(exc).__name__}: {exc}")
+        finally:
+            if worker is not None:
+                self._idle.append(worker)
+        self._report(WorkerResult(job, payload, seconds, error))
