@@ -93,13 +93,13 @@ class OneDiffScript(scripts.Script):
             shared.state.interrupt()
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        extension.current().acceleration.before_sampling(p)
+        extension.current().graphs.before_sampling(p)
 
     def post_sample(self, p: Any, ps: Any, *args: Any) -> None:  # noqa: ARG002
-        extension.current().acceleration.after_sampling(p)
+        extension.current().graphs.after_sampling(p)
 
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
-        extension.current().acceleration.end(p)
+        extension.current().graphs.end(p)
 
     def _found(self, name: str) -> Any:
         def remember(on: Any) -> None:

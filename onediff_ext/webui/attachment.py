@@ -28,7 +28,7 @@ class Attachment:
     Attributes:
         component: The model with its runners and captures.
         owner: As `WebUIHost.owner`, while it lives.
-        reuse: DeepCache around it, for a UNet that a job wants it for.
+        deepcache: DeepCache around the model, for a UNet whose job wants it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Attachment:
         self.component = Component(name, model, session)
         owner = host.owner(name, model)
         self._owner = None if owner is None else weakref.ref(owner)
-        self.reuse = WebUIDeepCache(model)
+        self.deepcache = WebUIDeepCache(model)
 
     @property
     def owner(self) -> object | None:
@@ -70,13 +70,13 @@ class Attachment:
     def suspend(self) -> None:
         """Leave every attribute as it was before `install`, which may come again."""
         self._patches.undo()
-        self.reuse.remove()
+        self.deepcache.remove()
         self.component.suspend()
 
     def undo(self) -> None:
         """The same for good: captures are dropped too."""
         self._patches.undo()
-        self.reuse.forget()
+        self.deepcache.forget()
         self.component.remove()
 
     def kinds(self) -> list[BlockKind]:

@@ -57,13 +57,13 @@ def _add_routes(_: Any, app: Any) -> None:
 
 
 def _before_step(parameters: Any) -> None:
-    extension.current().acceleration.before_step(parameters)
+    extension.current().graphs.before_step(parameters)
 
 
 def _let_go(_: Any) -> None:
     state = extension.existing()
     if state is not None:
-        state.acceleration.model_loaded()
+        state.graphs.model_loaded()
 
 
 def _warm_up_loaded(_: Any) -> None:

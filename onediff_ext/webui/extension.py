@@ -15,8 +15,9 @@ from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import CUSTOM, DRAW_WITHOUT, STOP
 from onediff_ext.store import GraphLibrary, default_root
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
+from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class Extension:
 
     def __init__(self, host: WebUIHost, options: Any) -> None:
         self.host, self.settings = host, Settings(options)
-        self.acceleration = Acceleration(host)
+        self.graphs = GraphsForJobs(host)
+        self.warm_ups = WarmUpJobs(self.graphs)
         self._why_without = ""
         self._jobs_seen = False
 
@@ -65,13 +67,13 @@ class Extension:
             self._why_without = outside
             return outside
         self._jobs_seen = True
-        self.acceleration.begin(
+        self.graphs.begin(
             job,
             self.compile_options(choices),
             choices.ignores,
             deepcache=DeepCacheOptions.parse(choices.deepcache),
         )
-        return next(iter(self.acceleration.status().reasons), None)
+        return next(iter(self.graphs.status().reasons), None)
 
     def refuse(self, job: Any, reason: str) -> None:
         """A job starts whose choices cannot be used: it runs without graphs, and says why."""
@@ -87,7 +89,7 @@ class Extension:
         """What is true now."""
         if self._why_without:
             return Status("eager", reasons=(self._why_without,))
-        return self.acceleration.status()
+        return self.graphs.status()
 
     def library(self) -> GraphLibrary:
         """The graph library of the settings page."""
@@ -98,12 +100,13 @@ class Extension:
 
     def close(self) -> None:
         """Undo everything."""
-        self.acceleration.close()
+        self.warm_ups.cancel()
+        self.graphs.close()
 
     def _off(self, job: Any) -> None:
         # While nothing was ever on, a job that is off must not meet us at all.
         if self._jobs_seen:
-            self.acceleration.begin(job, None)
+            self.graphs.begin(job, None)
 
 
 def job_shapes(job: Any) -> list[tuple[int, int, int]]:

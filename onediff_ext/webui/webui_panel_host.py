@@ -38,7 +38,7 @@ class WebUIPanelHost(PanelHost):
         return self._extension().status()
 
     def cancel(self) -> None:
-        self._extension().acceleration.cancel()
+        self._extension().warm_ups.cancel()
 
     def library(self) -> GraphLibrary:
         return self._extension().library()
@@ -97,7 +97,7 @@ class WebUIPanelHost(PanelHost):
 
         def work() -> None:
             try:
-                report = extension.acceleration.warm_up(shapes, options, choices.ignores, listen)
+                report = extension.warm_ups.run(shapes, options, choices.ignores, listen)
                 reports.append(report)
             finally:
                 self._warming.release()

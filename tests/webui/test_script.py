@@ -108,7 +108,7 @@ def test_deepcache_reaches_the_job_and_its_infotext(
 ) -> None:
     p = StandInJob()
     script.process(p, argument)
-    assert [job.deepcache.interval for job in host.extension.acceleration._jobs] == [interval]
+    assert [job.deepcache.interval for job in host.extension.graphs.jobs] == [interval]
     assert p.extra_generation_params == {"OneDiff": "on", **entries}
     script.post_sample(p, None, argument)
     script.postprocess(p, None, argument)
@@ -189,7 +189,7 @@ def test_old_name_turns_it_on_for_that_job_only(host: Any) -> None:
     assert old.title() == OLD_NAME == "onediff_diffusion_model"
     assert old.run(p, "arguments", "of", "earlier", "versions") == "drawn"
     assert drawn[0]["OneDiff"] == "on"
-    host.extension.acceleration.end(p)
+    host.extension.graphs.end(p)
     assert set(vars(p)) == before
 
 

@@ -19,7 +19,7 @@ from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.unet_adapters import adapter_for
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support import a1111_stand_in, forge_stand_in
 from tests.support.ldm_models import LDM_UNETS
 from tests.support.ldm_stand_in import written_in
@@ -46,12 +46,12 @@ class Job:
 
 
 class Host:
-    """A stand-in of a host with a UNet of the full form, and the acceleration over it."""
+    """A stand-in of a host with a UNet of the full form, and the graphs for its jobs."""
 
     def __init__(self, name: str, stand_in: Any, options: CompileOptions) -> None:
         self.name, self.stand_in, self.options = name, stand_in, options
         self.new_unet()
-        self.acceleration = Acceleration(ADAPTERS[name]())
+        self.graphs = GraphsForJobs(ADAPTERS[name]())
         self.decides: list[str] = []
 
     @property
@@ -117,27 +117,27 @@ class Host:
         if deepcache is None:
             return sample(lambda _: None, self.call, Job(), **how)
         p = job or Job()
-        self.acceleration.begin(p, self.options, deepcache=deepcache)
+        self.graphs.begin(p, self.options, deepcache=deepcache)
         latent = self.run(p, **how)
-        self.acceleration.after_sampling(p)
-        self.acceleration.end(p)
+        self.graphs.after_sampling(p)
+        self.graphs.end(p)
         return latent
 
     def run(self, p: Job, **how: Any) -> torch.Tensor:
         """One pass of a job that has begun."""
-        self.acceleration.before_sampling(p)
-        return sample(self.acceleration.before_step, self.call, p, **how)
+        self.graphs.before_sampling(p)
+        return sample(self.graphs.before_step, self.call, p, **how)
 
     @property
     def calls(self) -> tuple[int, int]:
         """Full and shallow calls of the last job."""
-        counts = self.acceleration._reused.counts
+        counts = self.graphs.deepcache.counts
         return counts["full"], counts["shallow"]
 
     @property
     def features_bytes(self) -> int:
-        parts = [*self.acceleration._attached, *self.acceleration._parked]
-        return sum(part.reuse.size_bytes for part in parts)
+        parts = [*self.graphs.models.attached, *self.graphs.models.suspended]
+        return sum(part.deepcache.size_bytes for part in parts)
 
     def attributes(self) -> dict[str, Any]:
         return {
@@ -201,7 +201,7 @@ def test_off_touches_nothing(host: Host) -> None:
 
     for deepcache in (OFF, DeepCacheOptions.parse("1"), DeepCacheOptions.parse("off")):
         assert torch.equal(host.draw(deepcache, before_call=look), expected)
-        assert host.acceleration.status().deepcache == ""
+        assert host.graphs.status().deepcache == ""
     assert set(installed) == {None}
 
 
@@ -215,10 +215,10 @@ def test_pictures_are_those_of_the_engine(host: Host, layout: str) -> None:
 def test_the_status_line_says_what_was_reused(host: Host) -> None:
     host.draw(MEDIUM)
     assert host.calls == (4, 8)
-    assert host.acceleration.status().deepcache == "DeepCache: 8 of 12 UNet calls shallow"
-    assert "8 of 12 UNet calls shallow" in host.acceleration.status().line()
+    assert host.graphs.status().deepcache == "DeepCache: 8 of 12 UNet calls shallow"
+    assert "8 of 12 UNet calls shallow" in host.graphs.status().line()
     host.draw(OFF)
-    assert host.acceleration.status().deepcache == ""
+    assert host.graphs.status().deepcache == ""
 
 
 def test_prompt_and_negative_prompt_have_features_of_their_own(host: Host) -> None:
@@ -236,15 +236,15 @@ def test_samplers_that_ask_twice_a_step(host: Host, sampler: str) -> None:
 
 def test_a_sampler_that_asks_more_often_than_expected(host: Host) -> None:
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
-    host.acceleration.before_sampling(p)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.before_sampling(p)
 
     def before_step(parameters: Any) -> None:
         parameters.denoiser.total_steps = 6
-        host.acceleration.before_step(parameters)
+        host.graphs.before_step(parameters)
 
     sample(before_step, host.call, p)
-    host.acceleration.end(p)
+    host.graphs.end(p)
     assert host.calls == (4, 8)
 
 
@@ -275,7 +275,7 @@ def test_few_steps_are_refused_with_a_reason(
     p.steps, p.scheduler = steps, schedule
     expected = sample(lambda _: None, host.call, p)
     assert torch.equal(host.draw(MEDIUM, p, sampler=sampler), expected)
-    assert said in host.acceleration.status().line()
+    assert said in host.graphs.status().line()
     assert deepcache_of(host.unet) is None
 
 
@@ -283,16 +283,16 @@ def test_a_distilled_checkpoint_is_refused(host: Host) -> None:
     model = host.stand_in.model if host.name == "a1111" else host.stand_in.engine
     model.sd_checkpoint_info.name_for_extra = "dream_lightning_v2"
     host.draw(MEDIUM)
-    assert "dream_lightning_v2" in host.acceleration.status().deepcache
+    assert "dream_lightning_v2" in host.graphs.status().deepcache
 
 
 def test_without_the_unet_there_is_nothing_to_reuse(host: Host) -> None:
     p = Job()
     ignored = frozenset({"unet"})
-    host.acceleration.begin(p, host.options, ignored, deepcache=MEDIUM)
+    host.graphs.begin(p, host.options, ignored, deepcache=MEDIUM)
     host.run(p)
-    host.acceleration.end(p)
-    assert "needs the UNet" in host.acceleration.status().deepcache
+    host.graphs.end(p)
+    assert "needs the UNet" in host.graphs.status().deepcache
 
 
 def test_a_unet_of_another_form_says_so(host: Host) -> None:
@@ -300,11 +300,11 @@ def test_a_unet_of_another_form_says_so(host: Host) -> None:
     unet = host.unet
     unet.middle_block = None
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
-    host.acceleration.before_sampling(p)
-    sample(host.acceleration.before_step, lambda x, *_: x, p)
-    host.acceleration.end(p)
-    assert "does not know the blocks" in host.acceleration.status().deepcache
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.before_sampling(p)
+    sample(host.graphs.before_step, lambda x, *_: x, p)
+    host.graphs.end(p)
+    assert "does not know the blocks" in host.graphs.status().deepcache
 
 
 # ------------------------------------------------------------------ passes, pictures, memory
@@ -312,12 +312,12 @@ def test_a_unet_of_another_form_says_so(host: Host) -> None:
 
 def test_a_hires_pass_begins_anew(host: Host) -> None:
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
     host.run(p)
     assert host.calls == (0, 0)  # added when a run ends
     host.run(p, size=(34, 50), keep=0.5)
-    host.acceleration.after_sampling(p)
-    host.acceleration.end(p)
+    host.graphs.after_sampling(p)
+    host.graphs.end(p)
     assert host.calls == (4 + 2, 8 + 4)
 
 
@@ -325,9 +325,9 @@ def test_pictures_do_not_see_each_other(host: Host) -> None:
     first = host.draw(MEDIUM)
     host.draw(MEDIUM, size=(16, 16))
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
     again = [host.run(p) for _ in range(2)]  # batch count 2
-    host.acceleration.end(p)
+    host.graphs.end(p)
     assert torch.equal(again[0], first)
     assert torch.equal(again[1], first)
 
@@ -348,8 +348,8 @@ def test_memory_is_one_tensor_and_given_back(host: Host, size: tuple[int, int]) 
 
 def test_memory_is_free_before_the_vae_decodes(host: Host) -> None:
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
-    host.acceleration.before_sampling(p)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.before_sampling(p)
 
     def interrupted(number: int) -> None:
         if number == 5:
@@ -357,10 +357,10 @@ def test_memory_is_free_before_the_vae_decodes(host: Host) -> None:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        sample(host.acceleration.before_step, host.call, p, before_call=interrupted)
-    host.acceleration.after_sampling(p)  # hosts decode what an interrupted run has come to
+        sample(host.graphs.before_step, host.call, p, before_call=interrupted)
+    host.graphs.after_sampling(p)  # hosts decode what an interrupted run has come to
     assert host.features_bytes == 0
-    host.acceleration.end(p)
+    host.graphs.end(p)
     assert host.calls == (2, 3)
 
 
@@ -368,13 +368,13 @@ def test_calls_outside_a_run_are_plain(host: Host) -> None:
     x, context = torch.randn(2, 4, 9, 9), torch.randn(2, 77, 24)
     expected = host.call(x, torch.full((2,), 5.0), context)
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
     host.run(p)
-    host.acceleration.after_sampling(p)
+    host.graphs.after_sampling(p)
     for _ in range(3):
         assert torch.equal(host.call(x, torch.full((2,), 5.0), context), expected)
     assert host.features_bytes == 0
-    host.acceleration.end(p)
+    host.graphs.end(p)
 
 
 def test_every_attribute_is_as_before(host: Host) -> None:
@@ -391,7 +391,7 @@ def test_an_exception_leaves_nothing_behind(host: Host) -> None:
             raise RuntimeError("in the middle")
 
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
     with pytest.raises(RuntimeError, match="in the middle"):
         host.run(p, before_call=fail)
     p.close()  # as hosts do, however a job ends
@@ -404,13 +404,13 @@ def test_a_job_inside_another(host: Host) -> None:
     """A detailer draws a face with a job of its own, without DeepCache."""
     expected, plain = host.draw(MEDIUM), host.draw(OFF, size=(16, 16))
     outer, inner = Job(), Job()
-    host.acceleration.begin(outer, host.options, deepcache=MEDIUM)
+    host.graphs.begin(outer, host.options, deepcache=MEDIUM)
     assert torch.equal(host.run(outer), expected)
-    host.acceleration.begin(inner, host.options, deepcache=OFF)
+    host.graphs.begin(inner, host.options, deepcache=OFF)
     assert torch.equal(host.run(inner, size=(16, 16)), plain)
-    host.acceleration.end(inner)
+    host.graphs.end(inner)
     assert torch.equal(host.run(outer), expected)
-    host.acceleration.end(outer)
+    host.graphs.end(outer)
     assert host.features_bytes == 0
 
 
@@ -427,13 +427,13 @@ def test_another_extension_that_wraps_the_unet_meanwhile(host: Host) -> None:
             return self.inner[0](*args, **kwargs)
 
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
     host.run(p)
     host.unet.forward = Foreign(host.unet.forward).forward
-    host.acceleration.end(p)
+    host.graphs.end(p)
     for _ in range(2):  # what runs the UNet from now on may do more at some of the steps
         assert torch.equal(host.draw(MEDIUM), plain)
-        assert "another extension runs" in host.acceleration.status().deepcache
+        assert "another extension runs" in host.graphs.status().deepcache
         assert torch.equal(host.draw(OFF), plain)
     del host.unet.forward
     assert torch.equal(host.draw(MEDIUM), expected)
@@ -479,17 +479,17 @@ def test_a_lora_that_changes_on_the_way(host: Host) -> None:
 def test_a_refiner_takes_the_models_place(host: Host) -> None:
     """The hosts exchange the model, or its weights, before they announce the prediction."""
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
-    host.acceleration.before_sampling(p)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.before_sampling(p)
 
     def before_step(parameters: Any) -> None:
         if parameters.denoiser.step == 7:
             host.new_unet()
-        host.acceleration.before_step(parameters)
+        host.graphs.before_step(parameters)
 
     sample(before_step, host.call, p)
-    host.acceleration.after_sampling(p)
-    host.acceleration.end(p)
+    host.graphs.after_sampling(p)
+    host.graphs.end(p)
     # 0, 3, 6 of the first model, 7 and 10 of the other one.
     assert host.calls == (5, 7)
     assert host.features_bytes == 0
@@ -522,10 +522,10 @@ def test_a_controlnet_that_begins_and_ends(host: Host) -> None:
         return host.call(x, timesteps, context, control=lists if arguments["on"] else None)
 
     p = Job()
-    host.acceleration.begin(p, host.options, deepcache=MEDIUM)
-    host.acceleration.before_sampling(p)
-    sample(host.acceleration.before_step, call, p, before_call=control)
-    host.acceleration.end(p)
+    host.graphs.begin(p, host.options, deepcache=MEDIUM)
+    host.graphs.before_sampling(p)
+    sample(host.graphs.before_step, call, p, before_call=control)
+    host.graphs.end(p)
     # 0, 3; begins at 4, 7; ends at 8, 11.
     assert host.calls == (6, 6)
 
@@ -540,7 +540,7 @@ def test_an_extension_that_runs_the_unet_itself(host: Host) -> None:
         assert not torch.equal(theirs, plain)
         assert torch.equal(host.draw(MEDIUM), theirs)
         assert host.calls == (0, 0)
-        status = host.acceleration.status()
+        status = host.graphs.status()
         assert status.deepcache.startswith("DeepCache is off: another extension runs the")
         assert "DeepCache is off" in status.line()
     finally:
