@@ -1,4 +1,4 @@
-"""What the panel's graph library can do, each as one sentence about what was done."""
+"""The actions of the panel's graph library; each returns one sentence about its result."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _SUFFIX = ".onediff-graphs.zip"
 
 
 def verify(library: GraphLibrary) -> str:
-    """Check every byte of every graph, and delete what is damaged.
+    """Check every byte of every graph, and delete damaged graphs.
 
     Raises:
-        StoreError: Something damaged cannot be deleted.
+        StoreError: A damaged graph cannot be deleted.
     """
     count = len(library.entries())
     problems = library.verify(repair=True)
     if not problems:
-        return f"{counted(count, 'graph')} checked: all sound."
+        return f"{counted(count, 'graph')} checked: all intact."
     removed = sum(problem.removed for problem in problems)
     lines = "; ".join(f"{p.path.stem[:12]}… {p.reason}" for p in problems[:5])
     left = counted(len(problems) - removed, "graph")
-    return f"{counted(removed, 'graph')} removed, {left} left alone: {lines}."
+    return f"{counted(removed, 'graph')} removed, {left} not removed: {lines}."
 
 
 def delete(library: GraphLibrary, name: str) -> str:
-    """Delete the graphs that a name from the table stands for.
+    """Delete the graphs under a name of the table.
 
     Raises:
         StoreError: The folder cannot be written.
@@ -47,14 +47,14 @@ def delete(library: GraphLibrary, name: str) -> str:
 
 
 def export(library: GraphLibrary, name: str, folder: Path) -> Path:
-    """Write the graphs that a name stands for into an archive in a folder.
+    """Write the graphs under a name of the table into an archive in a folder.
 
     Returns:
         The archive.
 
     Raises:
         OptionError: There is nothing to export.
-        StoreError: It cannot be written.
+        StoreError: The archive cannot be written.
     """
     digests = digests_of(library, name)
     if not digests:
@@ -67,15 +67,15 @@ def export(library: GraphLibrary, name: str, folder: Path) -> Path:
 
 
 def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, trust: bool) -> str:
-    """Take over the graphs of an archive that the user chose.
+    """Import the graphs of an archive that the user chose.
 
     Raises:
         OptionError: No file was chosen.
-        UntrustedGraphError: The user has not said that the graphs can be trusted.
-        StoreError: It is no sound archive, or the store cannot be written.
+        UntrustedGraphError: The user has not confirmed trust in the graphs.
+        StoreError: The archive is damaged, or the store cannot be written.
     """
     if not path:
-        raise OptionError("No file is chosen.", "Choose an archive that was exported.")
+        raise OptionError("No file is chosen.", "Choose an exported archive.")
     report = library.import_archive(Path(path), trust=trust)
-    kept = f", {len(report.kept)} were here already" if report.kept else ""
+    kept = f", {len(report.kept)} already in the store" if report.kept else ""
     return f"{counted(len(report.imported), 'graph')} imported{kept}."

@@ -9,17 +9,27 @@ comes out at 1001x667.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from onediff_ext.core.errors import OptionError, ShapeError
-from onediff_ext.core.shapes import CELL_PX, MIN_SIDE_PX, round_up
+from onediff_ext.core.shapes import CELL_PX, MIN_SIDE_PX, parse_width_height, round_up
 
 Placement = Literal["crop", "pad", "stretch"]
 
 MAX_MEGAPIXELS = 4.2
 _MAX_SIDE_PX = 16384
+SUGGESTED_RULES = (
+    "own",
+    "scale:0.5",
+    "longest:512",
+    "longest:768",
+    "longest:1024",
+    "longest:1024:shrink",
+    "fixed:512x512",
+)
+"""Rules that a list in a user interface offers."""
+
 _HINT = 'Use "own", "scale:0.5", "longest:768", "longest:768:shrink" or "fixed:512x512:crop".'
 
 
@@ -118,7 +128,7 @@ def parse_size_rule(text: str) -> SizeRule:
         if kind == "scale" and len(rest) == 1:
             return ScaledSize(_factor(rest[0]))
         if kind == "longest" and (len(rest) == 1 or rest[1:] == ["shrink"]):
-            return LongestSide(_side(rest[0]), only_shrink=len(rest) == 2)
+            return LongestSide(_checked_side(int(rest[0])), only_shrink=len(rest) == 2)
         if kind == "fixed" and len(rest) in (1, 2):
             return _fixed(*rest)
     except ValueError as exc:
@@ -209,17 +219,16 @@ def _factor(text: str) -> float:
     return factor
 
 
-def _side(text: str) -> int:
-    side_px = int(text)
+def _checked_side(side_px: int) -> int:
     if not 1 <= side_px <= _MAX_SIDE_PX:
         raise ValueError(f"a side must be from 1 to {_MAX_SIDE_PX} pixels")
     return side_px
 
 
 def _fixed(size: str, placement: str = "crop") -> FixedSize:
-    match = re.fullmatch(r"(\d{1,9})\s*[x×]\s*(\d{1,9})", size, re.ASCII)
-    if match is None:
+    sides = parse_width_height(size)
+    if sides is None:
         raise ValueError(f'"{size}" is not WIDTHxHEIGHT')
     if placement not in ("crop", "pad", "stretch"):
         raise ValueError(f'"{placement}" is not crop, pad or stretch')
-    return FixedSize(_side(match[1]), _side(match[2]), cast(Placement, placement))
+    return FixedSize(_checked_side(sides[0]), _checked_side(sides[1]), cast(Placement, placement))

@@ -14,6 +14,7 @@ from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
 from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
 from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.infotext_entries import infotext_entries
 from onediff_ext.pictures.fitting import from_canvas, to_canvas
 from onediff_ext.pictures.formats import picture_errors
 from onediff_ext.pictures.sizing import fit_size, parse_size_rule
@@ -139,7 +140,7 @@ def _keep(
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
             raise drawn.error(index)
-        used = choices.infotext() if standalone_app.session is not None else {}
+        used = infotext_entries(choices) if standalone_app.session is not None else {}
         text = infotext(
             image_generator,
             settings,

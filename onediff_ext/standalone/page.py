@@ -13,11 +13,11 @@ from onediff_ext.hosts.diffusers.schedulers import sampler_names
 from onediff_ext.panel import html
 from onediff_ext.panel.gradio_versions import accepted, every_seconds
 from onediff_ext.panel.panel import Panel, build_panel
+from onediff_ext.pictures.sizing import SUGGESTED_RULES
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.standalone_panel_host import StandalonePanelHost
 
-SIZE_RULES = ["own", "scale:0.5", "longest:512", "longest:768", "longest:1024", "fixed:512x512"]
 _STATUS_SECONDS = 1.5
 
 
@@ -257,7 +257,7 @@ def _strength(tab: str) -> Any:
 def _size_rule(defaults: PageDefaults, tab: str) -> Any:
     return gr.Dropdown(
         label="Size of results",
-        choices=list(dict.fromkeys([defaults.size_rule, *SIZE_RULES])),
+        choices=list(dict.fromkeys([defaults.size_rule, *SUGGESTED_RULES])),
         value=defaults.size_rule,
         allow_custom_value=True,
         elem_id=f"onediff_{tab}_size",

@@ -13,15 +13,16 @@ from onediff_ext.core.errors import OneDiffError
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import fields_for
+from onediff_ext.panel.infotext_entries import infotext_entries
 from onediff_ext.panel.panel import Panel, build_panel
 from onediff_ext.webui import extension
-from onediff_ext.webui.paste import infotext_fields
+from onediff_ext.webui.infotext_paste import infotext_fields
 from onediff_ext.webui.settings import HOST_FEATURES
 from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 from onediff_ext.webui.xyz import axis_values
 
 logger = logging.getLogger(__name__)
-PORT = WebUIPanelHost(extension.current)
+PANEL_HOST = WebUIPanelHost(extension.current)
 
 
 class OneDiffScript(scripts.Script):
@@ -47,7 +48,7 @@ class OneDiffScript(scripts.Script):
         def elem_id(name: str) -> str:
             return f"onediff_{tab}_{name}"
 
-        enabled_by_default = PORT.off_reason() is None
+        enabled_by_default = PANEL_HOST.off_reason() is None
         if hasattr(ui_components, "InputAccordion"):
             frame = ui_components.InputAccordion(
                 enabled_by_default, label="OneDiff", elem_id=f"onediff_{tab}"
@@ -55,14 +56,14 @@ class OneDiffScript(scripts.Script):
             with frame as enabled:
                 with enabled.extra():
                     header = _header(elem_id)
-                panel = build_panel(PORT, enabled, header, elem_id)
+                panel = build_panel(PANEL_HOST, enabled, header, elem_id)
                 _refresh(panel, elem_id)
         else:
             with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}"):
                 enabled = gr.Checkbox(
                     enabled_by_default, label="Enable OneDiff", elem_id=elem_id("enabled")
                 )
-                panel = build_panel(PORT, enabled, _header(elem_id), elem_id)
+                panel = build_panel(PANEL_HOST, enabled, _header(elem_id), elem_id)
                 _refresh(panel, elem_id)
         self._panel = panel
         self._connect_size()
@@ -85,7 +86,7 @@ class OneDiffScript(scripts.Script):
             logger.warning("This picture is drawn without OneDiff: %s", exc)
             return
         if state.settings.get("onediff_infotext"):
-            p.extra_generation_params.update(choices.infotext())
+            p.extra_generation_params.update(infotext_entries(choices))
         if reason and state.stops(choices):
             message = f"OneDiff stopped this: {reason}."
             logger.warning("%s", message)
@@ -132,7 +133,7 @@ def changes_of_job(p: Any) -> dict[str, str]:
 
 def _header(elem_id: Callable[[str], str]) -> Any:
     return gr.HTML(
-        html.status_line(PORT.status()),
+        html.status_line(PANEL_HOST.status()),
         elem_id=elem_id("header"),
         elem_classes=["onediff-header-status"],
     )

@@ -10,14 +10,13 @@ from modules import processing, scripts, sd_models, shared
 
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
-from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.pictures.sizing import SUGGESTED_RULES, parse_size_rule
 from onediff_ext.webui.always_visible import changes_of_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob
 from onediff_ext.webui.host_access import hides_folders
 
 TITLE = "OneDiff: img2img batch across resolutions"
-SIZE_RULES = ["own", "scale:0.5", "longest:768", "longest:1024", "longest:1024:shrink"]
-_SIZE_HELP = "own, scale:0.5, longest:768 or fixed:512x768; any of them may be typed in"
+_SIZE_HELP = "own, scale:0.5, longest:768 or fixed:512x768; other values may be typed in"
 
 
 class BatchScript(scripts.Script):
@@ -45,8 +44,8 @@ class BatchScript(scripts.Script):
             size = gr.Dropdown(
                 label="Size of results",
                 info=_SIZE_HELP,
-                choices=SIZE_RULES,
-                value=SIZE_RULES[0],
+                choices=list(SUGGESTED_RULES),
+                value=SUGGESTED_RULES[0],
                 allow_custom_value=True,
                 elem_id=self.elem_id("size"),
             )

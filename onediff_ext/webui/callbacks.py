@@ -47,13 +47,13 @@ def _add_routes(_: Any, app: Any) -> None:
     from modules import shared
 
     from onediff_ext.hosts.detect import host_name
-    from onediff_ext.webui.always_visible import PORT
+    from onediff_ext.webui.always_visible import PANEL_HOST
     from onediff_ext.webui.host_access import ApiAccess
     from onediff_ext.webui.rest import add_routes
 
     # A host without an API gets none from us.
     if shared.cmd_opts.api or getattr(shared.cmd_opts, "nowebui", False):
-        add_routes(app, PORT, ApiAccess.of(shared.cmd_opts), host_name())
+        add_routes(app, PANEL_HOST, ApiAccess.of(shared.cmd_opts), host_name())
 
 
 def _before_step(parameters: Any) -> None:
@@ -69,7 +69,7 @@ def _let_go(_: Any) -> None:
 def _warm_up_loaded(_: Any) -> None:
     from modules import shared
 
-    from onediff_ext.webui.always_visible import PORT
+    from onediff_ext.webui.always_visible import PANEL_HOST
     from onediff_ext.webui.settings import WARM_UPS, Settings
 
     settings = Settings(shared.opts)
@@ -80,7 +80,7 @@ def _warm_up_loaded(_: Any) -> None:
 
     sizes = settings.get("onediff_warm_up_sizes") if wanted == WARM_UPS[1] else ""
     try:
-        PORT.start_warm_up(Choices.parse({"enabled": True, "sizes": sizes}))
+        PANEL_HOST.start_warm_up(Choices.parse({"enabled": True, "sizes": sizes}))
     except OneDiffError as exc:
         logger.warning("Nothing is warmed up: %s", exc)
 

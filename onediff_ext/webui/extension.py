@@ -13,7 +13,8 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.panel.choices import Choices
-from onediff_ext.panel.fields import CUSTOM, DRAW_WITHOUT, STOP
+from onediff_ext.panel.fields import DRAW_WITHOUT, STOP
+from onediff_ext.panel.presets import CUSTOM
 from onediff_ext.store import GraphLibrary, default_root
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
@@ -61,7 +62,9 @@ class Extension:
         if not choices.enabled:
             self._off(job)
             return None
-        outside = next(filter(None, (choices.outside(*shape) for shape in job_shapes(job))), None)
+        outside = next(
+            filter(None, (choices.outside_reason(*shape) for shape in job_shapes(job))), None
+        )
         if outside is not None:
             self._off(job)
             self._why_without = outside

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from onediff_ext.panel.foreign_requests import ANY_NAME, machine_names, why_foreign
+from onediff_ext.panel.foreign_requests import ANY_NAME, foreign_reason, machine_names
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class ApiAccess:
             str(getattr(flags, "cors_allow_origins_regex", None) or ""),
         )
 
-    def why_refused(self, host: str | None, origin: str | None) -> str | None:
+    def refusal_reason(self, host: str | None, origin: str | None) -> str | None:
         """Why a request with these headers is another site's, or None when it is not."""
         if origin and self.origin_pattern and re.fullmatch(self.origin_pattern, origin):
             origin = None
-        return why_foreign(host, origin, self.names, self.origins)
+        return foreign_reason(host, origin, self.names, self.origins)
 
 
-def why_no_import(flags: Any) -> str | None:
+def no_import_reason(flags: Any) -> str | None:
     """Why graphs cannot be imported in the panel: where extensions cannot be installed either.
 
     Both run code of a visitor's choice.

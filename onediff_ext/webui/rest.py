@@ -28,12 +28,12 @@ from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 PREFIX = "/onediff/v1"
 
 
-def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str) -> None:
+def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host: str) -> None:
     """Add the routes to the host's server; those of before are replaced.
 
     Args:
         app: The host's server.
-        port: Does what is asked.
+        panel_host: Does what is asked.
         access: Who may ask.
         host: The WebUI's name.
     """
@@ -46,14 +46,14 @@ def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str)
         return _answer(lambda: {"version": __version__, "host": host})
 
     def schema() -> Response:
-        return _answer(port.schema)
+        return _answer(panel_host.schema)
 
     def status() -> Response:
-        return _answer(lambda: port.status().as_json())
+        return _answer(lambda: panel_host.status().as_json())
 
     def graphs() -> Response:
         def groups() -> object:
-            found = graph_groups(port.library(), port.machine())
+            found = graph_groups(panel_host.library(), panel_host.machine())
             return {"checkpoints": [group.as_json() for group in found]}
 
         return _answer(groups)
@@ -65,15 +65,15 @@ def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str)
             body["sizes"] = ", ".join(map(str, sizes))
         try:
             choices = Choices.parse(from_arguments([body]))
-            port.start_warm_up(choices)
+            panel_host.start_warm_up(choices)
         except OneDiffError as exc:
             refuse(422, str(exc))
         return _json({"started": True, "sizes": choices.sizes}, 202)
 
     async def cancel(request: Request) -> Response:
         await read_no_body(request)
-        port.cancel()
-        return _answer(lambda: port.status().as_json())
+        panel_host.cancel()
+        return _answer(lambda: panel_host.status().as_json())
 
     for method, name, endpoint, status_code in (
         ("GET", "version", version, 200),
@@ -128,7 +128,7 @@ def _finite(value: object) -> object:
 def _refuse_foreign(access: ApiAccess) -> Any:
     async def check(request: Request) -> None:
         headers = request.headers
-        reason = access.why_refused(headers.get("host"), headers.get("origin"))
+        reason = access.refusal_reason(headers.get("host"), headers.get("origin"))
         if reason is not None:
             refuse(403, reason)
 

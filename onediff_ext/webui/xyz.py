@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onediff_ext.panel.fields import BY_NAME, CUSTOM, presets_for
+from onediff_ext.panel.fields import BY_NAME, fields_for
+from onediff_ext.panel.presets import CUSTOM, presets_for
 from onediff_ext.webui.settings import HOST_FEATURES
 
 AXIS_ATTRIBUTE = "onediff_axis_values"
@@ -58,7 +59,7 @@ def _axis(xyz_grid: Any, name: str) -> Any:
     if name == "enabled":
         choices = ("False", "True")
     elif name == "preset":
-        choices = presets_for(HOST_FEATURES)
+        choices = presets_for(fields_for(HOST_FEATURES))
     return xyz_grid.AxisOption(_LABELS[name], str, _apply(name), choices=lambda: list(choices))
 
 
@@ -66,7 +67,7 @@ def _apply(name: str) -> Callable[[Any, Any, Any], None]:
     def apply(p: Any, value: Any, _: Any) -> None:
         values = axis_values(p)
         values[name] = value
-        if BY_NAME[name].preset:
+        if BY_NAME[name].decided_by_preset:
             # A preset would decide these itself.
             values["preset"] = CUSTOM
         setattr(p, AXIS_ATTRIBUTE, values)

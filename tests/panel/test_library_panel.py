@@ -85,10 +85,10 @@ def test_deleting_a_checkpoint_takes_its_graphs_and_its_record(library: GraphLib
 
 
 def test_verifying_removes_what_is_damaged(library: GraphLibrary) -> None:
-    assert library_actions.verify(library) == "3 graphs checked: all sound."
+    assert library_actions.verify(library) == "3 graphs checked: all intact."
     path = library.entries()[0].path
     path.write_bytes(path.read_bytes()[:-3])
-    assert library_actions.verify(library).startswith("1 graph removed, 0 graphs left alone")
+    assert library_actions.verify(library).startswith("1 graph removed, 0 graphs not removed")
     assert len(library.entries()) == 2
 
 
@@ -100,7 +100,7 @@ def test_export_and_import_need_trust(library: GraphLibrary, tmp_path: Path) -> 
     assert other.entries() == []
     assert library_actions.import_archive(other, archive, trust=True) == "3 graphs imported."
     said = library_actions.import_archive(other, archive, trust=True)
-    assert said == "0 graphs imported, 3 were here already."
+    assert said == "0 graphs imported, 3 already in the store."
     assert all(group.imported for group in graph_groups(other))
 
 
