@@ -1,4 +1,4 @@
-"""The accordion "OneDiff" of txt2img and img2img, and what it does around each job."""
+"""The always-visible script: the accordion "OneDiff" of txt2img and img2img, and its job hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PANEL_HOST = WebUIPanelHost(extension.current)
 
 
 class OneDiffScript(scripts.Script):
-    """Graphs under the sampler's models, for the length of each job that asks for them."""
+    """Puts graphs under the host's models for the length of each job that has OneDiff on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class OneDiffScript(scripts.Script):
     def show(self, is_img2img: bool) -> Any:
         tab = "img2img" if is_img2img else "txt2img"
         for name in ("width", "height", "batch_size"):
-            self.on_after_component(self._found(name), elem_id=f"{tab}_{name}")
+            self.on_after_component(self._remember_size(name), elem_id=f"{tab}_{name}")
         return scripts.AlwaysVisible
 
     def ui(self, is_img2img: bool) -> list[Any]:
@@ -74,7 +74,7 @@ class OneDiffScript(scripts.Script):
         return panel.inputs
 
     def process(self, p: Any, *args: Any) -> None:
-        """Before anything of a job is drawn or encoded."""
+        """Start the job: the host calls this before it encodes or samples."""
         state = extension.current()
         try:
             values = {**from_arguments(args), **axis_values(p)}
@@ -102,7 +102,7 @@ class OneDiffScript(scripts.Script):
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
         extension.current().graphs.end(p)
 
-    def _found(self, name: str) -> Any:
+    def _remember_size(self, name: str) -> Any:
         def remember(on: Any) -> None:
             self._sizes[name] = on.component
             self._connect_size()
@@ -110,7 +110,7 @@ class OneDiffScript(scripts.Script):
         return remember
 
     def _connect_size(self) -> None:
-        """Once all are there; which comes first is the user's choice in the settings."""
+        """Connect the size controls once all exist; the user's settings decide their order."""
         if self._panel is not None and len(self._sizes) == 3:
             self._panel.warm_up.connect_size(
                 self._sizes["width"], self._sizes["height"], self._sizes["batch_size"]
@@ -119,14 +119,14 @@ class OneDiffScript(scripts.Script):
 
 
 def changes_of_job(p: Any) -> dict[str, str]:
-    """What a job asks for that changes pictures; empty for none, or if it cannot be read."""
+    """The job's choices that change pictures; empty without any, or when they are unreadable."""
     for script in getattr(getattr(p, "scripts", None), "alwayson_scripts", ()):
         if isinstance(script, OneDiffScript):
             arguments = p.script_args[script.args_from : script.args_to]
             try:
                 choices = Choices.parse({**from_arguments(arguments), **axis_values(p)})
             except OneDiffError:
-                break  # drawn without
+                break  # this job is drawn without OneDiff
             return choices.changes()
     return {}
 
@@ -141,7 +141,7 @@ def _header(elem_id: Callable[[str], str]) -> Any:
 
 def _refresh(panel: Panel, elem_id: Callable[[str], str]) -> None:
     gr.HTML(html.style_element())
-    # Gradio 3.41 has no timer: javascript/onediff.js presses this.
+    # Gradio 3.41 has no timer: javascript/onediff.js clicks this button.
     button = gr.Button("", elem_id=elem_id("refresh"), elem_classes=["onediff-hidden"])
     button.click(
         panel.show_status,

@@ -77,8 +77,7 @@ class GraphsForJobs:
                 graph changes until it ends.
         """
         with self._lock:
-            self._forget(host_job)
-            self._remove_collected()
+            self._finish_ended(host_job)
             job = RunningJob(weakref.ref(host_job), options, ignores, deepcache)
             self.jobs.add(job)
             self.eager.clear()
@@ -131,14 +130,13 @@ class GraphsForJobs:
     def end(self, host_job: Any) -> None:
         """End a job: called from ``postprocess``. A second call does nothing.
 
-        Every attribute of the host is as it was before `begin`, unless an outer job still runs.
+        Every attribute of the host is restored, unless an outer job still runs.
         """
         with self._lock:
             self.models.end_deepcache_runs()
             if not self.jobs.has_other_than(host_job):
                 self.models.detach()
-            self._forget(host_job)
-            self._remove_collected()
+            self._finish_ended(host_job)
 
     def model_loaded(self) -> None:
         """Free the memory of checkpoints that are gone: called from ``on_model_loaded``."""
@@ -234,14 +232,11 @@ class GraphsForJobs:
             elif self.session is not None:
                 job.enter(self.session.foreground.picture())  # builds nothing afterwards
 
-    def _forget(self, host_job: Any) -> None:
-        job = self.jobs.find(host_job)
-        if job is not None:
-            self._finish(job)
-
-    def _remove_collected(self) -> None:
-        for job in self.jobs.collected():
-            self._finish(job)
+    def _finish_ended(self, host_job: Any) -> None:
+        """Finish this job, and jobs that were collected without an end."""
+        for job in self.jobs:
+            if job.host_job is host_job or job.host_job is None:
+                self._finish(job)
 
     def _finish(self, job: RunningJob) -> None:
         self.jobs.remove(job)

@@ -1,4 +1,4 @@
-"""Pasting an infotext: each of the panel's components reads its own entry."""
+"""Pasting an infotext: each component of the panel reads its own entry."""
 
 from __future__ import annotations
 

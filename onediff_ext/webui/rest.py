@@ -1,7 +1,7 @@
-"""REST under ``/onediff/v1``: what the panel shows and does, for other programs.
+"""The REST routes under ``/onediff/v1``: version, schema, status, graphs, warmup and cancel.
 
-Takes names from the store, never paths, and imports no graphs: these are native code. Requests
-that other web sites send through a visitor's browser are refused.
+The routes accept names from the store and no paths. They import no graphs, which are native code.
+Requests that other web sites send through a visitor's browser are refused.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PREFIX = "/onediff/v1"
 
 
 def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host: str) -> None:
-    """Add the routes to the host's server; those of before are replaced.
+    """Add the routes to the host's server; routes of an earlier call are replaced.
 
     Args:
         app: The host's server.
-        panel_host: Does what is asked.
-        access: Who may ask.
+        panel_host: Answers the requests.
+        access: Who may use the API.
         host: The WebUI's name.
     """
     remove_routes(app)
     guards = [Depends(_refuse_foreign(access))]
     if access.auth:
-        guards.append(Depends(_guard(access.auth)))
+        guards.append(Depends(_require_password(access.auth)))
 
     def version() -> Response:
         return _answer(lambda: {"version": __version__, "host": host})
@@ -94,7 +94,7 @@ def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host
 
 
 def remove_routes(app: FastAPI) -> None:
-    """Take the routes out again."""
+    """Remove the routes from the server."""
     app.router.routes[:] = [
         route
         for route in app.router.routes
@@ -103,7 +103,7 @@ def remove_routes(app: FastAPI) -> None:
 
 
 def _answer(make: Callable[[], object]) -> Response:
-    """Answer with what a function makes; an error of ours is 503 with its message."""
+    """Answer with the function's result; a OneDiffError becomes a 503 with its message."""
     try:
         return _json(make())
     except OneDiffError as exc:
@@ -111,13 +111,13 @@ def _answer(make: Callable[[], object]) -> Response:
 
 
 def _json(value: object, status_code: int = 200) -> Response:
-    """Plain values as JSON in ASCII: a label from a file may have characters that UTF-8 lacks."""
+    """Plain values as ASCII JSON: labels from files may have characters that UTF-8 lacks."""
     text = json.dumps(_finite(value))
     return Response(text, status_code=status_code, media_type="application/json")
 
 
 def _finite(value: object) -> object:
-    """The same values; null for numbers that JSON lacks."""
+    """The same values, with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {str(name): _finite(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -135,7 +135,7 @@ def _refuse_foreign(access: ApiAccess) -> Any:
     return check
 
 
-def _guard(api_auth: str) -> Any:
+def _require_password(api_auth: str) -> Any:
     users = dict(pair.split(":", 1) for pair in api_auth.split(",") if ":" in pair)
     users = {name.strip(): password for name, password in users.items()}
 

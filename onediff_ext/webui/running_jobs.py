@@ -76,7 +76,3 @@ class RunningJobs:
         """Whether another job than this one still runs."""
         others = (job.host_job for job in self._jobs)
         return any(other is not None and other is not host_job for other in others)
-
-    def collected(self) -> list[RunningJob]:
-        """Jobs that were collected without an end, as after a script that raised."""
-        return [job for job in self._jobs if job.host_job is None]

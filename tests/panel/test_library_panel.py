@@ -1,4 +1,4 @@
-"""The graph library as the panel shows it, and what its buttons do."""
+"""The graph library as the panel shows it, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store_graph(library: GraphLibrary, name: str) -> str:
 
 @pytest.fixture
 def library(tmp_path: Path) -> GraphLibrary:
-    """Three graphs: one of each of two checkpoints of one name, one of nobody."""
+    """Three graphs: one for each of two checkpoints with one name, and one of no checkpoint."""
     made = GraphLibrary(tmp_path / "store", 10**9)
     one, two, _ = (store_graph(made, name) for name in ("One", "Two", "Three"))
     records = CheckpointRecords(made.folder)

@@ -1,4 +1,4 @@
-"""The panel's components and what its buttons do, in this environment's gradio."""
+"""The panel's components and the actions of its buttons, in the installed gradio."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def panel_host(tmp_path: Path) -> StillPanelHost:
 
 @pytest.fixture
 def page(panel_host: StillPanelHost) -> SimpleNamespace:
-    """A panel on a page of its own, with a host's controls of size."""
+    """A panel on its own page, with a host's controls of size."""
     from onediff_ext.panel.panel import build_panel
 
     with gradio.Blocks() as blocks:

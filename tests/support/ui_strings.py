@@ -1,4 +1,4 @@
-"""Every text of the panel that a user reads, from its components."""
+"""The texts of a Gradio page that a user reads."""
 
 from __future__ import annotations
 

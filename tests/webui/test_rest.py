@@ -101,7 +101,7 @@ def test_nothing_imports_graphs_over_the_network(client: Any) -> None:
     assert not [path for path in paths if "import" in path or "export" in path]
 
 
-# ------------------------------------------------------------------ bodies that mean harm
+# ------------------------------------------------------------------ hostile bodies
 
 START = json.dumps({"sizes": "512x768"})
 

@@ -127,7 +127,7 @@ def test_deepcache_reaches_the_job_and_its_infotext(
 def test_what_a_job_asks_for_that_changes_pictures(
     script: Any, arguments: tuple[Any, ...], changes: dict[str, str]
 ) -> None:
-    """A folder that was drawn with it is not done for a run without it."""
+    """A run without these choices draws a folder again that was drawn with them."""
     from onediff_ext.webui.always_visible import changes_of_job
 
     p: Any = StandInJob()

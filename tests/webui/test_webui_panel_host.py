@@ -1,4 +1,4 @@
-"""What the panel is told before anything is drawn: off without a GPU, and what is missing."""
+"""The panel host of a WebUI: off without a GPU, what is missing, and who may import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
 
 def _never() -> Extension:
-    raise AssertionError("nothing of the host is needed for this")
+    raise AssertionError("this needs no extension")
 
 
 PANEL_HOST = WebUIPanelHost(_never)
@@ -30,7 +30,7 @@ def test_without_a_gpu_it_is_off_and_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_missing_triton_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_versions, "RELEASE", (2, 11))
-    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if Triton were not installed
     assert "pip install" in str(PANEL_HOST.missing_reason())
     monkeypatch.setattr(torch_versions, "RELEASE", (2, 3))
     assert "graphs need 2.8" in str(PANEL_HOST.missing_reason())
