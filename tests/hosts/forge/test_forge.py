@@ -274,15 +274,15 @@ def test_patches_between_blocks_keep_graphs(host: ForgeStandIn, drawn: Any) -> N
     assert calls == 4
 
 
-@pytest.mark.parametrize(("block", "graphs"), [(("middle", 0), 3), (("input", 4), 4)])
+@pytest.mark.parametrize(("block", "graph_calls"), [(("middle", 0), 3), (("input", 4), 4)])
 def test_replaced_attention_concerns_its_own_block_only(
-    host: ForgeStandIn, drawn: Any, block: Any, graphs: int
+    host: ForgeStandIn, drawn: Any, block: Any, graph_calls: int
 ) -> None:
     options = {"patches_replace": {"attn2": {block: lambda n: n * 0.1}}}
     expected = host.draw(**options)
     found, calls = drawn(**options)
     assert close(found, expected)
-    assert calls == graphs
+    assert calls == graph_calls
 
 
 def test_wrapped_group_norms(host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any) -> None:
