@@ -1,7 +1,7 @@
-// Keeps OneDiff's status line true. Gradio 3.41 has no timer that costs nothing: while the page is
-// looked at, this presses a hidden button, whose answer is the status as HTML.
+// Keeps OneDiff's status line current. Gradio 3.41 has no cheap timer: while the page is visible,
+// this script clicks a hidden button that returns the status as HTML.
 (function() {
-    const FAST_MS = 2500; // something is going on
+    const FAST_MS = 2500; // while OneDiff is on
     const SLOW_MS = 10000; // off
     let last = 0;
 

@@ -1,4 +1,4 @@
-"""What the WebUI loads: the scripts are found by their names in this module."""
+"""The file that the WebUI loads. The WebUI finds the scripts as classes of this module."""
 
 from onediff_ext.webui.always_visible import OneDiffScript
 from onediff_ext.webui.batch_script import BatchScript

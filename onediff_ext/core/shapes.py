@@ -18,7 +18,8 @@ MAX_SIZES_CHARS = 8192
 _EXAMPLE_HINT = (
     'Write sizes as WIDTHxHEIGHT or WIDTHxHEIGHT@BATCH, for example "512x768, 1024x1024@2".'
 )
-_SIZE = re.compile(r"(\d{1,9})x(\d{1,9})(?:@(\d{1,9}))?", re.ASCII)
+_WIDTH_HEIGHT = re.compile(r"\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*", re.ASCII | re.IGNORECASE)
+_BATCH = re.compile(r"\d{1,9}", re.ASCII)
 _SEPARATORS = re.compile(r"[,;\s]+")
 _JOINTS = str.maketrans({"x": " x ", "×": " x ", "*": " x ", "@": " @ "})
 _SHOWN_CHARS = 40
@@ -65,6 +66,16 @@ def round_up(height_px: int, width_px: int, step_px: int = CELL_PX) -> tuple[int
     return -(-height_px // step_px), -(-width_px // step_px)
 
 
+def parse_width_height(text: str) -> tuple[int, int] | None:
+    """Read one size such as ``512x768``; ``×``, ``*`` and spaces around them are accepted.
+
+    Returns:
+        (width, height) in pixels, of any value; None when the text is not a size.
+    """
+    match = _WIDTH_HEIGHT.fullmatch(text)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def parse_sizes(text: str) -> list[BatchShape]:
     """Read a list of sizes that a person typed.
 
@@ -108,18 +119,24 @@ def nearest_side_px(side_px: int) -> int:
     return min(max(nearest, MIN_SIDE_PX), MAX_SIDE_PX)
 
 
+def nearest_shape(width_px: int, height_px: int, batch: int = 1) -> BatchShape:
+    """Return the size nearest to this one that images may be generated at."""
+    return BatchShape(nearest_side_px(width_px), nearest_side_px(height_px), batch)
+
+
 def _parse_size(entry: str) -> BatchShape:
-    match = _SIZE.fullmatch(entry)
-    if match is None:
+    size_text, at, batch_text = entry.partition("@")
+    size = parse_width_height(size_text)
+    if size is None or (at and not _BATCH.fullmatch(batch_text)):
         entry = entry if len(entry) <= _SHOWN_CHARS else f"{entry[:_SHOWN_CHARS]}…"
         raise ShapeError(f'"{entry}" is not a size.', _EXAMPLE_HINT)
-    width_px, height_px, batch = int(match[1]), int(match[2]), int(match[3] or 1)
+    batch = int(batch_text) if at else 1
     if not 1 <= batch <= MAX_BATCH:
         raise ShapeError(
             f'"{entry}" asks for {batch} images at once.', f"Use 1 to {MAX_BATCH} after the @."
         )
-    nearest = BatchShape(nearest_side_px(width_px), nearest_side_px(height_px), batch)
-    if (width_px, height_px) != (nearest.width_px, nearest.height_px):
+    nearest = nearest_shape(*size, batch)
+    if size != (nearest.width_px, nearest.height_px):
         raise ShapeError(
             f'"{entry}" cannot be generated: each side must be a multiple of {CELL_PX} '
             f"from {MIN_SIDE_PX} to {MAX_SIDE_PX}.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from onediff_ext.core.words import duration
+
 STATUS_SCHEMA = 2  # 2: "compiled in part", blocks, `substituted`
 
 COMPILED_IN_PART = "compiled in part"
@@ -109,7 +111,7 @@ class Status:
     def _building(self) -> str:
         if self.building:
             done = self.kinds_ready + self.kinds_failed
-            left = "" if self.seconds_left is None else f" ({_duration(self.seconds_left)} left)"
+            left = "" if self.seconds_left is None else f" ({duration(self.seconds_left)} left)"
             return f", building {done} of {self.kinds_needed}{left}"
         if self.cancelled and self.waiting:
             return f", {self.waiting} not built (cancelled)"
@@ -119,7 +121,3 @@ class Status:
 
     def _because(self, what: str) -> str:
         return f"{what}: {self.reasons[0]}" if self.reasons else what
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -16,6 +16,11 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def duration(seconds: float) -> str:
+    """Such as "18 s" and "3 min"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 def day_of(seconds: float) -> str:
     """Return a date such as "2025-10-09" in local time; "an unknown day" outside the calendar.
 

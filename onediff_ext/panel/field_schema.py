@@ -1,8 +1,9 @@
-"""The fields as plain values: for the REST route, so that a client can make its own form."""
+"""The fields and presets as plain values: the schema from which REST clients make forms."""
 
 from __future__ import annotations
 
-from onediff_ext.panel.fields import fields_for, preset_values, presets_for
+from onediff_ext.panel.fields import fields_for
+from onediff_ext.panel.presets import preset_values, presets_for
 
 SCHEMA_NUMBER = 1
 
@@ -11,9 +12,10 @@ def schema(features: frozenset[str] = frozenset()) -> dict[str, object]:
     """Every field with its form, default and choices, and what each preset sets.
 
     Args:
-        features: Of the host.
+        features: The features of the host.
     """
-    fields, presets = fields_for(features), presets_for(features)
+    fields = fields_for(features)
+    presets = presets_for(fields)
     return {
         "schema": SCHEMA_NUMBER,
         "fields": [
@@ -25,17 +27,13 @@ def schema(features: frozenset[str] = frozenset()) -> dict[str, object]:
                 "default": _plain(field.default),
                 "choices": list(presets if field.name == "preset" else field.choices),
                 "infotext": field.infotext,
-                "decided_by_preset": field.preset,
+                "decided_by_preset": field.decided_by_preset,
             }
             for field in fields
         ],
         "presets": {
-            name: {
-                field.name: _plain(preset_values(name)[field.name])
-                for field in fields
-                if field.name in preset_values(name)
-            }
-            for name in presets
+            preset: {name: _plain(value) for name, value in preset_values(preset, fields).items()}
+            for preset in presets
         },
     }
 

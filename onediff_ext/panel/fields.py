@@ -1,69 +1,21 @@
-"""The one table of what a user can choose: panel, infotext, API, X/Y/Z and presets read it."""
+"""The table of everything a user can choose: panel, infotext, API, X/Y/Z and presets read it."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from onediff_ext.core.deepcache_options import PRESETS as DEEPCACHE_LEVELS
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.options import BACKENDS, PRECISIONS
-
-CUSTOM = "Custom"
-PRESETS: dict[str, dict[str, object]] = {
-    "Balanced": {},
-    "Fast": {"deepcache": "light"},
-    "Maximum": {"deepcache": "medium"},
-    CUSTOM: {},
-}
-"""Preset → the values that differ from the fields' own defaults; Custom takes them as they are."""
+from onediff_ext.panel.field import CHECKBOX, CHECKBOXES, COMBO, DROPDOWN, RADIO, TEXT, Field
+from onediff_ext.panel.presets import PRESETS
 
 DEEPCACHE = "deepcache"
 FEATURES = frozenset({DEEPCACHE})
-"""What not every host can do."""
+"""Features that a host may lack."""
 
 VAE_CHOICES = ("compile", "ignore encoder", "ignore all")
 COMPONENT_CHOICES = ("UNet", "VAE", "ControlNet")
 DRAW_WITHOUT, STOP = "draw without OneDiff", "stop"
 ON_FAILURE_CHOICES = ("as in the settings", DRAW_WITHOUT, STOP)
-
-CHECKBOX, RADIO, CHECKBOXES, DROPDOWN, TEXT = "checkbox", "radio", "checkboxes", "dropdown", "text"
-COMBO = "combobox"
-"""A dropdown that takes a text of one's own as well."""
-
-
-@dataclass(frozen=True)
-class Field:
-    """One choice.
-
-    Args:
-        name: Key in the API's dict and attribute of `Choices`.
-        form: How it is shown: one of the constants above.
-        label: For people; localisation files translate it.
-        help: What it means, in one sentence.
-        default: Its value when nobody says otherwise.
-        choices: The values that it may have, if they are few.
-        infotext: Name of its infotext entry; ``""`` when it has none.
-        preset: Whether presets decide it.
-        advanced: Whether it is in the closed part.
-        placeholder: Example of a text.
-        read: Makes the value's text of whatever a front end has, for a combobox.
-        feature: Entry of `FEATURES` that a host must have for it; ``""`` for none.
-    """
-
-    name: str
-    form: str
-    label: str
-    help: str
-    default: Any
-    choices: tuple[str, ...] = ()
-    infotext: str = ""
-    preset: bool = False
-    advanced: bool = False
-    placeholder: str = ""
-    read: Callable[[object], str] | None = None
-    feature: str = ""
 
 
 def _deepcache_label(value: object) -> str:
@@ -98,7 +50,7 @@ FIELDS = (
         COMPONENT_CHOICES,
         COMPONENT_CHOICES,
         infotext="OneDiff components",
-        preset=True,
+        decided_by_preset=True,
     ),
     Field(
         "vae",
@@ -108,7 +60,7 @@ FIELDS = (
         "compile",
         VAE_CHOICES,
         infotext="OneDiff VAE",
-        preset=True,
+        decided_by_preset=True,
     ),
     Field(
         "sizes",
@@ -122,21 +74,21 @@ FIELDS = (
         "backend",
         DROPDOWN,
         "Backend",
-        "Who makes the graphs.",
+        "The compiler that builds the graphs.",
         BACKENDS[0],
         BACKENDS,
         infotext="OneDiff backend",
-        preset=True,
+        decided_by_preset=True,
         advanced=True,
     ),
     Field(
         "captures",
         CHECKBOX,
-        "Captures",
+        "CUDA graphs",
         "On a GPU, replay whole steps as CUDA graphs: most of the gain at small sizes.",
         True,
         infotext="OneDiff captures",
-        preset=True,
+        decided_by_preset=True,
         advanced=True,
     ),
     Field(
@@ -177,7 +129,7 @@ FIELDS = (
         PRECISIONS[0],
         PRECISIONS,
         infotext="OneDiff precision",
-        preset=True,
+        decided_by_preset=True,
         advanced=True,
     ),
     Field(
@@ -189,29 +141,16 @@ FIELDS = (
         "off",
         tuple(DEEPCACHE_LEVELS),
         infotext="OneDiff DeepCache",
-        preset=True,
-        read=_deepcache_label,
+        decided_by_preset=True,
+        normalize=_deepcache_label,
         feature=DEEPCACHE,
     ),
 )
-"""In the order of the panel, and of positional arguments in the API: new ones go to the end."""
+"""The order of positional arguments in the API. New fields are added at the end."""
 
 BY_NAME = {field.name: field for field in FIELDS}
 
 
 def fields_for(features: frozenset[str]) -> tuple[Field, ...]:
-    """The fields that a host with these features has."""
+    """The fields that a host with these features offers."""
     return tuple(field for field in FIELDS if not field.feature or field.feature in features)
-
-
-def presets_for(features: frozenset[str]) -> tuple[str, ...]:
-    """The presets that a host with these features can keep to."""
-    has = {field.name for field in fields_for(features)}
-    return tuple(name for name, values in PRESETS.items() if has.issuperset(values))
-
-
-def preset_values(preset: str) -> dict[str, Any]:
-    """What a preset sets, field by field; empty for Custom."""
-    if preset == CUSTOM:
-        return {}
-    return {f.name: PRESETS[preset].get(f.name, f.default) for f in FIELDS if f.preset}

@@ -1,8 +1,8 @@
-"""Requests that another web site sends through a visitor's browser, and how they are told apart.
+"""Detection of requests that another web site sends through a visitor's browser.
 
-A site may point its own name at this machine (DNS rebinding): then the ``Host`` header has that
-site's name. Or it may send a form or a script's request to this machine's address (CSRF): then the
-``Origin`` header has another address than ``Host``.
+A site may point its own name at this machine (DNS rebinding); the ``Host`` header then has that
+site's name. Or it may send a form or a script's request to this machine's address (CSRF); the
+``Origin`` header then differs from ``Host``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _App: TypeAlias = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 ANY_NAME = "*"
-"""In a list of names: every ``Host`` is accepted."""
+"""In a list of names: accepts every ``Host``."""
 
 
 def is_loopback(address: str) -> bool:
@@ -36,26 +36,26 @@ def machine_names() -> frozenset[str]:
     return frozenset({name, name.partition(".")[0], f"{name.partition('.')[0]}.local"} - {""})
 
 
-def why_foreign(
+def foreign_reason(
     host: str | None,
     origin: str | None,
     names: Collection[str],
     origins: Collection[str] = (),
 ) -> str | None:
-    """Why a request is another site's, or None when it is not.
+    """Why a request comes from another site; None when it does not.
 
-    An address in numbers and ``localhost`` are always accepted as ``Host``: another site's name
-    is neither.
+    Numeric addresses and ``localhost`` are always accepted as ``Host``: no other site has such a
+    name.
 
     Args:
-        host, origin: The headers; None where the request has none.
-        names: Further names of this server; `ANY_NAME` for all.
-        origins: Other sites' origins that the user allows, such as ``https://example.org``.
+        host, origin: The headers; None when the request lacks them.
+        names: Further names of this server; `ANY_NAME` accepts all.
+        origins: Origins of other sites that the user allows, such as ``https://example.org``.
     """
     host = (host or "").strip().lower()
     name = _name_of(host)
     if ANY_NAME not in names and not _is_ours(name, names):
-        return f"The Host header names {_shown(name)}, which is no known name of this server."
+        return f"The Host header names {_shown(name)}, which is not a known name of this server."
     if origin is None:
         return None
     origin = origin.strip().lower()
@@ -67,12 +67,12 @@ def why_foreign(
 
 
 class RefuseForeign:
-    """ASGI middleware: other sites' requests get 403 and go no further.
+    """ASGI middleware that answers requests of other sites with 403.
 
     Args:
         app: The server.
-        names: As `why_foreign` takes them.
-        hint: What the user does next, if it was no other site.
+        names: As in `foreign_reason`.
+        hint: What the user does next when the request was their own.
     """
 
     def __init__(self, app: _App, names: Collection[str], hint: str = "") -> None:
@@ -83,7 +83,7 @@ class RefuseForeign:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        reason = why_foreign(headers.get(b"host"), headers.get(b"origin"), self._names)
+        reason = foreign_reason(headers.get(b"host"), headers.get(b"origin"), self._names)
         if reason is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -95,7 +95,7 @@ class RefuseForeign:
 
 
 def _name_of(host: str) -> str:
-    """The header without its port, and without an IPv6 address's brackets."""
+    """The ``Host`` header without port and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""The graph library as rows for people: by checkpoint, and what belongs to none."""
+"""The graph library as rows: one for each checkpoint, and one for graphs of no checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ UNUSED = "Used by no known checkpoint"
 
 @dataclass(frozen=True)
 class GraphGroup:
-    """The graphs of one checkpoint. A graph that serves several is in each of their groups.
+    """The graphs of one checkpoint. A graph that serves several checkpoints is in each group.
 
     Args:
-        name: The checkpoint's name, which `digests_of` takes back; never a path.
+        name: The checkpoint's name, which `digests_of` accepts; never a path.
         architecture: Such as ``"sdxl"``; empty for graphs of no checkpoint.
-        graphs: Those in the store, the last used first.
-        missing: How many the checkpoint uses that are not in the store.
-        speedup: Measured at the last warm-up; None when it never was.
+        graphs: The stored graphs, the last used first.
+        missing: The number of graphs that the checkpoint uses and the store lacks.
+        speedup: Measured at the last warm-up; None without one.
     """
 
     name: str
@@ -32,22 +32,22 @@ class GraphGroup:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(graph.size_bytes for graph in self.graphs)
 
     @property
     def built_at(self) -> float:
-        """When the newest was built, seconds since the epoch; 0 when there is none."""
+        """When the newest graph was built, in seconds since the epoch; 0 without graphs."""
         return max((graph.header.created_at for graph in self.graphs), default=0.0)
 
     @property
     def used_at(self) -> float:
-        """When one was last used, seconds since the epoch; 0 when there is none."""
+        """When a graph was last used, in seconds since the epoch; 0 without graphs."""
         return max((graph.last_used_at for graph in self.graphs), default=0.0)
 
     @property
     def imported(self) -> int:
-        """How many came from elsewhere."""
+        """The number of imported graphs."""
         return sum(graph.header.origin == ORIGIN_IMPORTED for graph in self.graphs)
 
     def as_json(self) -> dict[str, object]:
@@ -78,11 +78,11 @@ class GraphGroup:
 
 
 def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
-    """Group the stored graphs by checkpoint, by name; graphs of no checkpoint come last.
+    """Group the stored graphs by checkpoint, in the order of names; graphs of none come last.
 
     Args:
         library: The store.
-        machine: Digest of this machine, for what was measured on it; ``""`` leaves that out.
+        machine: Digest of this machine, for the speed-up measured on it; ``""`` leaves it out.
     """
     stored = {graph.digest: graph for graph in library.entries()}
     groups: list[GraphGroup] = []
@@ -105,9 +105,9 @@ def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
 
 
 def digests_of(library: GraphLibrary, name: str) -> list[str]:
-    """The graphs that a name from the table stands for; `EVERYTHING` for all of them.
+    """The digests of the graphs under a name of the table; `EVERYTHING` means all graphs.
 
-    Deleting a checkpoint's graphs also takes those that another checkpoint shares.
+    A checkpoint's graphs include those that it shares with another checkpoint.
     """
     if name == EVERYTHING:
         return [graph.digest for graph in library.entries()]
@@ -124,7 +124,7 @@ def _speedup(library: GraphLibrary, machine: str, content_hash: str) -> float | 
 
 
 def age_text(at: float, now: float | None = None) -> str:
-    """``"just now"``, ``"5 min ago"``, ``"3 h ago"``, ``"12 days ago"``; a dash for never."""
+    """``"just now"``, ``"5 min ago"``, ``"3 h ago"``, ``"12 days ago"``; a dash for 0."""
     if not at:
         return "–"
     seconds = max(0.0, (time.time() if now is None else now) - at)

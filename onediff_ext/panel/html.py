@@ -1,4 +1,4 @@
-"""The panel's own pieces of HTML. Every text goes through `escape`: names come from files."""
+"""The panel's own HTML. Every text goes through `escape`, because names come from files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.status import Status
-from onediff_ext.core.words import counted
+from onediff_ext.core.words import counted, duration
 from onediff_ext.panel.graph_rows import GraphGroup, age_text, size_text
 from onediff_ext.panel.panel_host import WarmUpStep
 
@@ -17,32 +17,32 @@ _SHOWN_REASONS = 4
 
 
 def escape(text: str) -> str:
-    """A text as HTML. What UTF-8 lacks is replaced: names of files may have it, answers may not."""
+    """A text as HTML. Lone surrogates, which file names may have, become question marks."""
     return escape_html(text.encode("utf-8", "replace").decode("utf-8"))
 
 
 @functools.cache
 def style_sheet() -> str:
-    """The style sheet that these pieces need."""
+    """The style sheet of this HTML."""
     path = Path(__file__).resolve().parent.parent / "assets" / "panel.css"
     return path.read_text(encoding="utf-8")
 
 
 def style_element() -> str:
-    """The style sheet as an element, for hosts whose page is not ours."""
+    """The style sheet as an element, for pages of other programs."""
     return f"<style>{style_sheet()}</style>"
 
 
 def status_line(status: Status, wanted: bool = False) -> str:
-    """A coloured dot and the one line.
+    """The status line with its coloured dot.
 
     Args:
-        status: What is true now.
-        wanted: OneDiff is ticked here; the last picture may have been drawn otherwise.
+        status: The current status.
+        wanted: Whether OneDiff is ticked. The last picture may have been drawn without it.
     """
     state, line = "building" if status.building else status.running, status.line()
     if status.running == "off" and wanted:
-        state, line = "waiting", "on, nothing drawn with it yet"
+        state, line = "waiting", "on, no picture drawn yet"
     elif not wanted and not status.building:
         state, line = "off", "off"
     return (
@@ -52,9 +52,9 @@ def status_line(status: Status, wanted: bool = False) -> str:
 
 
 def status_details(status: Status, note: str | None = None) -> str:
-    """What the line has no room for: a note, and why something runs eager although it is on."""
+    """What does not fit into the line: a note, and why blocks run eager although OneDiff is on."""
     parts = [f'<div class="onediff-note">{escape(note)}</div>'] if note else []
-    # The first reason is in the line already, unless graphs are in use or being made.
+    # The line has the first reason already, unless graphs are in use or being built.
     in_line = not status.building and status.running != "compiled"
     reasons = status.reasons[1:] if in_line else status.reasons
     if reasons:
@@ -66,7 +66,7 @@ def status_details(status: Status, note: str | None = None) -> str:
 
 
 def progress_bar(step: WarmUpStep) -> str:
-    """How far a warm-up is."""
+    """The progress of a warm-up as a bar with a text."""
     part = 100 * step.done / step.needed if step.needed else 0
     numbers = f"{step.done} of {step.needed}: " if step.needed else ""
     left = "" if step.seconds_left is None else f" ({duration(step.seconds_left)} left)"
@@ -77,12 +77,12 @@ def progress_bar(step: WarmUpStep) -> str:
 
 
 def message(text: str) -> str:
-    """Something that was done."""
+    """A message about something that was done."""
     return f'<div class="onediff-message">{escape(text)}</div>' if text else ""
 
 
 def error(exc: OneDiffError) -> str:
-    """Something that could not be done, and what to do next."""
+    """A message about something that failed, and what to do next."""
     return f'<div class="onediff-message onediff-bad">{escape(str(exc))}</div>'
 
 
@@ -90,8 +90,8 @@ def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int) -> s
     """The graph library by checkpoint; a checkpoint's row opens to its graphs."""
     if not groups:
         return (
-            '<div class="onediff-note">No graphs yet. They are made when pictures are drawn, '
-            "or by warming up.</div>"
+            '<div class="onediff-note">No graphs yet. They are built when pictures are drawn, '
+            "or by a warm-up.</div>"
         )
     rows = "".join(_row(group) for group in groups)
     distinct = {graph.digest: graph.size_bytes for group in groups for graph in group.graphs}
@@ -104,11 +104,6 @@ def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int) -> s
         f'<div class="onediff-note">{total} of {limit_bytes / 2**30:.3g} GB in '
         f"{escape(str(root))}. Graphs that serve several checkpoints count once.</div>"
     )
-
-
-def duration(seconds: float) -> str:
-    """``"18 s"`` or ``"3 min"``."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _row(group: GraphGroup) -> str:

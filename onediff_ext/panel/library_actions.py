@@ -1,4 +1,4 @@
-"""What the panel's graph library can do, each as one sentence about what was done."""
+"""The actions of the panel's graph library; each returns one sentence about its result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verify(library: GraphLibrary) -> str:
 
 
 def delete(library: GraphLibrary, name: str) -> str:
-    """Delete the graphs that a name from the table stands for.
+    """Delete the graphs under a name of the table.
 
     Raises:
         StoreError: The folder cannot be written.
@@ -53,14 +53,14 @@ def delete(library: GraphLibrary, name: str) -> str:
 
 
 def export(library: GraphLibrary, name: str, folder: Path) -> Path:
-    """Write the graphs that a name stands for into an archive in a folder.
+    """Write the graphs under a name of the table into an archive in a folder.
 
     Returns:
         The archive.
 
     Raises:
         OptionError: There is nothing to export.
-        StoreError: It cannot be written.
+        StoreError: The archive cannot be written.
     """
     digests = digests_of(library, name)
     if not digests:
@@ -73,17 +73,17 @@ def export(library: GraphLibrary, name: str, folder: Path) -> Path:
 
 
 def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, trust: bool) -> str:
-    """Take over the graphs of an archive that the user chose.
+    """Import the graphs of an archive that the user chose.
 
     Raises:
         OptionError: No file was chosen.
-        UntrustedGraphError: The user has not said that the graphs can be trusted.
-        StoreError: It is no sound archive, or the store cannot be written.
+        UntrustedGraphError: The user has not confirmed trust in the graphs.
+        StoreError: The archive is damaged, or the store cannot be written.
     """
     if not path:
-        raise OptionError("No file is chosen.", "Choose an archive that was exported.")
+        raise OptionError("No file is chosen.", "Choose an exported archive.")
     report = library.import_archive(Path(path), trust=trust)
-    kept = f", {len(report.kept)} were here already" if report.kept else ""
+    kept = f", {len(report.kept)} already in the store" if report.kept else ""
     return f"{counted(len(report.imported), 'graph')} imported{kept}."
 
 

@@ -1,4 +1,4 @@
-"""The graph library in the panel: a table, and what can be done with its rows."""
+"""The graph library in the panel: a table of the stored graphs and the actions on them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onediff_ext.panel import html, library_actions
 from onediff_ext.panel.graph_rows import EVERYTHING, graph_groups
 from onediff_ext.panel.panel_host import PanelHost
 
-_TRUST = "I trust whoever made this archive: its graphs are native code that will run here."
+_TRUST = "I trust the author of this archive: its graphs are native code that will run here."
 _SURE = "Delete for good"
 
 
-def build_library(port: PanelHost, elem_id: Callable[[str], str]) -> None:
-    """Make the closed part with the table and its actions; nothing is read before it is opened."""
+def build_library(panel_host: PanelHost, elem_id: Callable[[str], str]) -> None:
+    """Make the closed accordion with table and actions; the store is read on the first action."""
     with gr.Accordion("Graph library", open=False, elem_id=elem_id("library")):
         table = gr.HTML("", elem_id=elem_id("library_table"))
         with gr.Row():
@@ -38,20 +38,20 @@ def build_library(port: PanelHost, elem_id: Callable[[str], str]) -> None:
                 "Delete", size="sm", variant="stop", elem_id=elem_id("library_delete")
             )
         exported = gr.File(label="Exported", visible=False, elem_id=elem_id("library_exported"))
-        why_no_import = port.why_no_import()
-        if why_no_import is None:
+        import_off_reason = panel_host.no_import_reason()
+        if import_off_reason is None:
             archive = gr.File(
                 label="Archive to import", file_types=[".zip"], elem_id=elem_id("library_archive")
             )
             trust = gr.Checkbox(False, label=_TRUST, elem_id=elem_id("library_trust"))
             take = gr.Button("Import", size="sm", elem_id=elem_id("library_import"))
         else:
-            gr.HTML(html.message(why_no_import), elem_id=elem_id("library_no_import"))
+            gr.HTML(html.message(import_off_reason), elem_id=elem_id("library_no_import"))
         said = gr.HTML("", elem_id=elem_id("library_message"))
 
     def listed(name: str, text: str) -> list[Any]:
-        library = port.library()
-        groups = graph_groups(library, port.machine())
+        library = panel_host.library()
+        groups = graph_groups(library, panel_host.machine())
         names = [EVERYTHING, *(group.name for group in groups)]
         kept = name if name in names else EVERYTHING
         rows = html.graph_table(groups, library.folder.root, library.limit_bytes)
@@ -69,7 +69,7 @@ def build_library(port: PanelHost, elem_id: Callable[[str], str]) -> None:
     def on_delete(name: str, is_sure: bool) -> list[Any]:
         if not is_sure:
             return [gr.update(), gr.update(), html.message(f'Tick "{_SURE}" first.'), gr.update()]
-        return [*attempt(name, lambda: library_actions.delete(port.library(), name)), False]
+        return [*attempt(name, lambda: library_actions.delete(panel_host.library(), name)), False]
 
     exports: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -81,35 +81,37 @@ def build_library(port: PanelHost, elem_id: Callable[[str], str]) -> None:
         folder = tempfile.TemporaryDirectory(prefix="onediff-export-")
         exports.append(folder)
         try:
-            path = library_actions.export(port.library(), name, Path(folder.name))
+            path = library_actions.export(panel_host.library(), name, Path(folder.name))
         except OneDiffError as exc:
             return [gr.update(), html.error(exc)]
         return [gr.update(value=str(path), visible=True), html.message(f"{path.name} is ready.")]
 
     def on_import(name: str, file: Any, trusted: bool) -> list[Any]:
-        refused = port.why_no_import()
-        if refused is not None:
-            return [gr.update(), gr.update(), html.message(refused), False]
-        path = getattr(file, "name", file)  # Gradio 3 hands an open file over, 4 its path
+        off_reason = panel_host.no_import_reason()
+        if off_reason is not None:
+            return [gr.update(), gr.update(), html.message(off_reason), False]
+        path = getattr(file, "name", file)  # Gradio 3 passes an open file, Gradio 4 its path
         if path and not trusted:
-            doubt = UntrustedGraphError("Nothing was imported.", f'Tick "{_TRUST}" first.')
-            return [gr.update(), gr.update(), html.error(doubt), False]
+            untrusted = UntrustedGraphError("Nothing was imported.", f'Tick "{_TRUST}" first.')
+            return [gr.update(), gr.update(), html.error(untrusted), False]
         return [
-            *attempt(name, lambda: library_actions.import_archive(port.library(), path, trusted)),
+            *attempt(
+                name, lambda: library_actions.import_archive(panel_host.library(), path, trusted)
+            ),
             False,
         ]
 
     shown = [table, of, said]
     refresh.click(show, inputs=[of], outputs=shown, show_progress="hidden")
     verify.click(
-        lambda name: attempt(name, lambda: library_actions.verify(port.library())),
+        lambda name: attempt(name, lambda: library_actions.verify(panel_host.library())),
         inputs=[of],
         outputs=shown,
         show_progress="hidden",
     )
     delete.click(on_delete, inputs=[of, sure], outputs=[*shown, sure], show_progress="hidden")
     export.click(on_export, inputs=[of], outputs=[exported, said], show_progress="hidden")
-    if why_no_import is None:
+    if import_off_reason is None:
         take.click(
             on_import,
             inputs=[of, archive, trust],

@@ -9,24 +9,20 @@ from typing import Any, TypedDict
 import gradio as gr
 
 from onediff_ext.panel import html
-from onediff_ext.panel.fields import (
-    BY_NAME,
+from onediff_ext.panel.field import (
     CHECKBOX,
     CHECKBOXES,
     COMBO,
-    CUSTOM,
     DROPDOWN,
-    FIELDS,
     RADIO,
     TEXT,
     Field,
-    fields_for,
-    preset_values,
-    presets_for,
 )
+from onediff_ext.panel.fields import BY_NAME, FIELDS, fields_for
 from onediff_ext.panel.gradio_versions import on_user_input
 from onediff_ext.panel.library_panel import build_library
 from onediff_ext.panel.panel_host import PanelHost
+from onediff_ext.panel.presets import CUSTOM, preset_values, presets_for
 from onediff_ext.panel.warm_up_panel import WarmUpButtons
 
 ElementId = Callable[[str], str]
@@ -37,14 +33,14 @@ class Panel:
     """The components that a host needs to know.
 
     Args:
-        port: The way to whoever draws.
+        panel_host: The program that draws.
         controls: Name of a field → its component.
-        details: Below the header; what the line has no room for.
-        header: Shows the one line.
+        details: Shows notes and reasons below the header.
+        header: Shows the status line.
         warm_up: The buttons beside the list of sizes.
     """
 
-    port: PanelHost
+    panel_host: PanelHost
     controls: dict[str, Any]
     details: Any
     header: Any
@@ -52,13 +48,15 @@ class Panel:
 
     @property
     def inputs(self) -> list[Any]:
-        """The controls in the order of `FIELDS`: the arguments of a job. What the host cannot do is
-        left out, which are the last ones."""
+        """The controls in the order of `FIELDS`: the arguments of a job.
+
+        Fields that the host does not offer are left out; these are the last ones.
+        """
         return [self.controls[field.name] for field in FIELDS if field.name in self.controls]
 
     @property
     def status_outputs(self) -> list[Any]:
-        """What `show_status` fills."""
+        """The components that `show_status` fills."""
         return [self.header, self.details]
 
     def show_status(self, enabled: bool) -> list[str]:
@@ -67,26 +65,27 @@ class Panel:
         Args:
             enabled: Whether OneDiff is ticked.
         """
-        status = self.port.status()
-        note = _note(self.port, bool(enabled))
+        status = self.panel_host.status()
+        note = _note(self.panel_host, bool(enabled))
         return [html.status_line(status, bool(enabled)), html.status_details(status, note)]
 
 
-def build_panel(port: PanelHost, enabled: Any, header: Any, elem_id: ElementId) -> Panel:
+def build_panel(panel_host: PanelHost, enabled: Any, header: Any, elem_id: ElementId) -> Panel:
     """Make the panel's components, in the Blocks context of the caller.
 
     Args:
-        port: The way to whoever draws.
+        panel_host: The program that draws.
         enabled: The component that turns OneDiff on, made by the host's page.
-        header: The HTML component for the one line, in the accordion's header if it can be.
+        header: The HTML component for the status line, in the accordion's header where possible.
         elem_id: Makes an element's id from a name, unique on the page.
     """
     controls = {"enabled": enabled}
     details = gr.HTML(
-        html.status_details(port.status(), _note(port, enabled=False)), elem_id=elem_id("details")
+        html.status_details(panel_host.status(), _note(panel_host, enabled=False)),
+        elem_id=elem_id("details"),
     )
-    fields = {field.name: field for field in fields_for(port.features())}
-    presets = presets_for(port.features())
+    fields = {field.name: field for field in fields_for(panel_host.features())}
+    presets = presets_for(fields.values())
     fields["preset"] = replace(BY_NAME["preset"], choices=presets)
     for name in ("preset", "deepcache", "components", "vae"):
         if name in fields:
@@ -98,9 +97,11 @@ def build_panel(port: PanelHost, enabled: Any, header: Any, elem_id: ElementId) 
         for field in fields.values():
             if field.advanced:
                 controls[field.name] = make_control(field, elem_id)
-    build_library(port, elem_id)
-    panel = Panel(port, controls, details, header, warm_up)
-    warm_up.connect(port, controls["sizes"], panel.inputs, panel.status_outputs, panel.show_status)
+    build_library(panel_host, elem_id)
+    panel = Panel(panel_host, controls, details, header, warm_up)
+    warm_up.connect(
+        panel_host, controls["sizes"], panel.inputs, panel.status_outputs, panel.show_status
+    )
     enabled.change(
         panel.show_status,
         inputs=[enabled],
@@ -111,13 +112,13 @@ def build_panel(port: PanelHost, enabled: Any, header: Any, elem_id: ElementId) 
     return panel
 
 
-def _note(port: PanelHost, enabled: bool) -> str | None:
-    """What has to be said before anything is drawn: why it is off, or what is missing."""
-    return (None if enabled else port.off_reason()) or port.missing_reason()
+def _note(panel_host: PanelHost, enabled: bool) -> str | None:
+    """The note before the first picture: why OneDiff is off, or what is missing."""
+    return (None if enabled else panel_host.off_reason()) or panel_host.missing_reason()
 
 
 class _Common(TypedDict):
-    """What every kind of component takes."""
+    """The arguments that every component takes."""
 
     label: str
     info: str
@@ -145,12 +146,12 @@ def make_control(field: Field, elem_id: ElementId) -> Any:
 
 
 def _connect_preset(controls: dict[str, Any]) -> None:
-    """A preset shows what it sets; touching one of these makes the preset Custom."""
-    decided = [field for field in FIELDS if field.preset and field.name in controls]
+    """A chosen preset shows its values; a change of one of them selects Custom."""
+    decided = [field for field in FIELDS if field.decided_by_preset and field.name in controls]
     preset = controls["preset"]
 
     def show(name: str) -> list[Any]:
-        values = preset_values(name)
+        values = preset_values(name, FIELDS)
         updates = []
         for field in decided:
             value = values.get(field.name)

@@ -1,4 +1,7 @@
-"""What the panel needs from whoever draws: one implementation for WebUIs, one for our own page."""
+"""The panel's port: what the panel, the API and the graph library need from the program that draws.
+
+`WebUIPanelHost` serves the panel inside a WebUI, `StandalonePanelHost` the stand-alone page.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.field_schema import schema
+from onediff_ext.panel.fields import FEATURES
+from onediff_ext.pictures.sizes_used import sizes_used
 from onediff_ext.store import GraphLibrary
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class WarmUpStep:
-    """A moment of a warm-up.
+    """The progress of a warm-up at one moment.
 
     Args:
-        done, needed: Units of work, graphs and sizes together; 0 of 0 when not known yet.
-        note: What is being done, such as ``"512x768"``.
-        seconds_left: Estimate; None when there is none.
-        summary: What was done in all, in the last step; ``""`` in the others.
+        done, needed: Units of work, graphs and sizes together; 0 of 0 while unknown.
+        note: The current work, such as ``"512x768"``.
+        seconds_left: Estimate; None when unknown.
+        summary: The result of the whole warm-up, in the last step; ``""`` in the others.
     """
 
     done: int
@@ -31,52 +43,80 @@ class WarmUpStep:
 
 
 class PanelHost(ABC):
-    """The panel's one way to the outside."""
+    """The panel's only connection to the program around it."""
 
     @abstractmethod
     def status(self) -> Status:
-        """What is true now."""
+        """The current status."""
 
     @abstractmethod
     def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
-        """Make everything ready for the sizes of `choices`, step by step.
+        """Make everything that the sizes of `choices` need, step by step.
 
         Raises:
-            OneDiffError: It cannot be done; message and hint are shown.
+            OneDiffError: The warm-up is impossible; the panel shows message and hint.
         """
 
     @abstractmethod
     def cancel(self) -> None:
-        """End a warm-up or build at once; what is finished stays."""
+        """End a warm-up or build at once; finished graphs stay."""
 
     @abstractmethod
     def library(self) -> GraphLibrary:
-        """The graph library that is used now."""
+        """The graph store in use."""
 
-    def machine(self) -> str:
-        """Digest of this machine, under which measurements are kept; ``""`` when unknown."""
-        return ""
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that pictures are drawn on."""
 
     @abstractmethod
     def picture_folders(self) -> Sequence[Path]:
-        """Where finished pictures lie, for proposals of sizes."""
+        """The folders of finished pictures, for proposals of sizes; some may be missing."""
 
-    @abstractmethod
-    def off_reason(self) -> str | None:
-        """Why OneDiff is off unless somebody turns it on, such as no GPU; None when it is on."""
-
-    def missing_reason(self) -> str | None:
-        """What graphs need and is missing here, with the one command that mends it; else None."""
-        return None
-
-    def why_no_import(self) -> str | None:
+    def no_import_reason(self) -> str | None:
         """Why visitors cannot import graphs, which are native code; None when they can."""
         return None
 
     def features(self) -> frozenset[str]:
-        """Entries of `fields.FEATURES` that can be had."""
-        return frozenset()
+        """The entries of `fields.FEATURES` that this host offers."""
+        return FEATURES
 
-    @abstractmethod
+    def machine(self) -> str:
+        """Digest of this machine, under which the store keeps measurements."""
+        from onediff_ext.engine.machine import machine_digest
+
+        return machine_digest(self.device())
+
+    def off_reason(self) -> str | None:
+        """Why OneDiff is off by default, such as no GPU; None when it is on by default."""
+        if self.device().type == "cuda":
+            return None
+        return "There is no GPU here, where graphs win little: off unless you turn it on."
+
+    def missing_reason(self) -> str | None:
+        """What graphs need and this machine lacks, with the command that installs it; else None."""
+        from onediff_ext.backends.registry import why_no_graphs
+
+        return why_no_graphs(self.device())
+
     def schema(self) -> dict[str, object]:
         """The fields with their defaults and choices, as plain values."""
+        return schema(self.features())
+
+    def recent_sizes(self) -> list[BatchShape]:
+        """The sizes of the latest pictures, most frequent first."""
+        return sizes_used([folder for folder in self.picture_folders() if folder.is_dir()])
+
+    def warm_up_shapes(self, choices: Choices) -> list[BatchShape]:
+        """The sizes to warm up: those of `choices`, or else of the latest pictures.
+
+        Raises:
+            OptionError: OneDiff is off, a choice needs a missing feature, or there is no size.
+        """
+        if not choices.enabled:
+            raise OptionError("OneDiff is off.", "Turn it on to warm up.")
+        choices.check_features(self.features())
+        shapes = choices.warm_up_shapes() or self.recent_sizes()
+        if not shapes:
+            raise OptionError("There is no size to warm up.", 'Write for example "512x768".')
+        return shapes

@@ -8,15 +8,15 @@ from typing import Any
 import gradio as gr
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.shapes import BatchShape, nearest_side_px
+from onediff_ext.core.shapes import BatchShape, nearest_shape
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.panel_host import PanelHost
-from onediff_ext.panel.warm_up_sizes import merge_sizes, recent_sizes
+from onediff_ext.panel.size_list import with_sizes_added
 
 
 class WarmUpButtons:
-    """The buttons; `connect` gives them their work once the panel is complete.
+    """The buttons; `connect` attaches their events once the panel is complete.
 
     Args:
         elem_id: Makes an element's id from a name.
@@ -37,35 +37,36 @@ class WarmUpButtons:
 
     def connect(
         self,
-        port: PanelHost,
+        panel_host: PanelHost,
         sizes: Any,
         inputs: Sequence[Any],
         status_outputs: Sequence[Any],
         show_status: Callable[[bool], list[str]],
     ) -> None:
-        """Give all buttons but "Add current size" their work.
+        """Attach the events of all buttons but "Add current size".
 
         Args:
-            port: Who warms up.
+            panel_host: Does the warm-up.
             sizes: The list of sizes.
             inputs: All controls, in the order of `FIELDS`.
-            status_outputs, show_status: Where the status goes, and its making.
+            status_outputs: Components that show the status.
+            show_status: Makes the status for them.
         """
         self._sizes = sizes
 
         def propose(text: str) -> tuple[Any, str]:
-            found = recent_sizes(port.picture_folders())
+            found = panel_host.recent_sizes()
             if not found:
                 return gr.update(), html.message("There are no pictures in the output folders yet.")
-            return _merged(text, found)
+            return _added(text, found)
 
         def warm_up(*values: Any) -> Iterator[list[Any]]:
-            for shown in _warm_up(port, values):
+            for shown in _warm_up(panel_host, values):
                 yield [shown, *show_status(values[0])]
 
         def cancel() -> str:
-            port.cancel()
-            return html.message("Cancelled; what was finished stays.")
+            panel_host.cancel()
+            return html.message("Cancelled; finished graphs stay.")
 
         self.recent.click(
             propose,
@@ -75,36 +76,33 @@ class WarmUpButtons:
         )
         outputs = [self.progress, *status_outputs]
         self.start.click(warm_up, inputs=list(inputs), outputs=outputs, show_progress="hidden")
-        # Past the queue, where the warm-up itself may hold the only place.
+        # Outside the queue: the warm-up itself may occupy the queue's only slot.
         self.stop.click(cancel, outputs=[self.progress], queue=False, show_progress="hidden")
 
     def connect_size(self, width: Any, height: Any, batch: Any) -> None:
         """Let "Add current size" read the host's own controls of size and batch size."""
 
         def add(text: str, width_px: float, height_px: float, count: float) -> tuple[Any, str]:
-            shape = BatchShape(
-                nearest_side_px(int(width_px)), nearest_side_px(int(height_px)), int(count)
-            )
-            return _merged(text, [shape])
+            return _added(text, [nearest_shape(int(width_px), int(height_px), int(count))])
 
         inputs = [self._sizes, width, height, batch]
         outputs = [self._sizes, self.progress]
         self.add.click(add, inputs=inputs, outputs=outputs, show_progress="hidden")
 
 
-def _merged(text: str, more: Sequence[BatchShape]) -> tuple[Any, str]:
+def _added(text: str, more: Sequence[BatchShape]) -> tuple[Any, str]:
     try:
-        return merge_sizes(text, more), ""
+        return with_sizes_added(text, more), ""
     except OneDiffError as exc:
         return gr.update(), html.error(exc)
 
 
-def _warm_up(port: PanelHost, values: Sequence[Any]) -> Iterator[str]:
-    """What the progress shows, moment by moment."""
+def _warm_up(panel_host: PanelHost, values: Sequence[Any]) -> Iterator[str]:
+    """The HTML of the progress, step by step."""
     try:
         choices = Choices.parse(from_arguments(values))
         summary = ""
-        for step in port.warm_up(choices):
+        for step in panel_host.warm_up(choices):
             summary = step.summary
             yield html.progress_bar(step)
     except OneDiffError as exc:

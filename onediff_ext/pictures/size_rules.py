@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from onediff_ext.core.errors import OptionError, ShapeError
+from onediff_ext.core.shapes import parse_width_height
 
 Placement = Literal["crop", "pad", "stretch"]
 
@@ -99,7 +99,7 @@ def parse_size_rule(text: str) -> SizeRule:
         if kind == "scale" and len(rest) == 1:
             return ScaledSize(_factor(rest[0]))
         if kind == "longest" and (len(rest) == 1 or rest[1:] == ["shrink"]):
-            return LongestSide(_side(rest[0]), only_shrink=len(rest) == 2)
+            return LongestSide(_checked_side(int(rest[0])), only_shrink=len(rest) == 2)
         if kind == "fixed" and len(rest) in (1, 2):
             return _fixed(*rest)
     except ValueError as exc:
@@ -141,17 +141,16 @@ def _factor(text: str) -> float:
     return factor
 
 
-def _side(text: str) -> int:
-    side_px = int(text)
+def _checked_side(side_px: int) -> int:
     if not 1 <= side_px <= MAX_RESULT_SIDE_PX:
         raise ValueError(f"a side must be from 1 to {MAX_RESULT_SIDE_PX} pixels")
     return side_px
 
 
 def _fixed(size: str, placement: str = "crop") -> FixedSize:
-    match = re.fullmatch(r"(\d{1,9})\s*[x×]\s*(\d{1,9})", size, re.ASCII)
-    if match is None:
+    sides = parse_width_height(size)
+    if sides is None:
         raise ValueError(f'"{size}" is not WIDTHxHEIGHT')
     if placement not in ("crop", "pad", "stretch"):
         raise ValueError(f'"{placement}" is not crop, pad or stretch')
-    return FixedSize(_side(match[1]), _side(match[2]), cast(Placement, placement))
+    return FixedSize(_checked_side(sides[0]), _checked_side(sides[1]), cast(Placement, placement))

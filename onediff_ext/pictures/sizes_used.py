@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onediff_ext.core.errors import PictureError
-from onediff_ext.core.shapes import BatchShape, nearest_side_px
+from onediff_ext.core.shapes import BatchShape, nearest_shape
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.picture_header import read_header
 from onediff_ext.pictures.skipped import SkipReport
@@ -34,7 +34,7 @@ def sizes_used(folders: Sequence[Path], limit: int = 8) -> list[BatchShape]:
             header = read_header(path)
         except PictureError:
             continue
-        counts[BatchShape(nearest_side_px(header.width_px), nearest_side_px(header.height_px))] += 1
+        counts[nearest_shape(header.width_px, header.height_px)] += 1
     return [shape for shape, _ in counts.most_common(limit)]
 
 

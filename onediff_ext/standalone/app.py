@@ -163,7 +163,7 @@ class StandaloneApp:
         """
         with self.turn():
             image_generator = self.loaded()
-            self.apply(choices, choices.outside(width_px, height_px, batch))
+            self.apply(choices, choices.outside_reason(width_px, height_px, batch))
 
             def step(number: int) -> None:
                 self.check_cancelled()

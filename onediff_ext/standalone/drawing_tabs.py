@@ -13,6 +13,7 @@ from onediff_ext.core.words import counted
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.infotext_entries import infotext_entries
 from onediff_ext.pictures.canvas_images import from_canvas, to_canvas
 from onediff_ext.pictures.canvas_sizes import fit_size
 from onediff_ext.pictures.naming import free_path
@@ -136,7 +137,7 @@ def _keep(
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
         if image is None:
             raise drawn.error(index)
-        used = choices.infotext() if standalone_app.session is not None else {}
+        used = infotext_entries(choices) if standalone_app.session is not None else {}
         text = compose_infotext(
             image_generator,
             settings,

@@ -1,4 +1,4 @@
-"""The panel's port to the stand-alone application."""
+"""The panel's connection to the stand-alone page."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from onediff_ext.backends.registry import why_no_graphs
-from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
-from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.panel.choices import Choices
-from onediff_ext.panel.field_schema import schema
-from onediff_ext.panel.fields import FEATURES
 from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
-from onediff_ext.panel.warm_up_sizes import recent_sizes
 from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
 from onediff_ext.session.warm_up_report import WarmUpProgress, WarmUpReport
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.store import GraphLibrary
 
+if TYPE_CHECKING:
+    import torch
+
 _STAGES = {"kinds": "building", "captures": "capturing", "measuring": "measuring"}
 
 
 class StandalonePanelHost(PanelHost):
-    """Gives the panel the application's status, library and warm-up.
+    """The stand-alone page as the panel sees it.
 
     Args:
-        standalone_app: Draws.
-        output_dir: The folder of finished images.
+        standalone_app: Draws the pictures.
+        output_dir: The folder of finished pictures.
         is_local: Only this machine's own users reach the page.
     """
 
@@ -49,40 +47,25 @@ class StandalonePanelHost(PanelHost):
         if not self._warming.cancel() and session is not None:
             session.cancel_builds()
 
-    def why_no_import(self) -> str | None:
+    def no_import_reason(self) -> str | None:
         if self._is_local:
             return None
         return "Import is off because others can reach this page: use `onediff-ext graphs import`."
 
-    def features(self) -> frozenset[str]:
-        return FEATURES
-
     def library(self) -> GraphLibrary:
         return self.standalone_app.library
 
-    def machine(self) -> str:
-        return machine_digest(self.standalone_app.device)
+    def device(self) -> torch.device:
+        return self.standalone_app.device
 
     def picture_folders(self) -> Sequence[Path]:
         return [self._output_dir]
 
-    def off_reason(self) -> str | None:
-        if self.standalone_app.device.type == "cuda":
-            return None
-        return "There is no GPU here, where graphs win little: off unless you turn it on."
-
-    def missing_reason(self) -> str | None:
-        return why_no_graphs(self.standalone_app.device)
-
-    def schema(self) -> dict[str, object]:
-        return schema(FEATURES)
-
     def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
-        if not choices.enabled:
-            raise OptionError("OneDiff is off.", "Turn it on to warm up.")
+        shapes = self.warm_up_shapes(choices)
         steps: queue.SimpleQueue[WarmUpStep | BaseException | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=self._work, args=(choices, steps), name="onediff-warm-up", daemon=True
+            target=self._work, args=(choices, shapes, steps), name="onediff-warm-up", daemon=True
         )
         yield WarmUpStep(0, 0, "looking for graphs")
         self._warming.start()
@@ -93,7 +76,10 @@ class StandalonePanelHost(PanelHost):
             yield step
 
     def _work(
-        self, choices: Choices, steps: queue.SimpleQueue[WarmUpStep | BaseException | None]
+        self,
+        choices: Choices,
+        shapes: list[BatchShape],
+        steps: queue.SimpleQueue[WarmUpStep | BaseException | None],
     ) -> None:
         def listen(progress: WarmUpProgress) -> None:
             note = f"{_STAGES[progress.stage]} {progress.label}".strip()
@@ -111,15 +97,9 @@ class StandalonePanelHost(PanelHost):
                 return self._warming.run(warm_up)
 
         try:
-            report = in_passes(self._shapes(choices), one_pass, lambda: self._warming.is_cancelled)
+            report = in_passes(shapes, one_pass, lambda: self._warming.is_cancelled)
             if report is not None:
                 steps.put(WarmUpStep(1, 1, "done", summary=report.line()))
         except BaseException as exc:
             steps.put(exc)
         steps.put(None)
-
-    def _shapes(self, choices: Choices) -> list[BatchShape]:
-        shapes = choices.warm_up_shapes() or recent_sizes(self.picture_folders())
-        if not shapes:
-            raise OptionError("There is no size to warm up.", 'Write for example "512x768".')
-        return shapes

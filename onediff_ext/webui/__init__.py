@@ -1,1 +1,1 @@
-"""What the script of a WebUI calls; nothing here is imported by the command line."""
+"""The extension inside a WebUI: its scripts, settings, REST routes and X/Y/Z axes."""

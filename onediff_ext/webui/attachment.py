@@ -1,4 +1,4 @@
-"""One model of a host with graphs under it, for the length of one job."""
+"""One of the host's models with graphs under it, for the length of one job."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from onediff_ext.webui.deepcache import WebUIDeepCache
 
 
 class Attachment:
-    """Graphs under one model. Suspended, every attribute is as it was before.
+    """Graphs under one model. While suspended, every attribute is the host's own.
 
     Args:
-        host: Adds what it needs itself, such as the merging of a pending LoRA.
-        session: Who owns the kinds.
-        name: The component, as `WebUIHost.models` gives it.
+        host: Adds patches of its own, such as the merging of a pending LoRA.
+        session: The owner of the block kinds.
+        name: The component's name from `WebUIHost.models`.
         model: The host's module.
-        state: `WebUIHost.state` for which this is right.
+        state: The `WebUIHost.state` for which these graphs are valid.
 
     Attributes:
-        component: The model with its runners and captures.
-        owner: As `WebUIHost.owner`, while it lives.
-        reuse: DeepCache around it, for a UNet that a job wants it for.
+        component: The model with its block runners and CUDA graphs.
+        deepcache: DeepCache around the model, for a UNet whose job wants it.
     """
 
     def __init__(
@@ -39,14 +38,15 @@ class Attachment:
         self.component = Component(name, model, session)
         owner = host.owner(name, model)
         self._owner = None if owner is None else weakref.ref(owner)
-        self.reuse = WebUIDeepCache(model)
+        self.deepcache = WebUIDeepCache(model)
 
     @property
     def owner(self) -> object | None:
+        """The object that dies with the model (`WebUIHost.owner`); None without one."""
         return None if self._owner is None else self._owner()
 
     def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
-        """Whether this is what that model needs now."""
+        """Whether this attachment is valid for these arguments."""
         return (
             session is self.session
             and model is self.component.model
@@ -55,7 +55,7 @@ class Attachment:
         )
 
     def is_gone(self) -> bool:
-        """Whether the host has given the model up: its weights are nowhere."""
+        """Whether the host has given the model up: its weights are on the meta device."""
         return any(parameter.is_meta for parameter in self.component.model.parameters())
 
     def install(self) -> None:
@@ -68,17 +68,17 @@ class Attachment:
             raise
 
     def suspend(self) -> None:
-        """Leave every attribute as it was before `install`, which may come again."""
+        """Restore every attribute from before `install`, which may be called again."""
         self._patches.undo()
-        self.reuse.remove()
+        self.deepcache.remove()
         self.component.suspend()
 
     def undo(self) -> None:
-        """The same for good: captures are dropped too."""
+        """Restore every attribute for good; the CUDA graphs are dropped too."""
         self._patches.undo()
-        self.reuse.forget()
+        self.deepcache.forget()
         self.component.remove()
 
     def kinds(self) -> list[BlockKind]:
-        """The kinds that the model's blocks have used."""
+        """The block kinds that the model's blocks have used."""
         return self.component.kinds()

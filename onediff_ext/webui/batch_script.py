@@ -17,17 +17,17 @@ from onediff_ext.webui.batch_job import run_batch_job
 from onediff_ext.webui.host_access import hides_folders
 
 TITLE = "OneDiff: img2img batch across resolutions"
-_SIZE_HELP = "own, scale:0.5, longest:768 or fixed:512x768; any of them may be typed in"
+_SIZE_HELP = "own, scale:0.5, longest:768 or fixed:512x768; other values may be typed in"
 
 
 class BatchScript(scripts.Script):
-    """Every picture of a folder at its own size, equal sizes together."""
+    """Draws every picture of a folder at its own size, equal sizes in one batch."""
 
     def title(self) -> str:
         return TITLE
 
     def show(self, is_img2img: bool) -> bool:
-        # As the host's own batch tab: others may not name folders of this machine.
+        # The host hides its own batch tab too: visitors must not name folders of this machine.
         return is_img2img and not hides_folders(shared.cmd_opts)
 
     def ui(self, is_img2img: bool) -> list[Any]:  # noqa: ARG002
@@ -95,7 +95,7 @@ class BatchScript(scripts.Script):
         keep_alpha: bool = False,
         name: str = DEFAULT_TEMPLATE,
     ) -> Any:
-        """Do the job; what cannot be done is said in the host's own place for messages."""
+        """Run the job; errors appear where the host shows its messages."""
         processing.fix_seed(p)
         try:
             if hides_folders(shared.cmd_opts):
@@ -145,7 +145,7 @@ def _shown_limit() -> int:
 
 
 def _identity(p: Any) -> dict[str, object]:
-    """What decides a picture besides the job's own numbers."""
+    """The settings that decide a picture besides the job's own."""
     opts = shared.opts
     names = (
         "sd_vae",
@@ -162,10 +162,9 @@ def _identity(p: Any) -> dict[str, object]:
 
 
 def _checkpoint() -> str:
-    """The chosen checkpoint's short hash, or its name where the host makes no hashes.
+    """The chosen checkpoint's short hash, or its name when the host computes no hashes.
 
-    Not the one in memory: Forge loads what was chosen only when it draws, so until then that is
-    another one, or none.
+    Forge loads the chosen checkpoint only when it draws, so memory may hold another one, or none.
     """
     info = sd_models.select_checkpoint()
     return "" if info is None else str(info.calculate_shorthash() or info.name)

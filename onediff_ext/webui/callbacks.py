@@ -1,4 +1,4 @@
-"""The host's callbacks. Called by the script each time that it is loaded, "Reload UI" included."""
+"""Registration of the host's callbacks, each time that the host loads the scripts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Ask the host to call us; the host forgets all callbacks when it loads scripts anew."""
+    """Register all callbacks. "Reload UI" clears them and loads the scripts again."""
     from modules import script_callbacks
 
     script_callbacks.on_ui_settings(_add_settings)
     script_callbacks.on_before_ui(_add_axes)
     script_callbacks.on_app_started(_add_routes)
     script_callbacks.on_cfg_denoiser(_before_step)
-    script_callbacks.on_model_loaded(_let_go)
+    script_callbacks.on_model_loaded(_drop_gone_models)
     script_callbacks.on_model_loaded(_warm_up_loaded)
     script_callbacks.on_script_unloaded(_unload)
 
@@ -47,29 +47,29 @@ def _add_routes(_: Any, app: Any) -> None:
     from modules import shared
 
     from onediff_ext.hosts.detect import host_name
-    from onediff_ext.webui.always_visible import PORT
+    from onediff_ext.webui.always_visible import PANEL_HOST
     from onediff_ext.webui.host_access import ApiAccess
     from onediff_ext.webui.rest import add_routes
 
-    # A host without an API gets none from us.
+    # Routes are added only where the host itself has an API.
     if shared.cmd_opts.api or getattr(shared.cmd_opts, "nowebui", False):
-        add_routes(app, PORT, ApiAccess.of(shared.cmd_opts), host_name())
+        add_routes(app, PANEL_HOST, ApiAccess.of(shared.cmd_opts), host_name())
 
 
 def _before_step(parameters: Any) -> None:
-    extension.current().acceleration.before_step(parameters)
+    extension.current().graphs.before_step(parameters)
 
 
-def _let_go(_: Any) -> None:
+def _drop_gone_models(_: Any) -> None:
     state = extension.existing()
     if state is not None:
-        state.acceleration.model_loaded()
+        state.graphs.model_loaded()
 
 
 def _warm_up_loaded(_: Any) -> None:
     from modules import shared
 
-    from onediff_ext.webui.always_visible import PORT
+    from onediff_ext.webui.always_visible import PANEL_HOST
     from onediff_ext.webui.settings import WARM_UPS, Settings
 
     settings = Settings(shared.opts)
@@ -80,9 +80,9 @@ def _warm_up_loaded(_: Any) -> None:
 
     sizes = settings.get("onediff_warm_up_sizes") if wanted == WARM_UPS[1] else ""
     try:
-        PORT.start_warm_up(Choices.parse({"enabled": True, "sizes": sizes}))
+        PANEL_HOST.start_warm_up(Choices.parse({"enabled": True, "sizes": sizes}))
     except OneDiffError as exc:
-        logger.warning("Nothing is warmed up: %s", exc)
+        logger.warning("No warm-up: %s", exc)
 
 
 def _unload() -> None:

@@ -1,4 +1,4 @@
-"""DeepCache inside a WebUI: its samplers say when a run begins and when they want a prediction."""
+"""DeepCache inside a WebUI, driven by the callbacks of the host's samplers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from onediff_ext.hosts.unet_adapters import adapter_for
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One time that a sampler of the host asks for a prediction.
+    """One prediction that a sampler of the host asks for.
 
     Args:
-        number: Of this run of the sampler, from 0.
-        total: As many as the host expects in this run, or None; some samplers ask for more.
+        number: Its number in this run of the sampler, from 0.
+        total: The number that the host expects in this run, or None; some samplers ask for more.
         samplers: Names of sampler and schedule.
-        steps: Of the whole schedule, before image to image leaves some out; None if unknown.
-        prompt: Which of the prompt's and the negative prompt's texts are in force, since
-            ``[a:b:0.5]`` and ``[a|b]`` change them on the way.
+        steps: Steps of the whole schedule, before img2img skips some; None if unknown.
+        prompt: Identifies the active texts of prompt and negative prompt. ``[a:b:0.5]`` and
+            ``[a|b]`` change them during the run.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, parameters: Any) -> Evaluation:
-        """From what the hosts hand to ``on_cfg_denoiser``: `CFGDenoiserParams`, alike in all."""
+        """Read the argument of ``on_cfg_denoiser``: `CFGDenoiserParams`, the same in all hosts."""
         denoiser = getattr(parameters, "denoiser", None)
         sampler = getattr(denoiser, "sampler", None)
         p = getattr(denoiser, "p", None)
@@ -51,29 +51,29 @@ class Evaluation:
             total=getattr(denoiser, "total_steps", None),
             samplers=tuple(str(text) for text in (name, schedule) if text),
             steps=steps,
-            prompt=tuple(_texts_in_force(sampler, number)),
+            prompt=tuple(_active_texts(sampler, number)),
         )
 
     def refusal_reason(self, checkpoint: str) -> str | None:
-        """Why there is nothing to win for DeepCache, or None."""
+        """Why DeepCache gains nothing in this run, or None."""
         reasons = (few_steps_refusal(name, self.steps) for name in (*self.samplers, checkpoint))
         return next(filter(None, reasons), None)
 
 
 @dataclass
 class DeepCacheTally:
-    """What DeepCache did for one job, in all its runs.
+    """What DeepCache did in all runs of one job.
 
     Args:
-        counts: "full", "shallow" and "plain" calls of the UNet.
-        reason: Why a run did without, or None.
+        counts: Calls of the UNet: "full", "shallow" and "plain" (without DeepCache).
+        reason: Why a run did not use DeepCache, or None.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     reason: str | None = None
 
     def line(self) -> str:
-        """For people; empty when nobody wanted it."""
+        """One line for the status; empty when DeepCache is off."""
         if self.reason is not None:
             return self.reason
         full, shallow = self.counts["full"], self.counts["shallow"]
@@ -84,7 +84,7 @@ class DeepCacheTally:
 
 
 class WebUIDeepCache:
-    """DeepCache around one UNet of the host. Where nothing is to be reused, nothing is changed.
+    """DeepCache around one UNet of the host. The UNet is unchanged while DeepCache is off.
 
     Args:
         unet: The host's module.
@@ -93,7 +93,7 @@ class WebUIDeepCache:
     def __init__(self, unet: nn.Module) -> None:
         self._unet = unet
         self._cache: DeepCache | None = None
-        self._tally: DeepCacheTally | None = None  # of the run that goes on
+        self._tally: DeepCacheTally | None = None  # of the current run
 
     def begin_evaluation(
         self,
@@ -104,18 +104,18 @@ class WebUIDeepCache:
         tally: DeepCacheTally,
         foreign: str | None = None,
     ) -> None:
-        """The sampler asks for a prediction; the first of a run begins that.
+        """The sampler asks for a prediction. The first prediction of a run begins the run.
 
         Args:
             options: What the user chose for this job.
-            evaluation: Which one it is.
-            weights: `WebUIHost.weights`; features of others are not used.
-            checkpoint: Its name.
-            tally: Where a run is added when it ends.
-            foreign: Why the UNet's forward is another's: what that adds may begin and end on the
-                way, unseen.
+            evaluation: The prediction.
+            weights: `WebUIHost.weights`; features of other weights are discarded.
+            checkpoint: The checkpoint's name.
+            tally: A run is added to it when the run ends.
+            foreign: Why another extension runs the UNet's forward, or None. Its additions may
+                begin and end during the run without notice.
         """
-        # A refiner's run begins in the middle.
+        # A refiner's run begins in the middle of the schedule.
         if evaluation.number == 0 or self._tally is None:
             self.end_run()
             refusal_reason = evaluation.refusal_reason(checkpoint)
@@ -129,7 +129,7 @@ class WebUIDeepCache:
             cache.begin_evaluation()
 
     def end_run(self) -> None:
-        """The sampler has ended: give the memory back, and let calls of others through."""
+        """End the run: free the features. Calls of the UNet are plain until the next run."""
         tally, self._tally = self._tally, None
         cache = self._cache
         if cache is None:
@@ -141,19 +141,19 @@ class WebUIDeepCache:
         cache.options = OFF
 
     def remove(self) -> None:
-        """Leave the UNet as it was. What captures hold is kept, and found again by a later run."""
+        """Restore the UNet. Features inside CUDA graphs are kept and reused by a later run."""
         self.end_run()
         if self._cache is not None and not self._cache.remove():
             self._cache = None
 
     def forget(self) -> None:
-        """The same, for good."""
+        """Restore the UNet for good."""
         self.remove()
         self._cache = None
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all features, those held by captures included."""
+        """Memory of all features, including those inside CUDA graphs."""
         return 0 if self._cache is None else self._cache.size_bytes
 
     def _begin_run(
@@ -179,11 +179,11 @@ class WebUIDeepCache:
             tally.reason = str(exc)
             return
         if not self._cache.is_installed:
-            self._cache.install()  # the outermost: graphs and captures are there already
+            self._cache.install()  # outermost: block runners and CUDA graphs are installed already
 
 
-def _texts_in_force(sampler: Any, number: int) -> Iterator[int]:
-    """Of each prompt's schedule, the place of the entry for this evaluation.
+def _active_texts(sampler: Any, number: int) -> Iterator[int]:
+    """The index of the active entry in each prompt's schedule.
 
     Source: reconstruct_cond_batch in the hosts' modules/prompt_parser.py.
     """

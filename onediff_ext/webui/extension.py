@@ -1,4 +1,4 @@
-"""The extension's state in the host's process: made at the first use, gone at "Reload UI"."""
+"""The extension's state in the host's process, from the first use until "Reload UI"."""
 
 from __future__ import annotations
 
@@ -13,30 +13,37 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.panel.choices import Choices
-from onediff_ext.panel.fields import CUSTOM, DRAW_WITHOUT, STOP
+from onediff_ext.panel.fields import DRAW_WITHOUT, STOP
+from onediff_ext.panel.presets import CUSTOM
 from onediff_ext.store import GraphLibrary, default_root
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
+from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 
 logger = logging.getLogger(__name__)
 
 
 class Extension:
-    """What a job, the panel, the API and the settings have in common.
+    """The state that jobs, panel, API and settings share.
 
     Args:
         host: The adapter of the running WebUI.
         options: The host's ``shared.opts``.
+
+    Attributes:
+        graphs: Puts graphs under the host's models for each job.
+        warm_ups: Warms up the current checkpoint.
     """
 
     def __init__(self, host: WebUIHost, options: Any) -> None:
         self.host, self.settings = host, Settings(options)
-        self.acceleration = Acceleration(host)
-        self._why_without = ""
-        self._jobs_seen = False
+        self.graphs = GraphsForJobs(host)
+        self.warm_ups = WarmUpJobs(self.graphs)
+        self._eager_reason = ""
+        self._was_ever_on = False
 
     def compile_options(self, choices: Choices) -> CompileOptions:
-        """The options of a session, from the panel and the settings page.
+        """The options of a session, from panel and settings page.
 
         Raises:
             OptionError: A setting cannot be used.
@@ -50,64 +57,67 @@ class Extension:
         )
 
     def begin(self, job: Any, choices: Choices) -> str | None:
-        """A job starts.
+        """Start a job.
 
         Returns:
-            Why it runs without graphs although they are wanted, or None.
+            Why it runs without graphs although the user wants them, or None.
         """
-        self._why_without = ""
+        self._eager_reason = ""
         if not choices.enabled:
             self._off(job)
             return None
-        outside = next(filter(None, (choices.outside(*shape) for shape in job_shapes(job))), None)
+        outside = next(
+            filter(None, (choices.outside_reason(*shape) for shape in job_shapes(job))), None
+        )
         if outside is not None:
             self._off(job)
-            self._why_without = outside
+            self._eager_reason = outside
             return outside
-        self._jobs_seen = True
-        self.acceleration.begin(
+        self._was_ever_on = True
+        self.graphs.begin(
             job,
             self.compile_options(choices),
             choices.ignores,
             deepcache=DeepCacheOptions.parse(choices.deepcache),
         )
-        return next(iter(self.acceleration.status().reasons), None)
+        return next(iter(self.graphs.status().reasons), None)
 
     def refuse(self, job: Any, reason: str) -> None:
-        """A job starts whose choices cannot be used: it runs without graphs, and says why."""
+        """Start a job whose choices are unusable: it runs without graphs, for this reason."""
         self._off(job)
-        self._why_without = reason
+        self._eager_reason = reason
 
     def stops(self, choices: Choices) -> bool:
-        """Whether a job that cannot use graphs is to stop."""
+        """Whether a job that cannot use graphs stops."""
         policies = (choices.on_failure, self.settings.get("onediff_on_failure"))
         return STOP in policies and policies[0] != DRAW_WITHOUT
 
     def status(self) -> Status:
-        """What is true now."""
-        if self._why_without:
-            return Status("eager", reasons=(self._why_without,))
-        return self.acceleration.status()
+        """The current status."""
+        if self._eager_reason:
+            return Status("eager", reasons=(self._eager_reason,))
+        return self.graphs.status()
 
     def library(self) -> GraphLibrary:
-        """The graph library of the settings page."""
+        """The graph store of the settings page."""
         root = self.settings.store
         if root is None:
             root = default_root()
         return GraphLibrary(Path(root), self.settings.store_limit_bytes)
 
     def close(self) -> None:
-        """Undo everything."""
-        self.acceleration.close()
+        """Undo all changes to the host and end all builds."""
+        self.warm_ups.cancel()
+        self.graphs.close()
 
     def _off(self, job: Any) -> None:
-        # While nothing was ever on, a job that is off must not meet us at all.
-        if self._jobs_seen:
-            self.acceleration.begin(job, None)
+        # Until OneDiff was on once, jobs run without any contact with it.
+        if self._was_ever_on:
+            self.graphs.begin(job, None)
 
 
 def job_shapes(job: Any) -> list[tuple[int, int, int]]:
-    """(width, height, pictures at once) of a job, in pixels; the second pass of hires-fix too."""
+    """(width, height, batch) of a job's passes, in pixels; hires-fix has a second pass."""
     width, height = int(job.width), int(job.height)
     batch = int(getattr(job, "batch_size", 1) or 1)
     shapes = [(width, height, batch)]
@@ -126,10 +136,10 @@ _current: Extension | None = None
 
 
 def current() -> Extension:
-    """The extension of this process, made when it is first needed.
+    """The extension of this process, made at the first call.
 
     Raises:
-        OneDiffError: This WebUI is not known.
+        OneDiffError: This WebUI is not supported.
     """
     global _current
     if _current is None:
@@ -142,12 +152,12 @@ def current() -> Extension:
 
 
 def existing() -> Extension | None:
-    """The extension of this process, if anything has needed it so far."""
+    """The extension of this process; None before the first call of `current`."""
     return _current
 
 
 def close_current() -> None:
-    """Undo everything and forget it; the next use begins anew."""
+    """Close the extension of this process; the next `current` makes a new one."""
     global _current
     if _current is not None:
         try:

@@ -1,4 +1,4 @@
-"""What the WebUI's own command line says about who may do what."""
+"""Access rules from the WebUI's own command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from onediff_ext.panel.foreign_requests import ANY_NAME, machine_names, why_foreign
+from onediff_ext.panel.foreign_requests import ANY_NAME, foreign_reason, machine_names
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class ApiAccess:
     """Who may use the API.
 
     Args:
-        auth: The host's ``--api-auth``, ``user:password`` pairs with commas; None for none.
-        names: Names of this server besides ``localhost`` and addresses in numbers.
-        origins: Other sites that may use it, as the host's ``--cors-allow-origins`` says.
-        origin_pattern: As its ``--cors-allow-origins-regex`` says; ``""`` for none.
+        auth: The host's ``--api-auth``, ``user:password`` pairs with commas; None without it.
+        names: Names of this server besides ``localhost`` and numeric addresses.
+        origins: Other sites that may use the API, from the host's ``--cors-allow-origins``.
+        origin_pattern: From ``--cors-allow-origins-regex``; ``""`` without it.
     """
 
     auth: str | None = None
@@ -33,7 +33,7 @@ class ApiAccess:
         if any(getattr(flags, name, None) for name in ("listen", "server_name")):
             names |= machine_names()
         if auth:
-            # A site that has pointed its name here has no password: browsers keep it by name.
+            # Browsers keep passwords by name, so a site that points its name here has none.
             names.add(ANY_NAME)
         origins = str(getattr(flags, "cors_allow_origins", None) or "").split(",")
         return cls(
@@ -43,17 +43,17 @@ class ApiAccess:
             str(getattr(flags, "cors_allow_origins_regex", None) or ""),
         )
 
-    def why_refused(self, host: str | None, origin: str | None) -> str | None:
-        """Why a request with these headers is another site's, or None when it is not."""
+    def refusal_reason(self, host: str | None, origin: str | None) -> str | None:
+        """Why a request with these headers comes from another site; None when it does not."""
         if origin and self.origin_pattern and re.fullmatch(self.origin_pattern, origin):
             origin = None
-        return why_foreign(host, origin, self.names, self.origins)
+        return foreign_reason(host, origin, self.names, self.origins)
 
 
-def why_no_import(flags: Any) -> str | None:
-    """Why graphs cannot be imported in the panel: where extensions cannot be installed either.
+def no_import_reason(flags: Any) -> str | None:
+    """Why the panel cannot import graphs; None when it can.
 
-    Both run code of a visitor's choice.
+    The host's rule for installing extensions applies: both run code that a visitor chooses.
     """
     if not getattr(flags, "disable_extension_access", False):
         return None

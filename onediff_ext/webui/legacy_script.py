@@ -15,7 +15,7 @@ OLD_NAME = "onediff_diffusion_model"
 
 
 class OldNameScript(scripts.Script):
-    """Draws the job with OneDiff on; everything else is as the accordion says."""
+    """Draws the job with OneDiff on; all other choices come from the accordion."""
 
     def title(self) -> str:
         return OLD_NAME
@@ -25,14 +25,14 @@ class OldNameScript(scripts.Script):
         return []
 
     def run(self, p: Any, *args: Any) -> Any:  # noqa: ARG002
-        """Whatever arguments earlier versions took are passed over."""
+        """Draw the job. Arguments of earlier versions are ignored."""
         with enabled(p):
             return processing.process_images(p)
 
 
 @contextmanager
 def enabled(p: Any) -> Iterator[None]:
-    """Let a job run with OneDiff on, for the length of a ``with`` block."""
+    """Turn OneDiff on for a job, for the length of a ``with`` block."""
     before = getattr(p, AXIS_ATTRIBUTE, None)
     setattr(p, AXIS_ATTRIBUTE, {**(before or {}), "enabled": True})
     try:

@@ -1,4 +1,4 @@
-"""The body of a request to the API: bounded, JSON only, and checked before anything starts."""
+"""Reading the JSON body of an API request, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ async def read_body(request: Request, names: Collection[str]) -> dict[str, Any]:
     """Read a JSON object.
 
     Args:
-        request: Of the server.
+        request: The server's request.
         names: The entries that the object may have.
 
     Raises:
         HTTPException: 415 for another content type, 413 for a body over `MAX_BODY_BYTES`, 408 for
-            one that takes longer than `TIMEOUT_S`, 400 for what is no JSON, 422 for what is no
-            object or has other entries.
+            one that takes longer than `TIMEOUT_S`, 400 for invalid JSON, 422 for a value that is
+            not an object or has unknown entries.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -49,10 +49,10 @@ async def read_body(request: Request, names: Collection[str]) -> dict[str, Any]:
 
 
 async def read_no_body(request: Request) -> None:
-    """Take a request that needs no body; an empty JSON object will do as well.
+    """Check a request that needs no body; an empty JSON object is accepted too.
 
     Raises:
-        HTTPException: As `read_body`.
+        HTTPException: As in `read_body`.
     """
     length = request.headers.get("content-length", "0").strip()
     has_body = length != "0" or "transfer-encoding" in request.headers
@@ -64,8 +64,8 @@ def refuse(status: int, reason: str) -> NoReturn:
     """Raise the error that answers a request.
 
     Args:
-        status: Of HTTP.
-        reason: For people; what UTF-8 lacks is replaced, and what is too long is cut.
+        status: The HTTP status.
+        reason: Shown to the user. Lone surrogates are replaced; a long text is cut.
 
     Raises:
         HTTPException: Always.
@@ -87,4 +87,4 @@ async def _read(request: Request) -> bytes:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

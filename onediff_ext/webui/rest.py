@@ -1,7 +1,7 @@
-"""REST under ``/onediff/v1``: what the panel shows and does, for other programs.
+"""The REST routes under ``/onediff/v1``: version, schema, status, graphs, warmup and cancel.
 
-Takes names from the store, never paths, and imports no graphs: these are native code. Requests
-that other web sites send through a visitor's browser are refused.
+The routes accept names from the store and no paths. They import no graphs, which are native code.
+Requests that other web sites send through a visitor's browser are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from onediff_ext import __version__
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.panel.choices import Choices, from_arguments, is_nested
+from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.field_values import is_nested
 from onediff_ext.panel.fields import BY_NAME
 from onediff_ext.panel.graph_rows import graph_groups
 from onediff_ext.webui.host_access import ApiAccess
@@ -28,32 +29,32 @@ from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 PREFIX = "/onediff/v1"
 
 
-def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str) -> None:
-    """Add the routes to the host's server; those of before are replaced.
+def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host: str) -> None:
+    """Add the routes to the host's server; routes of an earlier call are replaced.
 
     Args:
         app: The host's server.
-        port: Does what is asked.
-        access: Who may ask.
+        panel_host: Answers the requests.
+        access: Who may use the API.
         host: The WebUI's name.
     """
     remove_routes(app)
     guards = [Depends(_refuse_foreign(access))]
     if access.auth:
-        guards.append(Depends(_guard(access.auth)))
+        guards.append(Depends(_require_password(access.auth)))
 
     def version() -> Response:
         return _answer(lambda: {"version": __version__, "host": host})
 
     def schema() -> Response:
-        return _answer(port.schema)
+        return _answer(panel_host.schema)
 
     def status() -> Response:
-        return _answer(lambda: port.status().as_json())
+        return _answer(lambda: panel_host.status().as_json())
 
     def graphs() -> Response:
         def groups() -> object:
-            found = graph_groups(port.library(), port.machine())
+            found = graph_groups(panel_host.library(), panel_host.machine())
             return {"checkpoints": [group.as_json() for group in found]}
 
         return _answer(groups)
@@ -65,15 +66,15 @@ def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str)
             body["sizes"] = ", ".join(map(str, sizes))
         try:
             choices = Choices.parse(from_arguments([body]))
-            port.start_warm_up(choices)
+            panel_host.start_warm_up(choices)
         except OneDiffError as exc:
             refuse(422, str(exc))
         return _json({"started": True, "sizes": choices.sizes}, 202)
 
     async def cancel(request: Request) -> Response:
         await read_no_body(request)
-        port.cancel()
-        return _answer(lambda: port.status().as_json())
+        panel_host.cancel()
+        return _answer(lambda: panel_host.status().as_json())
 
     for method, name, endpoint, status_code in (
         ("GET", "version", version, 200),
@@ -94,7 +95,7 @@ def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str)
 
 
 def remove_routes(app: FastAPI) -> None:
-    """Take the routes out again."""
+    """Remove the routes from the server."""
     app.router.routes[:] = [
         route
         for route in app.router.routes
@@ -103,7 +104,7 @@ def remove_routes(app: FastAPI) -> None:
 
 
 def _answer(make: Callable[[], object]) -> Response:
-    """Answer with what a function makes; an error of ours is 503 with its message."""
+    """Answer with the function's result; a OneDiffError becomes a 503 with its message."""
     try:
         return _json(make())
     except OneDiffError as exc:
@@ -111,13 +112,13 @@ def _answer(make: Callable[[], object]) -> Response:
 
 
 def _json(value: object, status_code: int = 200) -> Response:
-    """Plain values as JSON in ASCII: a label from a file may have characters that UTF-8 lacks."""
+    """Plain values as ASCII JSON: labels from files may have characters that UTF-8 lacks."""
     text = json.dumps(_finite(value))
     return Response(text, status_code=status_code, media_type="application/json")
 
 
 def _finite(value: object) -> object:
-    """The same values; null for numbers that JSON lacks."""
+    """The same values, with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {str(name): _finite(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -128,14 +129,14 @@ def _finite(value: object) -> object:
 def _refuse_foreign(access: ApiAccess) -> Any:
     async def check(request: Request) -> None:
         headers = request.headers
-        reason = access.why_refused(headers.get("host"), headers.get("origin"))
+        reason = access.refusal_reason(headers.get("host"), headers.get("origin"))
         if reason is not None:
             refuse(403, reason)
 
     return check
 
 
-def _guard(api_auth: str) -> Any:
+def _require_password(api_auth: str) -> Any:
     users = dict(pair.split(":", 1) for pair in api_auth.split(",") if ":" in pair)
     users = {name.strip(): password for name, password in users.items()}
 

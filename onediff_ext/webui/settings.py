@@ -1,4 +1,4 @@
-"""The settings page "OneDiff", and what its values mean."""
+"""The settings page "OneDiff" and the meaning of its values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from onediff_ext.panel.fields import DEEPCACHE, DRAW_WITHOUT, STOP
 
 SECTION = ("onediff", "OneDiff")
 HOST_FEATURES: frozenset[str] = frozenset({DEEPCACHE})
-"""Entries of `ui.fields.FEATURES` that work inside a WebUI."""
+"""The entries of `panel.fields.FEATURES` that work inside a WebUI."""
 BUILDS = {
     "in the background": "background",
     "after the first step": "wait",
     "only by Warm up now": "never",
 }
-"""What the setting says → `CompileOptions.build`."""
+"""The setting's text → `CompileOptions.build`."""
 
 WARM_UPS = ("nothing", "the sizes below", "the sizes of recent images")
 
@@ -28,10 +28,10 @@ class Setting:
     """One setting.
 
     Args:
-        key: In the host's config file.
-        label, help: For people.
-        default: Its value when nobody says otherwise.
-        choices: The values that it may have, if they are few.
+        key: Its name in the host's config file.
+        label, help: Shown to the user.
+        default: Its value until the user changes it.
+        choices: The accepted values; empty for any.
         span: (lowest, highest, step) of a number.
     """
 
@@ -49,14 +49,14 @@ SETTINGS = (
         "onediff_store_limit_gb",
         "Store limit in GB",
         CompileOptions.store_limit_bytes / 2**30,
-        "above it, the graphs that were not used for longest go",
+        "above it, the least recently used graphs are deleted",
         span=(1, 200, 1),
     ),
     Setting(
         "onediff_backend",
         "Backend of the presets",
         BACKENDS[0],
-        "who makes the graphs unless the preset is Custom",
+        "builds the graphs unless the preset is Custom",
         BACKENDS,
     ),
     Setting("onediff_build", "Build missing graphs", next(iter(BUILDS)), choices=tuple(BUILDS)),
@@ -74,17 +74,17 @@ BY_KEY = {setting.key: setting for setting in SETTINGS}
 
 
 class Settings:
-    """The values, read anew each time.
+    """The current values, read from the host at each call.
 
     Args:
-        options: The host's ``shared.opts``, or a mapping in its place.
+        options: The host's ``shared.opts``, or a mapping for tests.
     """
 
     def __init__(self, options: Any) -> None:
         self._options = options
 
     def get(self, key: str) -> Any:
-        """A setting's value; its default where the host has none, or one of another type."""
+        """A setting's value; its default when the host has no usable one."""
         default = BY_KEY[key].default
         if isinstance(self._options, Mapping):
             value = self._options.get(key, default)
@@ -95,13 +95,13 @@ class Settings:
 
     @property
     def store(self) -> Path | None:
-        """The store's folder; None for the user's cache folder."""
+        """The folder of the graph store; None for the user's cache folder."""
         folder = str(self.get("onediff_store")).strip()
         return Path(folder).expanduser() if folder else None
 
     @property
     def store_limit_bytes(self) -> int:
-        """The store's size limit."""
+        """The size limit of the graph store."""
         return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
 
     @property
@@ -111,14 +111,13 @@ class Settings:
 
 
 def add_settings(options: Any, option_info: Any, gradio: Any, *, with_folders: bool = True) -> None:
-    """Add the page to the host.
+    """Add the page to the host's settings.
 
     Args:
         options: The host's ``shared.opts``.
         option_info: The host's ``OptionInfo``.
         gradio: The gradio module that the host uses.
-        with_folders: Show settings that are folders, which the host hides with
-            ``--hide-ui-dir-config``.
+        with_folders: Whether to show folders. The flag ``--hide-ui-dir-config`` hides them.
     """
     for setting in SETTINGS:
         component: Any = None
@@ -134,7 +133,7 @@ def add_settings(options: Any, option_info: Any, gradio: Any, *, with_folders: b
         info = option_info(setting.default, setting.label, component, arguments, section=SECTION)
         if setting.help:
             info = info.info(setting.help)
-        # A store holds native code: whoever may set options over the API could point it to
-        # files that they have uploaded.
+        # A store holds native code. An API client that may set options could otherwise point the
+        # store to files that it has uploaded.
         info.restrict_api = setting.key == "onediff_store"
         options.add_option(setting.key, info)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onediff_ext.panel.fields import BY_NAME, CUSTOM, presets_for
+from onediff_ext.panel.fields import BY_NAME, fields_for
+from onediff_ext.panel.presets import CUSTOM, presets_for
 from onediff_ext.webui.settings import HOST_FEATURES
 
 AXIS_ATTRIBUTE = "onediff_axis_values"
-"""On the host's ``p``: field → value, in place of the panel's. Copies of ``p`` carry it along."""
+"""Attribute of the host's ``p``: field → value that overrides the panel. Copies keep it."""
 
 AXES = ("enabled", "preset", "backend", "vae", "deepcache", "precision")
 _LABELS = {
@@ -21,7 +22,7 @@ _LABELS = {
 
 
 def axis_values(p: Any) -> dict[str, Any]:
-    """What the axes say for a job; empty when there are none."""
+    """The values that the axes set for a job; empty without axes."""
     return dict(getattr(p, AXIS_ATTRIBUTE, None) or {})
 
 
@@ -38,7 +39,7 @@ def add_axes(xyz_grid: Any) -> None:
 
 
 def remove_axes(xyz_grid: Any) -> None:
-    """Take the axes out of the host's X/Y/Z script."""
+    """Remove the axes from the host's X/Y/Z script."""
     ours = set(_LABELS.values())
     xyz_grid.axis_options[:] = [o for o in xyz_grid.axis_options if o.label not in ours]
 
@@ -58,7 +59,7 @@ def _axis(xyz_grid: Any, name: str) -> Any:
     if name == "enabled":
         choices = ("False", "True")
     elif name == "preset":
-        choices = presets_for(HOST_FEATURES)
+        choices = presets_for(fields_for(HOST_FEATURES))
     return xyz_grid.AxisOption(_LABELS[name], str, _apply(name), choices=lambda: list(choices))
 
 
@@ -66,8 +67,8 @@ def _apply(name: str) -> Callable[[Any, Any, Any], None]:
     def apply(p: Any, value: Any, _: Any) -> None:
         values = axis_values(p)
         values[name] = value
-        if BY_NAME[name].preset:
-            # A preset would decide these itself.
+        if BY_NAME[name].decided_by_preset:
+            # Any other preset would override this value.
             values["preset"] = CUSTOM
         setattr(p, AXIS_ATTRIBUTE, values)
 

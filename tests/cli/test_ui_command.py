@@ -37,7 +37,7 @@ def test_the_table_of_choices_loads_neither_gradio_nor_torch() -> None:
     script = """
 import sys
 import onediff_ext.panel.choices, onediff_ext.panel.field_schema, onediff_ext.panel.html
-import onediff_ext.panel.panel_host, onediff_ext.panel.warm_up_sizes
+import onediff_ext.panel.panel_host, onediff_ext.panel.infotext_entries
 import onediff_ext.panel.library_actions, onediff_ext.webui.settings
 import onediff_ext.webui.batch_job
 assert not {"gradio", "torch", "modules"} & set(sys.modules)

@@ -16,7 +16,7 @@ from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support import a1111_stand_in, forge_stand_in
 
 
@@ -94,19 +94,19 @@ def host(request: pytest.FixtureRequest) -> Iterator[RunningHost]:
 
 
 @pytest.fixture
-def acceleration(host: RunningHost, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def graphs(host: RunningHost, tmp_path_factory: pytest.TempPathFactory) -> Any:
     adapters = {"a1111": A1111Host, "forge": ForgeHost, "reforge": ReForgeHost}
-    acceleration = Acceleration(adapters[host.name]())
+    graphs = GraphsForJobs(adapters[host.name]())
     options = CompileOptions(
         backend="eager", build="wait", store=tmp_path_factory.mktemp("store"), workers=1
     )
     ignores = frozenset({"unet", "controlnet"})
     job = host.job()
-    acceleration.begin(job, options, ignores)
-    acceleration.before_sampling(job)
-    yield acceleration
-    acceleration.end(job)
-    acceleration.close()
+    graphs.begin(job, options, ignores)
+    graphs.before_sampling(job)
+    yield graphs
+    graphs.end(job)
+    graphs.close()
 
 
 @pytest.fixture(autouse=True)
@@ -121,29 +121,29 @@ def latents(width: int = 8) -> torch.Tensor:
     return torch.randn(1, 4, 8, width, generator=torch.Generator().manual_seed(2))
 
 
-def ready(host: RunningHost, acceleration: Any) -> list[Any]:
+def ready(host: RunningHost, graphs: Any) -> list[Any]:
     """Graphs under the decoder, compared with eager."""
     for _ in range(2):
         host.decode(latents())
-    kinds: list[Any] = acceleration.session.kinds
+    kinds: list[Any] = graphs.session.kinds
     assert kinds
     assert {kind.state for kind in kinds} == {KindState.READY}
     return kinds
 
 
-def own(host: RunningHost, acceleration: Any, z: torch.Tensor) -> torch.Tensor:
+def own(host: RunningHost, graphs: Any, z: torch.Tensor) -> torch.Tensor:
     """The host's own pixels, no graph in between."""
-    attachment = next(a for a in acceleration._attached if a.component.name == "vae_decoder")
+    attachment = next(a for a in graphs.models.attached if a.component.name == "vae_decoder")
     with attachment.component.paused():
         return host.decode(z)
 
 
 def test_nan_reaches_the_hosts_check_and_another_dtype_names_other_kinds(
-    host: RunningHost, acceleration: Any
+    host: RunningHost, graphs: Any
 ) -> None:
-    kinds = ready(host, acceleration)
+    kinds = ready(host, graphs)
     z = latents()
-    expected = own(host, acceleration, z)
+    expected = own(host, graphs, z)
     good = host.decoder.conv_in.bias.detach().clone()
     host.replace_bias(torch.full_like(good, torch.nan))
     with pytest.raises(NansException):
@@ -154,26 +154,26 @@ def test_nan_reaches_the_hosts_check_and_another_dtype_names_other_kinds(
         found = host.decode(z)
         assert found.dtype == torch.bfloat16
         assert (found.float() - expected).norm() < 0.05 * expected.norm()
-    now = acceleration.session.kinds
+    now = graphs.session.kinds
     dtypes = [kind.key.entries["weight dtype"] for kind in now]
     assert dtypes.count("float32") == dtypes.count("bfloat16") == len(kinds)
     assert {kind.state for kind in now} == {KindState.READY}
-    assert acceleration.session.fallbacks() == []
+    assert graphs.session.fallbacks() == []
     host.convert(torch.float32)  # and back
     assert (host.decode(z) - expected).norm() < 0.02 * expected.norm()
-    assert len(acceleration.session.kinds) == len(now)
+    assert len(graphs.session.kinds) == len(now)
 
 
 @pytest.mark.parametrize("error", ["of torch", "of a library"])
 def test_running_out_of_memory_in_a_graph_leads_to_the_hosts_tiles(
-    host: RunningHost, acceleration: Any, error: str
+    host: RunningHost, graphs: Any, error: str
 ) -> None:
-    kinds = ready(host, acceleration)
+    kinds = ready(host, graphs)
     z, count = latents(12), len(kinds)
-    expected = torch.cat([own(host, acceleration, part) for part in z.split(4, dim=3)], dim=3)
+    expected = torch.cat([own(host, graphs, part) for part in z.split(4, dim=3)], dim=3)
     own_error = torch.OutOfMemoryError("CUDA out of memory: the model's own")
     raised = own_error if error == "of torch" else RuntimeError("CUDNN_STATUS_ALLOC_FAILED")
-    graphs = [kind.graph for kind in kinds]
+    own_graphs = [kind.graph for kind in kinds]
 
     def limited(graph: Any) -> Any:
         def run(tensors: Any) -> Any:
@@ -193,17 +193,17 @@ def test_running_out_of_memory_in_a_graph_leads_to_the_hosts_tiles(
     handle = host.decoder.conv_out.register_forward_pre_hook(limit)
     found = host.decode_tiled(z)
     handle.remove()
-    for kind, graph in zip(kinds, graphs, strict=True):
+    for kind, graph in zip(kinds, own_graphs, strict=True):
         kind.graph = graph
     assert torch.allclose(found, expected, atol=1e-5)
     assert {kind.state for kind in kinds} == {KindState.READY}
-    assert len(acceleration.session.kinds) == count  # tiles are sizes like any others
+    assert len(graphs.session.kinds) == count  # tiles are sizes like any others
 
 
-def test_what_would_fit_without_graphs_is_drawn(host: RunningHost, acceleration: Any) -> None:
-    kinds = ready(host, acceleration)
+def test_what_would_fit_without_graphs_is_drawn(host: RunningHost, graphs: Any) -> None:
+    kinds = ready(host, graphs)
     z = latents(9)
-    expected = own(host, acceleration, z)
+    expected = own(host, graphs, z)
 
     def no_room(_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory: a copy in another layout")
@@ -213,4 +213,4 @@ def test_what_would_fit_without_graphs_is_drawn(host: RunningHost, acceleration:
     found = host.decode_tiled(z)
     kinds[0].graph = kept.graph
     assert torch.equal(found, expected)  # whole: not even the host's tiles were needed
-    assert "VAE decoder: memory is short" in acceleration.status().reasons
+    assert "VAE decoder: memory is short" in graphs.status().reasons

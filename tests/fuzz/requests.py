@@ -24,9 +24,10 @@ from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora, parse_lora_lines
 from onediff_ext.panel import html
-from onediff_ext.panel.choices import Choices, from_arguments, from_infotext
+from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import BY_NAME, FIELDS
-from onediff_ext.panel.foreign_requests import why_foreign
+from onediff_ext.panel.foreign_requests import foreign_reason
+from onediff_ext.panel.infotext_entries import infotext_entries, value_from_infotext
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.serving import parse_serving
@@ -90,8 +91,8 @@ def _choices(values: Any) -> None:
     assert len(refusal_reason) < 1000
     if choices is None:
         return
-    entries = choices.infotext()
-    read = {field.name: from_infotext(field, entries) for field in FIELDS if field.infotext}
+    entries = infotext_entries(choices)
+    read = {field.name: value_from_infotext(field, entries) for field in FIELDS if field.infotext}
     if entries:
         again = Choices.parse({**read, "sizes": choices.sizes})
         assert again == choices
@@ -106,7 +107,7 @@ def _deepcache(value: Any) -> None:
 def _headers(value: list[Any]) -> None:
     host, origin = value
     names = {"pictures.example"}
-    if why_foreign(host, origin, names) is None:
+    if foreign_reason(host, origin, names) is None:
         assert host
         name = host.strip().lower()
         assert name.startswith(("localhost", "pictures.example", "[")) or name[0].isdigit()

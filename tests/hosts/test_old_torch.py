@@ -25,7 +25,8 @@ from onediff_ext.engine import torch_versions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.hosts.a1111.host import A1111Host
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -34,10 +35,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
-def acceleration(monkeypatch: pytest.MonkeyPatch) -> Acceleration:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> GraphsForJobs:
     if torch_versions.RELEASE >= (2, 6):
         monkeypatch.setattr(torch_versions, "RELEASE", (2, 5))
-    return Acceleration(A1111Host())
+    return GraphsForJobs(A1111Host())
 
 
 @pytest.fixture(params=["eager", "inductor"])
@@ -52,23 +53,23 @@ def host() -> Iterator[A1111StandIn]:
 
 
 def test_pictures_are_the_models_own_and_one_line_says_why(
-    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+    host: A1111StandIn, graphs: GraphsForJobs, options: CompileOptions
 ) -> None:
     expected = host.unet(), host.decode()
     p = FakeProcessing()
-    acceleration.begin(p, options)
-    acceleration.before_sampling(p)
+    graphs.begin(p, options)
+    graphs.before_sampling(p)
     for _ in range(3):  # with a GPU the second is captured, and the third replayed
         assert torch.equal(host.unet(), expected[0])
         assert torch.equal(host.decode(), expected[1])
-    acceleration.end(p)
-    status = acceleration.status()
+    graphs.end(p)
+    status = graphs.status()
     assert status.running == ("captured" if torch.cuda.is_available() else "eager")
     assert len(status.reasons) == 1, status.reasons
     assert "graphs need 2.6" in status.line()
     assert not status.building
-    assert acceleration.session is not None
-    assert acceleration.session.missing() == []
+    assert graphs.session is not None
+    assert graphs.session.missing() == []
 
 
 class Again(Recording):
@@ -99,32 +100,32 @@ class AgainRecorder(Recorder):
 
 
 def test_eager_is_captured(
-    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+    host: A1111StandIn, graphs: GraphsForJobs, options: CompileOptions
 ) -> None:
     expected = host.unet(), host.unet(height=17, width=25)
     p = FakeProcessing()
-    acceleration.begin(p, options)
-    session = acceleration.session
+    graphs.begin(p, options)
+    session = graphs.session
     assert session is not None
     session.captures = CudaGraphCache(AgainRecorder())
-    acceleration.before_sampling(p)
+    graphs.before_sampling(p)
     for _ in range(5):
         assert torch.equal(host.unet(), expected[0])
         assert torch.equal(host.unet(height=17, width=25), expected[1])
     assert session.captures.made == len(session.captures) == 2
-    status = acceleration.status()
+    status = graphs.status()
     assert status.line().startswith("captured: torch ")
     assert status.captures == 2
-    acceleration.end(p)
+    graphs.end(p)
 
 
 def test_warming_up_ends_without_graphs(
-    host: A1111StandIn, acceleration: Acceleration, options: CompileOptions
+    host: A1111StandIn, graphs: GraphsForJobs, options: CompileOptions
 ) -> None:
     expected = host.unet()
-    report = acceleration.warm_up([BatchShape(64, 64, 1)], options)
+    report = WarmUpJobs(graphs).run([BatchShape(64, 64, 1)], options)
     assert report is not None
-    assert acceleration.status().kinds_ready == 0
+    assert graphs.status().kinds_ready == 0
     assert torch.equal(host.unet(), expected)
 
 

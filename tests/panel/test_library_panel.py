@@ -1,4 +1,4 @@
-"""The graph library as the panel shows it, and what its buttons do."""
+"""The graph library as the panel shows it, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store_graph(library: GraphLibrary, name: str) -> str:
 
 @pytest.fixture
 def library(tmp_path: Path) -> GraphLibrary:
-    """Three graphs: one of each of two checkpoints of one name, one of nobody."""
+    """Three graphs: one for each of two checkpoints with one name, and one of no checkpoint."""
     made = GraphLibrary(tmp_path / "store", 10**9)
     one, two, _ = (store_graph(made, name) for name in ("One", "Two", "Three"))
     records = CheckpointRecords(made.folder)
@@ -85,7 +85,7 @@ def test_deleting_a_checkpoint_takes_its_graphs_and_its_record(library: GraphLib
 
 
 def test_verifying_removes_what_is_damaged(library: GraphLibrary) -> None:
-    assert library_actions.verify(library) == "3 graphs checked: all sound."
+    assert library_actions.verify(library) == "3 graphs checked: all intact."
     path = library.entries()[0].path
     path.write_bytes(path.read_bytes()[:-3])
     assert library_actions.verify(library).startswith("1 file deleted: ")
@@ -110,7 +110,7 @@ def test_export_and_import_need_trust(library: GraphLibrary, tmp_path: Path) -> 
     assert other.entries() == []
     assert library_actions.import_archive(other, archive, trust=True) == "3 graphs imported."
     said = library_actions.import_archive(other, archive, trust=True)
-    assert said == "0 graphs imported, 3 were here already."
+    assert said == "0 graphs imported, 3 already in the store."
     assert all(group.imported for group in graph_groups(other))
 
 

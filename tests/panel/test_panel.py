@@ -1,4 +1,4 @@
-"""The panel's components and what its buttons do, in this environment's gradio."""
+"""The panel's components and the actions of its buttons, in the installed gradio."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ LOCALIZATIONS = sorted((Path(__file__).resolve().parents[2] / "localizations").g
 
 
 @pytest.fixture
-def port(tmp_path: Path) -> StillPanelHost:
+def panel_host(tmp_path: Path) -> StillPanelHost:
     return StillPanelHost(tmp_path)
 
 
 @pytest.fixture
-def page(port: StillPanelHost) -> SimpleNamespace:
-    """A panel on a page of its own, with a host's controls of size."""
+def page(panel_host: StillPanelHost) -> SimpleNamespace:
+    """A panel on its own page, with a host's controls of size."""
     from onediff_ext.panel.panel import build_panel
 
     with gradio.Blocks() as blocks:
         enabled = gradio.Checkbox(False, label="OneDiff")
         header = gradio.HTML()
-        panel = build_panel(port, enabled, header, lambda name: f"x_{name}")
+        panel = build_panel(panel_host, enabled, header, lambda name: f"x_{name}")
         sides = [gradio.Number(value) for value in (513, 764, 2)]
         panel.warm_up.connect_size(*sides)
-    return SimpleNamespace(blocks=blocks, panel=panel, port=port)
+    return SimpleNamespace(blocks=blocks, panel=panel, panel_host=panel_host)
 
 
 @pytest.fixture
@@ -121,27 +121,27 @@ def test_there_are_chinese_and_japanese() -> None:
 
 def test_what_is_missing_is_said_before_anything_is_drawn(page: SimpleNamespace) -> None:
     details = page.panel.show_status
-    assert "There is no GPU here." in details(False)[1]
+    assert "There is no GPU here" in details(False)[1]
     assert details(True)[1] == ""
-    page.port.lacking = "Triton is missing: python -m pip install triton"
-    assert "There is no GPU here." in details(False)[1]
+    page.panel_host.missing = "Triton is missing: python -m pip install triton"
+    assert "There is no GPU here" in details(False)[1]
     assert "python -m pip install triton" in details(True)[1]
 
 
-def test_status_follows_the_tick(client: Any, port: StillPanelHost) -> None:
+def test_status_follows_the_tick(client: Any, panel_host: StillPanelHost) -> None:
     line, details = client.predict(True, api_name="/show_status")
-    assert "nothing drawn with it yet" in line
+    assert "no picture drawn yet" in line
     line, details = client.predict(False, api_name="/show_status")
     assert "off" in line
     assert "no GPU" in details
-    port.now = Status("compiled", 16, 0, 16, speedup=1.94)
+    panel_host.now = Status("compiled", 16, 0, 16, speedup=1.94)
     assert "1.9x measured" in client.predict(True, api_name="/show_status")[0]
 
 
-def test_warm_up_shows_progress_and_what_is_wrong(client: Any, port: StillPanelHost) -> None:
+def test_warm_up_shows_progress_and_what_is_wrong(client: Any, panel_host: StillPanelHost) -> None:
     job = client.submit(*arguments(enabled=True, sizes="512x768, 64x64@2"), api_name="/warm_up")
     last = job.result(timeout=30)
-    assert port.warmed == ["512x768", "64x64@2"]
+    assert panel_host.warmed == ["512x768", "64x64@2"]
     assert "Ready" in last[0]
     shown = [output[0] for output in job.outputs()]
     assert any("2 of 2" in text for text in shown)
@@ -150,35 +150,35 @@ def test_warm_up_shows_progress_and_what_is_wrong(client: Any, port: StillPanelH
     assert "not a size" in wrong
 
 
-def test_deepcache_takes_a_text_of_ones_own(client: Any, port: StillPanelHost) -> None:
+def test_deepcache_takes_a_text_of_ones_own(client: Any, panel_host: StillPanelHost) -> None:
     given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="4 depth=1")
     assert "Ready" in client.predict(*given, api_name="/warm_up")[0]
     given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="much")
     assert "no DeepCache interval" in client.predict(*given, api_name="/warm_up")[0]
 
 
-def test_cancel_reaches_the_port(client: Any, port: StillPanelHost) -> None:
-    assert "what was finished stays" in client.predict(api_name="/cancel")
-    assert port.cancelled == 1
+def test_cancel_reaches_the_port(client: Any, panel_host: StillPanelHost) -> None:
+    assert "finished graphs stay" in client.predict(api_name="/cancel")
+    assert panel_host.cancelled == 1
 
 
 def test_sizes_are_added_from_the_hosts_controls_and_from_pictures(
-    client: Any, port: StillPanelHost
+    client: Any, panel_host: StillPanelHost
 ) -> None:
     sizes, _ = client.predict("64x64", 513, 764, 2, api_name="/add")
     assert sizes == "64x64, 512x768@2"
     assert "no pictures" in client.predict("", api_name="/propose")[1]
-    (port.root / "pictures").mkdir()
-    Image.new("RGB", (640, 448)).save(port.root / "pictures" / "a.png")
+    (panel_host.root / "pictures").mkdir()
+    Image.new("RGB", (640, 448)).save(panel_host.root / "pictures" / "a.png")
     assert client.predict("64x64", api_name="/propose")[0] == "64x64, 640x448"
 
 
 def test_library_shows_exports_imports_and_deletes(
-    client: Any, port: StillPanelHost, tmp_path: Path
+    client: Any, panel_host: StillPanelHost, tmp_path: Path
 ) -> None:
     from gradio_client import handle_file
 
-    port.library().put(
+    panel_host.library().put(
         KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
     )
     everything = "Everything"
@@ -187,23 +187,23 @@ def test_library_shows_exports_imports_and_deletes(
     path = exported["value"] if isinstance(exported, dict) else exported
     assert "ready" in said
     assert "first" in client.predict(everything, False, api_name="/on_delete")[2]
-    assert len(port.library().entries()) == 1
+    assert len(panel_host.library().entries()) == 1
     assert "1 graph deleted" in client.predict(everything, True, api_name="/on_delete")[2]
-    assert port.library().entries() == []
+    assert panel_host.library().entries() == []
     untrusted = client.predict(everything, handle_file(path), False, api_name="/on_import")
-    assert port.library().entries() == []
+    assert panel_host.library().entries() == []
     assert "onediff-bad" in untrusted[2]
     assert "Tick" in untrusted[2]  # and no command line
     client.predict(everything, handle_file(path), True, api_name="/on_import")
-    assert len(port.library().entries()) == 1
+    assert len(panel_host.library().entries()) == 1
 
 
 def test_exports_do_not_add_up(
-    client: Any, port: StillPanelHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Any, panel_host: StillPanelHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    port.library().put(
+    panel_host.library().put(
         KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
     )
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -212,16 +212,16 @@ def test_exports_do_not_add_up(
     assert len(list(folder.glob("onediff-export-*"))) == 1
 
 
-def test_what_is_no_local_page_has_no_import(port: StillPanelHost, tmp_path: Path) -> None:
+def test_what_is_no_local_page_has_no_import(panel_host: StillPanelHost, tmp_path: Path) -> None:
     from onediff_ext.panel.panel import build_panel
 
     def names() -> set[str]:
         with gradio.Blocks() as blocks:
-            build_panel(port, gradio.Checkbox(), gradio.HTML(), lambda name: f"x_{name}")
+            build_panel(panel_host, gradio.Checkbox(), gradio.HTML(), lambda name: f"x_{name}")
         functions = {function.api_name for function in blocks.fns.values()}
         return functions | {one.elem_id for one in blocks.blocks.values() if one.elem_id}
 
     assert {"on_import", "x_library_import", "x_library_archive"} <= names()
-    port.no_import = "Others can reach this page."
+    panel_host.no_import = "Others can reach this page."
     assert not {"on_import", "x_library_import", "x_library_archive", "x_library_trust"} & names()
     assert "on_export" in names()

@@ -19,7 +19,7 @@ def test_unticked_it_is_off_whatever_was_drawn_before() -> None:
 
 
 def test_ticked_before_the_first_picture() -> None:
-    assert "nothing drawn with it yet" in html.status_line(Status(), True)
+    assert "no picture drawn yet" in html.status_line(Status(), True)
 
 
 def test_a_line_that_the_header_cuts_has_a_tooltip() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from onediff_ext.cli.main import main
 from onediff_ext.core.errors import OptionError
-from onediff_ext.panel.foreign_requests import is_loopback, why_foreign
+from onediff_ext.panel.foreign_requests import foreign_reason, is_loopback
 from onediff_ext.standalone.serving import Serving, parse_serving
 
 
@@ -40,8 +40,8 @@ def test_a_proxys_name_needs_one_as_well() -> None:
         serving(allowed_hosts=["pictures.example"])
     made = serving(allowed_hosts=["Pictures.Example"], auth=["a:b"])
     assert not made.is_local
-    assert why_foreign("pictures.example:80", None, made.names) is None
-    assert why_foreign("evil.example", None, made.names) is not None
+    assert foreign_reason("pictures.example:80", None, made.names) is None
+    assert foreign_reason("evil.example", None, made.names) is not None
 
 
 def test_the_machines_own_name_is_known_where_others_reach_it(
@@ -50,8 +50,8 @@ def test_the_machines_own_name_is_known_where_others_reach_it(
     monkeypatch.setattr("socket.gethostname", lambda: "Studio.lan")
     made = serving("0.0.0.0", auth=["a:b"])
     for name in ("studio.lan", "STUDIO:7860", "studio.local", "0.0.0.0:7860"):
-        assert why_foreign(name, None, made.names) is None
-    assert why_foreign("studio.lan", None, serving().names) is not None
+        assert foreign_reason(name, None, made.names) is None
+    assert foreign_reason("studio.lan", None, serving().names) is not None
 
 
 @pytest.mark.parametrize("text", ["", ":", "someone", "someone:", ":secret-word", " :secret-word"])

@@ -16,7 +16,7 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.panel.choices import Choices
-from onediff_ext.standalone import standalone_panel_host as port_module
+from onediff_ext.standalone import standalone_panel_host as host_module
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.standalone_panel_host import StandalonePanelHost
 from tests.support import models
@@ -26,18 +26,18 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[list[BatchShape]] = []
-    made = port_module.pipe_warm_up
+    made = host_module.pipe_warm_up
 
     def counted(pipe: Any, shapes: list[BatchShape], *more: Any) -> Any:
         passes.append(list(shapes))
         return made(pipe, shapes, *more)
 
-    monkeypatch.setattr(port_module, "pipe_warm_up", counted)
+    monkeypatch.setattr(host_module, "pipe_warm_up", counted)
     model = save_ldm(models.sd15(), tmp_path / "small.safetensors")
     options = CompileOptions(store=tmp_path / "store", workers=1)
     standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
     standalone_app.load(model)
-    port = StandalonePanelHost(standalone_app, tmp_path / "out")
+    panel_host = StandalonePanelHost(standalone_app, tmp_path / "out")
     choices = Choices.parse(
         {"enabled": True, "preset": "Custom", "backend": "eager", "vae": "ignore all",
          "sizes": "64x64, 72x64"}
@@ -51,7 +51,7 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     thread = threading.Thread(target=picture, daemon=True)
     started = False
     summary = ""
-    for step in port.warm_up(choices):
+    for step in panel_host.warm_up(choices):
         if step.note.startswith("building") and not started:
             started = True
             thread.start()

@@ -1,15 +1,14 @@
-"""A port with nobody behind it."""
+"""A panel host that draws nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onediff_ext.core.errors import OptionError
+import torch
+
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
-from onediff_ext.panel.field_schema import schema
-from onediff_ext.panel.fields import FEATURES
 from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
 from onediff_ext.store import GraphLibrary
 
@@ -20,18 +19,17 @@ class StillPanelHost(PanelHost):
     def __init__(self, root: Path) -> None:
         self.now = Status()
         self.root = root
+        self.folders: Sequence[Path] = [root / "pictures"]
         self.warmed: list[str] = []
         self.cancelled = 0
-        self.lacking: str | None = None
+        self.missing: str | None = None
         self.no_import: str | None = None
 
     def status(self) -> Status:
         return self.now
 
     def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
-        if not choices.enabled:
-            raise OptionError("OneDiff is off.", "Turn it on to warm up.")
-        shapes = choices.warm_up_shapes()
+        shapes = self.warm_up_shapes(choices)
         for number, shape in enumerate(shapes, 1):
             self.warmed.append(str(shape))
             yield WarmUpStep(number, len(shapes), str(shape))
@@ -42,20 +40,14 @@ class StillPanelHost(PanelHost):
     def library(self) -> GraphLibrary:
         return GraphLibrary(self.root / "store", 10**9)
 
-    def picture_folders(self) -> Sequence[Path]:
-        return [self.root / "pictures"]
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
-    def off_reason(self) -> str | None:
-        return "There is no GPU here."
+    def picture_folders(self) -> Sequence[Path]:
+        return self.folders
 
     def missing_reason(self) -> str | None:
-        return self.lacking
+        return self.missing
 
-    def why_no_import(self) -> str | None:
+    def no_import_reason(self) -> str | None:
         return self.no_import
-
-    def features(self) -> frozenset[str]:
-        return FEATURES
-
-    def schema(self) -> dict[str, object]:
-        return schema(FEATURES)

@@ -1,4 +1,4 @@
-"""A stand-in for the host, in place before our own modules that need it are imported."""
+"""A stand-in for the host, installed before the extension's modules are imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.webui_stand_in import EagerHost, install_modules
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """The stand-in, with our extension on an `EagerHost`."""
+    """The stand-in, with the extension on an `EagerHost`."""
     pytest.importorskip("gradio", reason="the extension needs gradio, which is not installed")
     found = install_modules(monkeypatch, onediff_store=str(tmp_path / "store"))
     from onediff_ext.webui import extension

@@ -1,4 +1,4 @@
-"""Small stand-ins for the API of a WebUI: what our scripts touch of it, and no more."""
+"""Small stand-ins for the part of a WebUI's API that the extension uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
 
 
 class StandInScript:
-    """`modules.scripts.Script`, as far as ours use it."""
+    """The used part of `modules.scripts.Script`."""
 
     infotext_fields = None
     paste_field_names = None
@@ -101,11 +101,11 @@ class StandInJob:
         self.comments.append(text)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Holds no resources."""
 
 
 class EagerHost(WebUIHost):
-    """A host without a model: all of a job runs eager, for a reason if it is given one."""
+    """A host without a model: every job runs eager, for the given reason."""
 
     name = "stand-in"
 
@@ -135,16 +135,16 @@ class EagerHost(WebUIHost):
         self.steps.append(shape)
 
     def vae_step(self) -> None:
-        """It has none."""
+        """This host has no VAE."""
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
         task()
 
 
 def install_modules(monkeypatch: pytest.MonkeyPatch, **options: Any) -> SimpleNamespace:
-    """Put a package `modules` in place; returns what tests look at.
+    """Install a package `modules`; returns the parts that tests use.
 
-    Our own modules that were imported against an earlier one are forgotten.
+    Modules of the extension that were imported with an earlier one are removed.
     """
     for name in list(sys.modules):
         if name == "modules" or name.startswith(("modules.", "onediff_ext.webui")):

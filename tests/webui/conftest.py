@@ -1,4 +1,4 @@
-"""A stand-in for the host; graphs of the backend "eager" are built once for all tests."""
+"""The stand-in host; graphs of the backend "eager" are built once for all tests."""
 
 from tests.support.shared_store import quick_eager_graphs
 from tests.support.webui_fixtures import host

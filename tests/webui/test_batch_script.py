@@ -1,4 +1,4 @@
-"""What the batch script asks its host before a run, on a stand-in host."""
+"""The identity of a run of the batch script, and its access to folders, on a stand-in host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StandInCheckpoint:
 
 @pytest.mark.parametrize("loaded", [None, "abc", "def"])
 def test_a_run_is_known_by_the_chosen_checkpoint(host: Any, loaded: str | None) -> None:
-    """Forge loads it only when it draws: in memory is nothing, or what was chosen before."""
+    """Forge loads it only when it draws; memory holds no checkpoint or the previous one."""
     from onediff_ext.webui import batch_script
 
     host.shared.sd_model = SimpleNamespace()

@@ -33,10 +33,10 @@ def make_client(host: SimpleNamespace, api_auth: str | None, **flags: Any) -> An
     from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
     app = FastAPI()
-    port = WebUIPanelHost(lambda: host.extension)
+    panel_host = WebUIPanelHost(lambda: host.extension)
     access = ApiAccess.of(SimpleNamespace(api_auth=api_auth, **flags))
-    add_routes(app, port, access, "stand-in")
-    add_routes(app, port, access, "stand-in")  # "Reload UI"
+    add_routes(app, panel_host, access, "stand-in")
+    add_routes(app, panel_host, access, "stand-in")  # "Reload UI"
     return TestClient(app, base_url=SERVER)
 
 
@@ -101,7 +101,7 @@ def test_nothing_imports_graphs_over_the_network(client: Any) -> None:
     assert not [path for path in paths if "import" in path or "export" in path]
 
 
-# ------------------------------------------------------------------ bodies that mean harm
+# ------------------------------------------------------------------ hostile bodies
 
 START = json.dumps({"sizes": "512x768"})
 

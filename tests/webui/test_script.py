@@ -108,7 +108,7 @@ def test_deepcache_reaches_the_job_and_its_infotext(
 ) -> None:
     p = StandInJob()
     script.process(p, argument)
-    assert [job.deepcache.interval for job in host.extension.acceleration._jobs] == [interval]
+    assert [job.deepcache.interval for job in host.extension.graphs.jobs] == [interval]
     assert p.extra_generation_params == {"OneDiff": "on", **entries}
     script.post_sample(p, None, argument)
     script.postprocess(p, None, argument)
@@ -127,7 +127,7 @@ def test_deepcache_reaches_the_job_and_its_infotext(
 def test_what_a_job_asks_for_that_changes_pictures(
     script: Any, arguments: tuple[Any, ...], changes: dict[str, str]
 ) -> None:
-    """A folder that was drawn with it is not done for a run without it."""
+    """A run without these choices draws a folder again that was drawn with them."""
     from onediff_ext.webui.always_visible import changes_of_job
 
     p: Any = StandInJob()
@@ -189,7 +189,7 @@ def test_old_name_turns_it_on_for_that_job_only(host: Any) -> None:
     assert old.title() == OLD_NAME == "onediff_diffusion_model"
     assert old.run(p, "arguments", "of", "earlier", "versions") == "drawn"
     assert drawn[0]["OneDiff"] == "on"
-    host.extension.acceleration.end(p)
+    host.extension.graphs.end(p)
     assert set(vars(p)) == before
 
 

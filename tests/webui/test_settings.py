@@ -12,7 +12,7 @@ from tests.support.webui_stand_in import StandInOption, StandInOptions
 
 
 class StandInGradio:
-    """Only the names are looked at."""
+    """The components' names; their values are never called."""
 
     Radio, Slider, Textbox = "radio", "slider", "textbox"
 

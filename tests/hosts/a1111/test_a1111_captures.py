@@ -19,7 +19,7 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.hosts.forge.test_forge_captures import StrictRecorder
 from tests.support import ldm_stand_in
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
@@ -52,8 +52,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[A1111StandIn]:
 
 
 @pytest.fixture
-def acceleration(host: A1111StandIn) -> Acceleration:
-    return Acceleration(A1111Host())
+def graphs(host: A1111StandIn) -> GraphsForJobs:
+    return GraphsForJobs(A1111Host())
 
 
 @pytest.fixture
@@ -68,60 +68,60 @@ def options(tmp_path: Path) -> CompileOptions:
 
 def draw(
     host: A1111StandIn,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     options: CompileOptions,
     recorder: StrictRecorder,
     steps: int = 7,
 ) -> torch.Tensor:
     """A job of some steps; what the last one gave."""
     p = FakeProcessing()
-    acceleration.begin(p, options)
-    assert acceleration.session is not None
-    if acceleration.session.captures._recorder is not recorder:
-        acceleration.session.captures = CudaGraphCache(recorder)
-    acceleration.before_sampling(p)
+    graphs.begin(p, options)
+    assert graphs.session is not None
+    if graphs.session.captures._recorder is not recorder:
+        graphs.session.captures = CudaGraphCache(recorder)
+    graphs.before_sampling(p)
     for _ in range(steps):
         found = host.unet().clone()
-    (captured,) = [a.component.captured for a in acceleration._attached if a.component.captured]
+    (captured,) = [a.component.captured for a in graphs.models.attached if a.component.captured]
     assert captured.reason == ""
-    acceleration.end(p)
+    graphs.end(p)
     return found
 
 
 def test_a_capture_serves_the_next_jobs(
     host: A1111StandIn,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     options: CompileOptions,
     recorder: StrictRecorder,
 ) -> None:
     expected = host.unet()
     for _ in range(3):
-        found = draw(host, acceleration, options, recorder)
+        found = draw(host, graphs, options, recorder)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert recorder.recorded == 1
-    assert acceleration.session is not None
-    assert list(acceleration.session.captures.dropped) == []
+    assert graphs.session is not None
+    assert list(graphs.session.captures.dropped) == []
 
 
 def test_a_capture_draws_with_another_checkpoints_weights(
     host: A1111StandIn,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     options: CompileOptions,
     recorder: StrictRecorder,
 ) -> None:
     """A1111 writes them into the same Parameters."""
-    before = draw(host, acceleration, options, recorder)
+    before = draw(host, graphs, options, recorder)
     host.load_weights(3)
     expected = host.unet()
     assert not torch.allclose(before, expected, rtol=1e-2)
-    found = draw(host, acceleration, options, recorder)
+    found = draw(host, graphs, options, recorder)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert recorder.recorded == 1
 
 
 def test_a_capture_draws_with_loras_that_come_and_go(
     host: A1111StandIn,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     options: CompileOptions,
     recorder: StrictRecorder,
 ) -> None:
@@ -130,7 +130,7 @@ def test_a_capture_draws_with_loras_that_come_and_go(
     for strength in (0.0, 0.3, 0.6, 0.0):
         host.lora.strength = strength
         expected = host.unet()
-        drawn.append(draw(host, acceleration, options, recorder))
+        drawn.append(draw(host, graphs, options, recorder))
         torch.testing.assert_close(drawn[-1], expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(drawn[0], drawn[1], rtol=1e-2)
     assert recorder.recorded == 1
@@ -138,13 +138,13 @@ def test_a_capture_draws_with_loras_that_come_and_go(
 
 def test_an_attribute_that_decides_something_is_a_change(
     host: A1111StandIn,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     options: CompileOptions,
     recorder: StrictRecorder,
 ) -> None:
     for scale in ("plain", "plain", "other"):
         host.model.model.diffusion_model.note = scale
-        draw(host, acceleration, options, recorder)
+        draw(host, graphs, options, recorder)
         assert recorder.recorded == (2 if scale == "other" else 1), scale
 
 
@@ -186,7 +186,7 @@ def test_timesteps_are_embedded_exactly_as_by_the_host(
 
 
 def test_the_vae_is_tried_as_the_host_calls_it(
-    host: A1111StandIn, acceleration: Acceleration, monkeypatch: pytest.MonkeyPatch
+    host: A1111StandIn, graphs: GraphsForJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It encodes under autocast, and decodes without; these are other kinds."""
     devices, seen = sys.modules["modules.devices"], []
@@ -195,5 +195,5 @@ def test_the_vae_is_tried_as_the_host_calls_it(
         getattr(host.model.first_stage_model, name).register_forward_pre_hook(
             lambda *_, name=name: seen.append((name, torch.is_autocast_enabled("cpu")))
         )
-    acceleration.host.vae_step()
+    graphs.host.vae_step()
     assert seen == [("encoder", True), ("decoder", False)]

@@ -23,7 +23,7 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.session.model_component import Component
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.hosts.forge.test_forge_captures import StrictRecorder
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 from tests.support.ldm_stand_in import BasicTransformerBlock, ResBlock, live_in
@@ -156,8 +156,8 @@ def recorder() -> StrictRecorder:
 
 
 @pytest.fixture
-def acceleration(host: A1111StandIn) -> Acceleration:
-    return Acceleration(A1111Host())
+def graphs(host: A1111StandIn) -> GraphsForJobs:
+    return GraphsForJobs(A1111Host())
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def draw(
     host: A1111StandIn,
     unet: Any,
     script: Script,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     recorder: StrictRecorder,
     tmp_path: Path,
 ) -> Any:
@@ -174,15 +174,15 @@ def draw(
     @contextmanager
     def job(controlled: bool, network: nn.Module | None, **more: Any) -> Iterator[None]:
         p = FakeProcessing()
-        acceleration.begin(p, options, **more)
-        assert acceleration.session is not None
-        if acceleration.session.captures._recorder is not recorder:
-            acceleration.session.captures = CudaGraphCache(recorder)
+        graphs.begin(p, options, **more)
+        assert graphs.session is not None
+        if graphs.session.captures._recorder is not recorder:
+            graphs.session.captures = CudaGraphCache(recorder)
         if controlled:
             script.hook(unet, network)
-        acceleration.before_sampling(p)
+        graphs.before_sampling(p)
         yield
-        acceleration.end(p)
+        graphs.end(p)
         if controlled:
             script.restore(unet)
 
@@ -193,52 +193,52 @@ def draw(
         with job(controlled, network):
             for _ in range(steps):
                 step, found = script.step, host.unet(**size)
-                for attached in acceleration._attached:
+                for attached in graphs.models.attached:
                     attached.component._set_active(False)
                 script.step = step
                 expected = host.unet(**size)
-                for attached in acceleration._attached:
+                for attached in graphs.models.attached:
                     attached.component._set_active(True)
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
     return drawn
 
 
-def parts_of(acceleration: Acceleration, name: str = "unet") -> list[CapturedForward]:
-    kept = [*acceleration._attached, *acceleration._parked]
+def parts_of(graphs: GraphsForJobs, name: str = "unet") -> list[CapturedForward]:
+    kept = [*graphs.models.attached, *graphs.models.suspended]
     component: Component = next(a.component for a in kept if a.component.name == name)
     return component._parts
 
 
 def test_parts_are_recorded_once_for_all_jobs(
-    acceleration: Acceleration, recorder: StrictRecorder, unet: Any, draw: Any
+    graphs: GraphsForJobs, recorder: StrictRecorder, unet: Any, draw: Any
 ) -> None:
     before = [dict(vars(module)) for module in unet.modules()]
     draw()
-    parts = parts_of(acceleration)
+    parts = parts_of(graphs)
     assert [part.reason for part in parts] == [""] * PARTS
     assert all(part.replayed or not part.active for part in parts)
     assert recorder.recorded == PARTS
     for controlled in (False, True, False, True):
         draw(controlled)
-    assert parts_of(acceleration) is parts
+    assert parts_of(graphs) is parts
     assert recorder.recorded == PARTS + 1  # and the whole forward without a ControlNet
-    assert acceleration.session is not None
-    assert list(acceleration.session.captures.dropped) == []
+    assert graphs.session is not None
+    assert list(graphs.session.captures.dropped) == []
     assert [dict(vars(module)) for module in unet.modules()] == before
 
 
 def test_a_size_counts_as_one_capture(
-    acceleration: Acceleration, recorder: StrictRecorder, draw: Any
+    graphs: GraphsForJobs, recorder: StrictRecorder, draw: Any
 ) -> None:
     draw(steps=1)
-    assert acceleration.session is not None
-    captures = acceleration.session.captures = CudaGraphCache(recorder, limit=2)
-    acceleration.close()
+    assert graphs.session is not None
+    captures = graphs.session.captures = CudaGraphCache(recorder, limit=2)
+    graphs.close()
     draw(steps=1)
-    assert acceleration.session is not None
-    acceleration.session.captures = captures
-    for part in parts_of(acceleration):
+    assert graphs.session is not None
+    graphs.session.captures = captures
+    for part in parts_of(graphs):
         part._captures = captures
     for width in (8, 9, 10):
         draw(width=width)
@@ -248,14 +248,14 @@ def test_a_size_counts_as_one_capture(
 
 
 def test_a_part_with_a_hook_of_another_extension_is_left_alone(
-    acceleration: Acceleration, recorder: StrictRecorder, unet: Any, draw: Any
+    graphs: GraphsForJobs, recorder: StrictRecorder, unet: Any, draw: Any
 ) -> None:
     """ControlNet's reference mode replaces the forward of attentions."""
     attention = unet.middle_block[0].attn1
     handle = attention.register_forward_hook(lambda *given: 1.25 * given[-1])
     draw()
     handle.remove()
-    (left,) = [part for part in parts_of(acceleration) if part.reason]
+    (left,) = [part for part in parts_of(graphs) if part.reason]
     assert left.model is unet.middle_block
     assert "hook of another extension" in left.reason
     assert recorder.recorded == PARTS - 1
@@ -264,7 +264,7 @@ def test_a_part_with_a_hook_of_another_extension_is_left_alone(
 
 
 def test_a_network_is_kept_while_the_extension_keeps_it(
-    acceleration: Acceleration, recorder: StrictRecorder, script: Script, draw: Any
+    graphs: GraphsForJobs, recorder: StrictRecorder, script: Script, draw: Any
 ) -> None:
     network = ControlNet().eval().requires_grad_(False)
     around = nn.Module()
@@ -275,23 +275,23 @@ def test_a_network_is_kept_while_the_extension_keeps_it(
     assert recorded == PARTS + NETWORK_PARTS
     draw(network=network)
     assert recorder.recorded == recorded
-    assert len(parts_of(acceleration, "controlnet")) == NETWORK_PARTS
+    assert len(parts_of(graphs, "controlnet")) == NETWORK_PARTS
     kept = weakref.ref(network)
     del network, around
     script.model_cache.clear()
     gc.collect()
     assert kept() is None
-    assert not any(a.component.name == "controlnet" for a in acceleration._parked)
+    assert not any(a.component.name == "controlnet" for a in graphs.models.suspended)
     draw()
     assert recorder.recorded == recorded
 
 
 def test_a_network_that_nobody_keeps_is_kept_by_us_neither(
-    acceleration: Acceleration, draw: Any
+    graphs: GraphsForJobs, draw: Any
 ) -> None:
     network = ControlNet().eval().requires_grad_(False)
     draw(network=network)
-    assert not any(a.component.name == "controlnet" for a in acceleration._parked)
+    assert not any(a.component.name == "controlnet" for a in graphs.models.suspended)
     kept = weakref.ref(network)
     del network
     gc.collect()

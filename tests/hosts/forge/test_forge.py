@@ -19,7 +19,8 @@ from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.store import CheckpointRecords
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, SDXLRefiner, running
 
 KINDS_OF_THE_UNET = 3  # ResBlock 16→16 (two blocks), ResBlock 16→32, BasicTransformerBlock
@@ -37,8 +38,8 @@ def adapter(host: ForgeStandIn) -> WebUIHost:
 
 
 @pytest.fixture
-def acceleration(adapter: WebUIHost) -> Acceleration:
-    return Acceleration(adapter)
+def graphs(adapter: WebUIHost) -> GraphsForJobs:
+    return GraphsForJobs(adapter)
 
 
 @pytest.fixture(scope="session")
@@ -49,42 +50,42 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
 
 
 @pytest.fixture
-def job(acceleration: Acceleration, options: CompileOptions) -> Callable[[], FakeProcessing]:
+def job(graphs: GraphsForJobs, options: CompileOptions) -> Callable[[], FakeProcessing]:
     """A job that has come as far as sampling."""
 
     def start() -> FakeProcessing:
         p = FakeProcessing()
-        acceleration.begin(p, options)
-        acceleration.before_sampling(p)
+        graphs.begin(p, options)
+        graphs.before_sampling(p)
         return p
 
     return start
 
 
 @pytest.fixture
-def built(host: ForgeStandIn, acceleration: Acceleration, job: Any) -> None:
+def built(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> None:
     """Every kind has a graph that was compared with eager."""
     p = job()
     for _ in range(2):
         host.draw()
         host.decode()
-    acceleration.end(p)
-    assert acceleration.status().running == "compiled"
-    assert acceleration.session.fallbacks() == []
+    graphs.end(p)
+    assert graphs.status().running == "compiled"
+    assert graphs.session.fallbacks() == []
 
 
 @pytest.fixture
 def drawn(
-    host: ForgeStandIn, acceleration: Acceleration, job: Any, built: None
+    host: ForgeStandIn, graphs: GraphsForJobs, job: Any, built: None
 ) -> Callable[..., tuple[torch.Tensor, int]]:
     """Draws as a job; gives the result and how many blocks ran as graphs."""
 
     def draw(**options: Any) -> tuple[torch.Tensor, int]:
         p = job()
-        before = sum(kind.calls for kind in acceleration.session.kinds)
+        before = sum(kind.calls for kind in graphs.session.kinds)
         result = host.draw(**options)
-        calls = sum(kind.calls for kind in acceleration.session.kinds) - before
-        acceleration.end(p)
+        calls = sum(kind.calls for kind in graphs.session.kinds) - before
+        graphs.end(p)
         return result, calls
 
     return draw
@@ -99,21 +100,21 @@ SIZES = ({}, {"height": 17, "width": 25}, {"batch": 1}, {"tokens": 154}, {"batch
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_forwards_equal_the_models_own(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any, size: dict[str, int]
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any, size: dict[str, int]
 ) -> None:
     expected = host.draw(**size)
     found, calls = drawn(**size)
     assert calls == 4
     assert close(found, expected)
-    assert acceleration.session.fallbacks() == []
+    assert graphs.session.fallbacks() == []
 
 
 @pytest.mark.usefixtures("built")
-def test_the_vae_equals_its_own(host: ForgeStandIn, acceleration: Acceleration, job: Any) -> None:
+def test_the_vae_equals_its_own(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> None:
     expected = host.decode(9, 13)
     p = job()
     assert close(host.decode(9, 13), expected)
-    acceleration.end(p)
+    graphs.end(p)
 
 
 @pytest.mark.usefixtures("built")
@@ -126,9 +127,9 @@ def test_the_models_weights_are_inference_tensors(host: ForgeStandIn) -> None:
 
 
 def test_replaced_weights_are_seen_without_a_build(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 ) -> None:
-    kinds = len(acceleration.session.kinds)
+    kinds = len(graphs.session.kinds)
     plain = host.draw()
     for strength in (0.5, 0.2, 0.0):
         host.merge_lora(strength)
@@ -137,13 +138,13 @@ def test_replaced_weights_are_seen_without_a_build(
         assert calls == 4
         assert close(found, expected)
         assert close(found, plain) is (strength == 0.0)
-    assert len(acceleration.session.kinds) == kinds
+    assert len(graphs.session.kinds) == kinds
 
 
 def test_checkpoints_that_replace_each_other(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 ) -> None:
-    kinds = len(acceleration.session.kinds)
+    kinds = len(graphs.session.kinds)
     seen = []
     for seed in (0, 1, 0):
         host.load(seed)
@@ -151,17 +152,17 @@ def test_checkpoints_that_replace_each_other(
         seen.append(drawn()[0])
         assert close(seen[-1], expected)
     assert not close(seen[0], seen[1])
-    assert len(acceleration.session.kinds) == kinds
+    assert len(graphs.session.kinds) == kinds
 
 
 def test_graphs_are_known_to_belong_to_their_checkpoints(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 ) -> None:
     for seed in (0, 1):
         host.load(seed)
         drawn()
         drawn()
-    records = CheckpointRecords(acceleration.session.library.folder)
+    records = CheckpointRecords(graphs.session.library.folder)
     listed = {listing.record.content_hash: listing for listing in records.list()}
     for seed in (0, 1):
         listing = listed[f"{seed + 1:064x}"]
@@ -178,19 +179,19 @@ def test_a_model_that_the_host_gives_up_is_not_kept(host: ForgeStandIn, drawn: A
 
 
 def test_a_model_that_changes_in_the_middle_of_a_job(
-    host: ForgeStandIn, acceleration: Acceleration, built: None, job: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, built: None, job: Any
 ) -> None:
     p = job()
     host.load(3)
     expected = host.draw()
-    acceleration.before_sampling(p)
+    graphs.before_sampling(p)
     assert close(host.draw(), expected)
-    acceleration.end(p)
+    graphs.end(p)
     assert "forward" not in vars(host.unet)
 
 
 def test_a_lora_that_is_applied_at_each_call_runs_eager_and_says_so(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 ) -> None:
     layer = host.unet.transformer.attn1.to_q
     with torch.inference_mode():
@@ -203,7 +204,7 @@ def test_a_lora_that_is_applied_at_each_call_runs_eager_and_says_so(
     found, calls = drawn()
     assert close(found, expected)
     assert calls == 3
-    assert any("change at each call" in f.reason for f in acceleration.session.fallbacks())
+    assert any("change at each call" in f.reason for f in graphs.session.fallbacks())
     if host.name == "forge":
         del layer.forge_online_loras
     else:
@@ -214,7 +215,7 @@ def test_a_lora_that_is_applied_at_each_call_runs_eager_and_says_so(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_weights_that_layers_cast_at_each_call(
-    host: ForgeStandIn, acceleration: Acceleration, job: Any, dtype: torch.dtype
+    host: ForgeStandIn, graphs: GraphsForJobs, job: Any, dtype: torch.dtype
 ) -> None:
     flag = "parameters_manual_cast" if host.name == "forge" else "ldm_patched_cast_weights"
     with torch.inference_mode():
@@ -228,15 +229,15 @@ def test_weights_that_layers_cast_at_each_call(
     p = job()
     host.draw()
     assert close(host.draw(), expected)
-    assert {k.state.value for k in acceleration.session.kinds} == {"ready"}
-    assert acceleration.session.fallbacks() == []
-    acceleration.end(p)
+    assert {k.state.value for k in graphs.session.kinds} == {"ready"}
+    assert graphs.session.fallbacks() == []
+    graphs.end(p)
 
 
 def test_what_offloading_leaves_on_layers_is_no_part_of_a_kind(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 ) -> None:
-    kinds = len(acceleration.session.kinds)
+    kinds = len(graphs.session.kinds)
     for module in host.unet.modules():
         if host.name == "forge":
             module.total_mem = module.weight_mem = module.extra_mem = 4711
@@ -247,14 +248,14 @@ def test_what_offloading_leaves_on_layers_is_no_part_of_a_kind(
             module.ldm_patched_cast_weights = module.ldm_patched_patched_weights = True
             module.weight_function, module.bias_function = [], []
     assert drawn()[1] == 4
-    assert len(acceleration.session.kinds) == kinds
+    assert len(graphs.session.kinds) == kinds
 
 
 # ------------------------------------------------------------------ what runs eager
 
 
 def test_patches_within_the_transformer(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 ) -> None:
     options = {"patches": {"attn2_patch": [lambda n: n * 0.5]}}
     expected = host.draw(**options)
@@ -262,7 +263,7 @@ def test_patches_within_the_transformer(
     found, calls = drawn(**options)
     assert close(found, expected)
     assert calls == 3
-    assert any("attn2_patch" in f.reason for f in acceleration.session.fallbacks())
+    assert any("attn2_patch" in f.reason for f in graphs.session.fallbacks())
 
 
 def test_patches_between_blocks_keep_graphs(host: ForgeStandIn, drawn: Any) -> None:
@@ -273,18 +274,18 @@ def test_patches_between_blocks_keep_graphs(host: ForgeStandIn, drawn: Any) -> N
     assert calls == 4
 
 
-@pytest.mark.parametrize(("block", "graphs"), [(("middle", 0), 3), (("input", 4), 4)])
+@pytest.mark.parametrize(("block", "graph_calls"), [(("middle", 0), 3), (("input", 4), 4)])
 def test_replaced_attention_concerns_its_own_block_only(
-    host: ForgeStandIn, drawn: Any, block: Any, graphs: int
+    host: ForgeStandIn, drawn: Any, block: Any, graph_calls: int
 ) -> None:
     options = {"patches_replace": {"attn2": {block: lambda n: n * 0.1}}}
     expected = host.draw(**options)
     found, calls = drawn(**options)
     assert close(found, expected)
-    assert calls == graphs
+    assert calls == graph_calls
 
 
-def test_wrapped_group_norms(host: ForgeStandIn, acceleration: Acceleration, drawn: Any) -> None:
+def test_wrapped_group_norms(host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any) -> None:
     if host.name == "reforge":
         pytest.skip("reForge hands no options to residual blocks")
     options = {"group_norm_wrapper": lambda norm, x: norm(x) * 0.5}
@@ -292,11 +293,11 @@ def test_wrapped_group_norms(host: ForgeStandIn, acceleration: Acceleration, dra
     found, calls = drawn(**options)
     assert close(found, expected)
     assert calls == 1
-    assert any("group norm" in f.reason for f in acceleration.session.fallbacks())
+    assert any("group norm" in f.reason for f in graphs.session.fallbacks())
 
 
 def test_an_attention_that_is_not_the_hosts_own(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any, monkeypatch: pytest.MonkeyPatch
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = host.classes.modules[host.classes.BasicTransformerBlock.__module__]
     name = "attention_function" if host.name == "forge" else "optimized_attention"
@@ -310,12 +311,10 @@ def test_an_attention_that_is_not_the_hosts_own(
     found, calls = drawn()
     assert close(found, expected)
     assert calls == 3
-    assert any("attention_sage" in f.reason for f in acceleration.session.fallbacks())
+    assert any("attention_sage" in f.reason for f in graphs.session.fallbacks())
 
 
-def test_a_class_that_was_swapped(
-    host: ForgeStandIn, acceleration: Acceleration, drawn: Any
-) -> None:
+def test_a_class_that_was_swapped(host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any) -> None:
     layer = host.unet.transformer.attn1.to_q
     own = type(layer)
     doubled = {"forward": lambda self, x: own.forward(self, x) * 2, "__module__": own.__module__}
@@ -327,15 +326,15 @@ def test_a_class_that_was_swapped(
     layer.__class__ = own
 
 
-def test_a_dropout_that_drops(host: ForgeStandIn, acceleration: Acceleration, job: Any) -> None:
+def test_a_dropout_that_drops(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> None:
     host.unet.first.out_layers[2].p = 0.5
     p = job()
     host.draw()
-    assert [f.reason for f in acceleration.session.fallbacks()] == ["the model is in training mode"]
-    acceleration.end(p)
+    assert [f.reason for f in graphs.session.fallbacks()] == ["the model is in training mode"]
+    graphs.end(p)
 
 
-def test_weights_elsewhere(host: ForgeStandIn, acceleration: Acceleration, drawn: Any) -> None:
+def test_weights_elsewhere(host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any) -> None:
     """Forge's offloading: the layer itself fetches them, which a graph would not."""
     layer = host.unet.transformer.ff.out
     weight = layer.weight.clone()
@@ -372,20 +371,20 @@ def test_online_loras_of_the_whole_model() -> None:
 
 
 def test_nothing_is_left_behind(
-    host: ForgeStandIn, acceleration: Acceleration, built: None, job: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, built: None, job: Any
 ) -> None:
     outside = FakeProcessing()
     before = host.attributes(outside)
     p = job()
     assert "forward" in vars(host.unet)
     host.draw()
-    acceleration.end(p)
+    graphs.end(p)
     assert host.attributes(outside) == before
     assert vars(p) == vars(outside)
 
 
 def test_an_exception_in_the_middle_of_a_job(
-    host: ForgeStandIn, acceleration: Acceleration, built: None, job: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, built: None, job: Any
 ) -> None:
     before = host.attributes()
     p = job()
@@ -401,11 +400,11 @@ def test_an_exception_in_the_middle_of_a_job(
 
 
 def test_closing_in_the_middle_of_a_job(
-    host: ForgeStandIn, acceleration: Acceleration, built: None, job: Any
+    host: ForgeStandIn, graphs: GraphsForJobs, built: None, job: Any
 ) -> None:
     before = host.attributes()
     job()
-    acceleration.close()
+    graphs.close()
     assert host.attributes() == before
 
 
@@ -413,7 +412,7 @@ def test_closing_in_the_middle_of_a_job(
 
 
 def test_before_the_first_checkpoint(
-    host: ForgeStandIn, adapter: WebUIHost, acceleration: Acceleration, job: Any
+    host: ForgeStandIn, adapter: WebUIHost, graphs: GraphsForJobs, job: Any
 ) -> None:
     host.start_without_model()
     assert adapter.checkpoint() is None
@@ -422,7 +421,7 @@ def test_before_the_first_checkpoint(
     adapter.step(BatchShape(64, 64), torch.Generator())
     adapter.vae_step()
     p = job()
-    acceleration.end(p)
+    graphs.end(p)
 
 
 def test_what_the_host_draws_with(host: ForgeStandIn, adapter: WebUIHost) -> None:
@@ -452,7 +451,7 @@ def test_ignored_components(host: ForgeStandIn, adapter: WebUIHost) -> None:
 
 
 def test_norms_outside_of_blocks_are_kinds_on_a_gpu(
-    host: ForgeStandIn, acceleration: Acceleration, job: Any, monkeypatch: pytest.MonkeyPatch
+    host: ForgeStandIn, graphs: GraphsForJobs, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_families, "small_blocks_pay", lambda: True)
     expected, picture = host.draw(), host.decode()
@@ -460,22 +459,22 @@ def test_norms_outside_of_blocks_are_kinds_on_a_gpu(
     for _ in range(2):
         assert close(host.draw(), expected)
         assert close(host.decode(), picture)
-    acceleration.end(p)
-    kinds = {kind.label: kind for kind in acceleration.session.kinds}
+    graphs.end(p)
+    kinds = {kind.label: kind for kind in graphs.session.kinds}
     assert kinds["GroupNorm 16"].calls > 0  # of the host's class
     assert kinds["GroupNorm 8"].calls > 0  # torch's
-    assert acceleration.session.fallbacks() == []
+    assert graphs.session.fallbacks() == []
 
 
 def test_warming_up_makes_everything_ready(
-    host: ForgeStandIn, acceleration: Acceleration, options: CompileOptions
+    host: ForgeStandIn, graphs: GraphsForJobs, options: CompileOptions
 ) -> None:
     before = host.attributes()
     random = torch.get_rng_state()
-    acceleration.warm_up([BatchShape(64, 136), BatchShape(72, 64, 2)], options)
+    WarmUpJobs(graphs).run([BatchShape(64, 136), BatchShape(72, 64, 2)], options)
     assert host.attributes() == before
     assert torch.equal(torch.get_rng_state(), random)
-    status = acceleration.status()
+    status = graphs.status()
     assert (status.kinds_ready, status.kinds_failed) == (status.kinds_needed, 0)
     assert status.kinds_needed > KINDS_OF_THE_UNET
 

@@ -21,7 +21,7 @@ from onediff_ext.engine.cuda_graphs.recorder import Recording
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
-from onediff_ext.webui.acceleration import Acceleration
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_blocks_stand_in import Device, embed_from_the_cpu
 from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
 from tests.support.frozen_recorder import FrozenRecorder
@@ -45,8 +45,8 @@ def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
 
 
 @pytest.fixture
-def acceleration(host: ForgeStandIn) -> Acceleration:
-    return Acceleration(ForgeHost() if host.name == "forge" else ReForgeHost())
+def graphs(host: ForgeStandIn) -> GraphsForJobs:
+    return GraphsForJobs(ForgeHost() if host.name == "forge" else ReForgeHost())
 
 
 @pytest.fixture
@@ -56,24 +56,24 @@ def recorder() -> StrictRecorder:
 
 @contextmanager
 def recorded_job(
-    acceleration: Acceleration, recorder: StrictRecorder, store: Path
+    graphs: GraphsForJobs, recorder: StrictRecorder, store: Path
 ) -> Iterator[FakeProcessing]:
     """A job whose session records on a CPU."""
     options = CompileOptions(backend="eager", build="wait", store=store, workers=1)
     p = FakeProcessing()
-    acceleration.begin(p, options)
-    assert acceleration.session is not None
-    acceleration.session.captures = CudaGraphCache(recorder)
-    acceleration.before_sampling(p)
+    graphs.begin(p, options)
+    assert graphs.session is not None
+    graphs.session.captures = CudaGraphCache(recorder)
+    graphs.before_sampling(p)
     yield p
-    acceleration.end(p)
+    graphs.end(p)
 
 
 @pytest.fixture
 def job(
-    acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Path
+    graphs: GraphsForJobs, recorder: StrictRecorder, tmp_path: Path
 ) -> Iterator[FakeProcessing]:
-    with recorded_job(acceleration, recorder, tmp_path) as p:
+    with recorded_job(graphs, recorder, tmp_path) as p:
         yield p
 
 
@@ -98,14 +98,14 @@ def step(
         return result.clone()
 
 
-def captured(acceleration: Acceleration) -> Any:
-    unet = next(a for a in acceleration._attached if a.component.name == "unet")
+def captured(graphs: GraphsForJobs) -> Any:
+    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
     return unet.component.captured
 
 
-def assert_right(host: ForgeStandIn, acceleration: Acceleration, seed: int, **more: Any) -> None:
+def assert_right(host: ForgeStandIn, graphs: GraphsForJobs, seed: int, **more: Any) -> None:
     found = step(host, seed, **more)
-    unet = next(a for a in acceleration._attached if a.component.name == "unet")
+    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
     with unet.component.paused():
         expected = step(host, seed, **more)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -118,18 +118,18 @@ def settle(host: ForgeStandIn, **more: Any) -> None:
 
 @pytest.mark.usefixtures("job")
 def test_the_unet_is_recorded_and_replayed(
-    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+    host: ForgeStandIn, graphs: GraphsForJobs, recorder: StrictRecorder
 ) -> None:
     settle(host)
     assert recorder.recorded == 1
-    assert captured(acceleration).reason == ""
-    assert_right(host, acceleration, 50)
-    assert_right(host, acceleration, 50, timestep=17.5)
+    assert captured(graphs).reason == ""
+    assert_right(host, graphs, 50)
+    assert_right(host, graphs, 50, timestep=17.5)
     assert recorder.recorded == 1
 
 
 def test_the_timesteps_are_embedded_exactly_as_by_the_host(
-    host: ForgeStandIn, acceleration: Acceleration, job: FakeProcessing
+    host: ForgeStandIn, graphs: GraphsForJobs, job: FakeProcessing
 ) -> None:
     if host.name == "reforge":
         pytest.skip("reForge computes them where they are")
@@ -141,13 +141,13 @@ def test_the_timesteps_are_embedded_exactly_as_by_the_host(
             for _ in range(2):
                 assert torch.equal(ours(timesteps, width), embed_from_the_cpu(timesteps, width))
         assert torch.equal(ours(timesteps, 3, repeat_only=True), timesteps[:, None].expand(-1, 3))
-    acceleration.end(job)
+    graphs.end(job)
     assert home.timestep_embedding is embed_from_the_cpu
 
 
 def test_an_embedding_that_is_another_goes_on_as_it_is(
     host: ForgeStandIn,
-    acceleration: Acceleration,
+    graphs: GraphsForJobs,
     recorder: StrictRecorder,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -161,47 +161,47 @@ def test_an_embedding_that_is_another_goes_on_as_it_is(
         return embed_from_the_cpu(timesteps + 1, dim, max_period)
 
     monkeypatch.setattr(home, "timestep_embedding", shifted)
-    with recorded_job(acceleration, recorder, tmp_path):
+    with recorded_job(graphs, recorder, tmp_path):
         settle(host)
-        assert "not permitted" in captured(acceleration).reason
-        assert acceleration.session is not None
-        before = sum(kind.calls for kind in acceleration.session.kinds)
-        assert_right(host, acceleration, 50)
-        assert sum(kind.calls for kind in acceleration.session.kinds) > before
+        assert "not permitted" in captured(graphs).reason
+        assert graphs.session is not None
+        before = sum(kind.calls for kind in graphs.session.kinds)
+        assert_right(host, graphs, 50)
+        assert sum(kind.calls for kind in graphs.session.kinds) > before
     assert home.timestep_embedding is shifted
 
 
 @pytest.mark.usefixtures("job")
 def test_a_controlnet_handed_on_to_the_unet_is_no_hindrance(
-    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+    host: ForgeStandIn, graphs: GraphsForJobs, recorder: StrictRecorder
 ) -> None:
     if host.name == "reforge":
         pytest.skip("reForge keeps it to itself")
     settle(host, control_model=object())
     assert recorder.recorded == 1
-    assert captured(acceleration).reason == ""
-    assert_right(host, acceleration, 50, control_model=object())
+    assert captured(graphs).reason == ""
+    assert_right(host, graphs, 50, control_model=object())
 
 
 @pytest.mark.usefixtures("job")
 def test_what_a_controlnet_adds_is_part_of_the_shape(
-    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+    host: ForgeStandIn, graphs: GraphsForJobs, recorder: StrictRecorder
 ) -> None:
     settle(host)
     settle(host, control=0.5)
     assert recorder.recorded == 2
-    assert captured(acceleration).reason == ""
+    assert captured(graphs).reason == ""
     for strength in (0.5, -0.7):
-        assert_right(host, acceleration, 50, control=strength)
+        assert_right(host, graphs, 50, control=strength)
     assert recorder.recorded == 2
     assert not torch.equal(step(host, 50), step(host, 50, control=0.5))
 
 
 def test_nothing_is_left_behind(
-    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Path
+    host: ForgeStandIn, graphs: GraphsForJobs, recorder: StrictRecorder, tmp_path: Path
 ) -> None:
     before = host.attributes()
-    with recorded_job(acceleration, recorder, tmp_path):
+    with recorded_job(graphs, recorder, tmp_path):
         settle(host)
         assert host.attributes() != before
     assert host.attributes() == before

@@ -1,12 +1,13 @@
-"""Infotext that comes back: from a picture's text to the panel's components."""
+"""Pasting an infotext: each component of the panel reads its own entry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from onediff_ext.panel.choices import from_infotext
-from onediff_ext.panel.fields import BY_NAME, Field
+from onediff_ext.panel.field import Field
+from onediff_ext.panel.fields import BY_NAME
+from onediff_ext.panel.infotext_entries import value_from_infotext
 
 Reader = Callable[[Mapping[str, Any]], Any]
 
@@ -14,7 +15,7 @@ Reader = Callable[[Mapping[str, Any]], Any]
 def infotext_fields(controls: Mapping[str, Any]) -> list[tuple[Any, Reader]]:
     """(component, reader) for the host's ``infotext_fields``.
 
-    A reader returns None, which leaves the component alone, for a picture without OneDiff.
+    For a picture without OneDiff a reader returns None, which leaves the component unchanged.
     """
     return [
         (component, _reader(BY_NAME[name]))
@@ -25,6 +26,6 @@ def infotext_fields(controls: Mapping[str, Any]) -> list[tuple[Any, Reader]]:
 
 def _reader(field: Field) -> Reader:
     def read(entries: Mapping[str, Any]) -> Any:
-        return from_infotext(field, entries)
+        return value_from_infotext(field, entries)
 
     return read

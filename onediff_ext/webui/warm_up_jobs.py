@@ -1,0 +1,125 @@
+"""A warm-up as one of the host's own jobs: it waits for its turn and gives way to pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.session.warm_up import WarmUp
+from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
+from onediff_ext.session.warm_up_report import STAGES, WarmUpProgress, WarmUpReport
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+
+# Called with (sizes done, sizes wanted) while warming up.
+WarmUpListener = Callable[[int, int], None]
+
+
+class WarmUpJobs:
+    """Warms up the host's current checkpoint.
+
+    Args:
+        graphs: Attaches the models for the length of each pass.
+    """
+
+    def __init__(self, graphs: GraphsForJobs) -> None:
+        self._graphs, self._host = graphs, graphs.host
+        self._control = WarmUpControl()
+
+    def run(
+        self,
+        shapes: Sequence[BatchShape],
+        options: CompileOptions,
+        ignores: frozenset[str] = frozenset(),
+        listen: WarmUpListener | None = None,
+    ) -> WarmUpReport | None:
+        """Make and measure everything that pictures of these sizes need, and wait for it.
+
+        Each pass is one of the host's own jobs. A pass ends early when another job waits; the
+        next pass does the remaining sizes.
+
+        Args:
+            shapes: Sizes and pictures at once.
+            options, ignores: As in `GraphsForJobs.begin`; missing graphs are built whatever
+                `options.build` says.
+            listen: Called from the thread that warms up.
+
+        Returns:
+            What was done; None when nothing could be done, for a reason that
+            `GraphsForJobs.status` has.
+        """
+        self._control.start()
+        first_checkpoint: list[object] = []
+
+        def tell(done: int, left: int) -> None:
+            if listen is not None:
+                listen(len(shapes) - left + done, len(shapes))
+
+        def one_pass(left: list[BatchShape]) -> WarmUpReport | None:
+            reports: list[WarmUpReport | None] = []
+
+            def task() -> None:
+                checkpoint = self._host.checkpoint()
+                identity = checkpoint and (checkpoint.name, checkpoint.digest)
+                first_checkpoint.append(identity)
+                if identity != first_checkpoint[0]:
+                    return  # the user loaded another one meanwhile, for which nothing was asked
+                if self._control.is_cancelled:
+                    reports.append(WarmUpReport(cancelled=True))
+                    return
+                job = _WarmUpJob()
+                try:
+                    with self._graphs.eager.on_failure():
+                        reports.append(self._pass(job, left, options, ignores, tell))
+                finally:
+                    self._graphs.end(job)
+
+            self._host.run_exclusively(task)
+            return reports[0] if reports else None
+
+        shapes = list(dict.fromkeys(shapes))
+        return in_passes(shapes, one_pass, lambda: self._control.is_cancelled)
+
+    def cancel(self) -> None:
+        """End a warm-up and all builds within a moment. Finished graphs stay; the next warm-up
+        builds the others."""
+        self._control.cancel()
+        self._graphs.cancel_builds()
+
+    def _pass(
+        self,
+        job: _WarmUpJob,
+        shapes: Sequence[BatchShape],
+        options: CompileOptions,
+        ignores: frozenset[str],
+        listen: WarmUpListener,
+    ) -> WarmUpReport | None:
+        graphs, host = self._graphs, self._host
+
+        def tell(progress: WarmUpProgress) -> None:
+            if progress.stage == STAGES[-1]:
+                listen(progress.done, progress.needed)
+
+        session = graphs.begin_without_picture(job, replace(options, build="background"), ignores)
+        denoisers = [attachment.component for attachment in graphs.models.denoisers]
+        parameter = next((p for component in denoisers for p in component.model.parameters()), None)
+        if parameter is None:
+            if not graphs.eager.reasons:
+                graphs.eager.add("there is no UNet to warm up")
+            return None
+        warm_up = WarmUp(
+            session,
+            denoisers,
+            host.step,
+            host.vae_step,
+            shapes,
+            parameter.device,
+            tell,
+            host.is_waited_for,
+        )
+        return self._control.run(warm_up)
+
+
+class _WarmUpJob:
+    """Stands for a processing object in a job without a picture."""
