@@ -45,6 +45,11 @@ class Quantization:
     precision: str
     groups: tuple[tuple[int, ...], ...]
 
+    @property
+    def key_entry(self) -> str:
+        """Its text in a kind's key. Stored graphs have the spelling of the first releases."""
+        return f"Quantisation(precision={self.precision!r}, groups={self.groups!r})"
+
 
 PRECISIONS = tuple(_TYPES)
 

@@ -62,6 +62,11 @@ def _traced(
     return program, quantization, weights
 
 
+def test_the_key_entry_is_spelled_as_in_stored_graphs() -> None:
+    entry = Quantization("fp8", ((0, 1, 2), (3,))).key_entry
+    assert entry == "Quantisation(precision='fp8', groups=((0, 1, 2), (3,)))"
+
+
 fp8_by_rows = pytest.mark.skipif(
     RELEASE < (2, 11), reason=f"torch {torch.__version__} multiplies fp8 by rows on GPUs only"
 )

@@ -431,7 +431,7 @@ class BlockRunner:
         if self.family.quantisable and self._kinds.precision in PRECISIONS:
             quantization = self._quantise(tree, weights, device, without)
         if quantization is not None:
-            entries["precision"] = repr(quantization)
+            entries["precision"] = quantization.key_entry
         key, family = KindKey(entries), self.family
         rules, code = self._kinds.rules, self._kinds.code
         # What is kept of the block: no weight, since the kind outlives it.
