@@ -122,9 +122,9 @@ def test_what_goes_off_gives_its_memory_back(twins: Twins) -> None:
     add_lora(twins)
     twins.settle()
     merged = [
-        slot._value
+        slot._merged
         for runner in compiled_state(twins.pipe).components[0].runners
-        for slot in runner._wrapped_slots
+        for slot in runner.weights.wrapped_slots
     ]
     assert len(merged) > 10
     places = {tensor.data_ptr() for tensor in merged}

@@ -16,13 +16,13 @@ from onediff_ext.backends.inductor.device_index import for_device
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.checking.spot_checks import SHARE, SpotChecks
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.engine.validity.module_state import ModuleState
-from onediff_ext.engine.validity.python_code import (
-    PythonCode,
-    foreign_class,
-    foreign_methods,
-    home_of,
+from onediff_ext.engine.validity.foreign_code import (
+    defining_module,
+    patched_class_reason,
+    replaced_methods,
 )
+from onediff_ext.engine.validity.module_attributes import ModuleAttributes
+from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.validity.tensor_contents import TensorContents
 from onediff_ext.engine.validity.values import value_of
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
@@ -101,34 +101,34 @@ def test_a_module_is_what_its_attributes_hooks_and_children_are() -> None:
     for name, change in changes().items():
         model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Linear(2, 2))
         model[1].sizes, model.scale, model[0].note = [2], 1, "a"
-        state = ModuleState(list(model.modules()), model, ignored={"note"})
+        state = ModuleAttributes(list(model.modules()), model, ignored={"note"})
         model[0].note = "b"  # decides nothing
         model[0].weight = nn.Parameter(torch.zeros(2, 2, 1, 1))  # read at each call
         model.forward = lambda x: x  # runs around the rest
-        assert state.holds(), name
+        assert state.hold(), name
         change(model)
-        assert not state.holds(), name
+        assert not state.hold(), name
 
 
 def test_code_that_is_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     code = PythonCode()
     code.watch([nn.Conv2d])
-    first = code.look()
+    first = code.current_generation()
     with monkeypatch.context() as patch:
         patch.setattr(nn.Conv2d, "_conv_forward", lambda *args: None)
-        second = code.look()
+        second = code.current_generation()
         assert second != first
-        assert "Conv2d is patched by" in str(foreign_class(nn.Conv2d))
-        assert code.look(1) == second
-    assert code.look(1) == second  # one moment: nothing is replaced within it
-    assert code.look(2) == first  # as it was
-    assert foreign_class(nn.Conv2d) is None
+        assert "Conv2d is patched by" in str(patched_class_reason(nn.Conv2d))
+        assert code.current_generation(1) == second
+    assert code.current_generation(1) == second  # one moment: nothing is replaced within it
+    assert code.current_generation(2) == first  # as it was
+    assert patched_class_reason(nn.Conv2d) is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", functools.wraps(torch.cat)(lambda *args: None))
-        assert code.look() != first
+        assert code.current_generation() != first
         assert code.torch_reason() == f"torch.cat is replaced by {__name__}"
         assert code.torch_reason((__name__,)) is None
-    assert code.look() == first
+    assert code.current_generation() == first
     assert code.torch_reason() is None
 
 
@@ -138,11 +138,11 @@ def test_a_wrapper_does_not_hide_where_it_was_written() -> None:
         return nn.Linear.forward(*args)
 
     assert wrapper.__module__ == "torch.nn.modules.linear"
-    assert home_of(wrapper) == __name__
+    assert defining_module(wrapper) == __name__
     layer = nn.Linear(2, 2)
     layer.forward = wrapper
     layer.to = wrapper  # no forward calls it
-    assert list(foreign_methods(layer)) == ["forward"]
+    assert list(replaced_methods(layer)) == ["forward"]
 
 
 def test_contents_are_compared_once_for_each_picture() -> None:
@@ -150,15 +150,15 @@ def test_contents_are_compared_once_for_each_picture() -> None:
     tensors = [torch.randn(8, 4), torch.randn(2, 3, 3, 3).to(memory_format=torch.channels_last)]
     contents.watch(tensors)
     contents.settle()
-    assert contents.look(1) == contents.look(2) == 0
+    assert contents.current_generation(1) == contents.current_generation(2) == 0
     tensors[1].data.neg_()
-    assert contents.look(2) == 0  # within a picture only what torch counts is seen
-    assert contents.look(3) == 1
-    assert contents.look(4) == 1
+    assert contents.current_generation(2) == 0  # within a picture only what torch counts is seen
+    assert contents.current_generation(3) == 1
+    assert contents.current_generation(4) == 1
     tensors[0].data = tensors[0].data.clone()
-    assert contents.look(5) == 2
+    assert contents.current_generation(5) == 2
     del tensors[0]
-    contents.look(6)
+    contents.current_generation(6)
     assert len(contents._watched) == 1
 
 

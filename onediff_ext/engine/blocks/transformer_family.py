@@ -1,4 +1,4 @@
-"""What the transformer blocks of all packages have in common."""
+"""The base of all families of transformer blocks, with the text KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from onediff_ext.engine.blocks.family import CONTEXT, NOTHING, TOKENS, BlockCall, BlockFamily
 
-# What stands for the context in a call whose keys and values are computed already.
+# The value of the static "context" in a call with a text KV cache. It is part of stored keys.
 _PROJECTED = "projected"
 
 
@@ -31,22 +31,33 @@ class TransformerBlocks(BlockFamily):
         context: torch.Tensor | None,
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
-        """Call the block's own method: x [B, N, D], context [B, M, C] or None."""
+        """Call the block's own method.
 
-    def bound(
+        Args:
+            block: The host's module, or its copy that is traced.
+            x: [B, N, D].
+            context: [B, M, C] or None.
+            statics: As `BlockCall.statics`, by name.
+
+        Returns:
+            [B, N, D].
+        """
+
+    def token_call(
         self,
         x: torch.Tensor,
         context: torch.Tensor | None,
         ahead: bool,
         *statics: tuple[str, Hashable],
     ) -> BlockCall:
-        """A call with tokens and perhaps a context.
+        """Return a call with tokens and perhaps a context, for `bind`.
 
         Args:
             x: [B, H*W, D].
             context: [B, 77n, C] or None.
-            ahead: Only the `prompt_layers` read the context, which may happen ahead of the graph.
-            statics: More of them.
+            ahead: Whether the text KV cache may be computed ahead of the graph, since only the
+                `prompt_layers` read the context.
+            statics: Further statics.
         """
         named = (("context", context is not None), *statics)
         if context is None:
@@ -63,10 +74,10 @@ class TransformerBlocks(BlockFamily):
         if statics["context"] != _PROJECTED:
             return self.call(block, x, others[0] if others else None, statics)
         keys, values = others
-        with _given(block.attn2.to_k, keys), _given(block.attn2.to_v, values):
+        with _returning(block.attn2.to_k, keys), _returning(block.attn2.to_v, values):
             return self.call(block, x, keys, statics)
 
-    def project(
+    def text_kv(
         self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
     ) -> tuple[torch.Tensor, ...]:
         # keys and values [B, M, heads * width]
@@ -75,10 +86,10 @@ class TransformerBlocks(BlockFamily):
             for name in self.prompt_layers
         )
 
-    def projected(self, call: BlockCall, projections: tuple[torch.Tensor, ...]) -> BlockCall:
+    def with_text_kv(self, call: BlockCall, text_kv: tuple[torch.Tensor, ...]) -> BlockCall:
         others = tuple((name, value) for name, value in call.statics if name != "context")
         return BlockCall(
-            (call.tensors[0], *projections),
+            (call.tensors[0], *text_kv),
             (TOKENS, CONTEXT, CONTEXT),
             (("context", _PROJECTED), *others),
         )
@@ -88,7 +99,7 @@ class TransformerBlocks(BlockFamily):
 
 
 def _linear(layer: Any, x: torch.Tensor, merged: torch.Tensor | None) -> torch.Tensor:
-    """A layer's own output, or that of the layer within with a merged weight."""
+    """Return a layer's output, or the wrapped layer's output with a merged weight."""
     if merged is None:
         output: torch.Tensor = layer(x)
         return output
@@ -96,8 +107,8 @@ def _linear(layer: Any, x: torch.Tensor, merged: torch.Tensor | None) -> torch.T
 
 
 @contextmanager
-def _given(layer: nn.Module, output: torch.Tensor) -> Iterator[None]:
-    """Have a layer return this, whatever it is called with."""
+def _returning(layer: nn.Module, output: torch.Tensor) -> Iterator[None]:
+    """Make a layer return `output`, whatever its arguments."""
     vars(layer)["forward"] = lambda *_: output
     try:
         yield

@@ -15,7 +15,8 @@ from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.blocks.weight_slots import Layout, layout_of
 from onediff_ext.engine.export.autocast import CudaAutocast
-from onediff_ext.engine.quantization import Quantization, QuantizedLinears
+from onediff_ext.engine.quantization import Quantization
+from onediff_ext.engine.quantized_linears import QuantizedLinears
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
 
 Autocast = tuple[str, torch.dtype] | None

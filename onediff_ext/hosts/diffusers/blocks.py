@@ -142,7 +142,7 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
         context = named.get("encoder_hidden_states")
         if isinstance(context, tuple):
             return Refusal("IP-Adapter embeddings among the context")
-        return self.bound(named["hidden_states"], context, _projects_alone(block))
+        return self.token_call(named["hidden_states"], context, _projects_alone(block))
 
     def call(
         self,

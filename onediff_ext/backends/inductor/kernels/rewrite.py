@@ -163,8 +163,8 @@ def _geglu(node: Any) -> None:
 def _product_in_8_bits(node: Any) -> None:
     """Have the rows of an 8-bit product written by what computes them.
 
-    They come as `onediff_ext.engine.quantization.quantise_rows` traces them: reshape, to float32,
-    division by the scale, rounding, and the cast.
+    They come as `onediff_ext.engine.quantized_linears.quantise_rows` traces them: reshape, to
+    float32, division by the scale, rounding, and the cast.
     """
     cast = node.args[0]
     division, steps = cast, 0
