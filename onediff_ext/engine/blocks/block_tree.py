@@ -22,16 +22,8 @@ from onediff_ext.engine.validity.model_state import ModelState
 from onediff_ext.engine.validity.module_attributes import INTERNAL
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
 
-# Attributes that decide nothing: torch's own, a model's record of how it was made, and values that
-# a layer computes from attributes that count by themselves.
-_NOT_IN_KEY = INTERNAL | {
-    "forward",
-    "_chunk_dim",
-    "_from_deprecated_attn_block",
-    "_gradient_checkpointing_func",
-    "_internal_dict",
-    "_reversed_padding_repeated_twice",
-}
+# Attributes of torch that are not part of the key; the last one is computed from a layer's padding.
+_NOT_IN_KEY = INTERNAL | {"forward", "_reversed_padding_repeated_twice"}
 
 
 class BlockTree:
@@ -46,6 +38,7 @@ class BlockTree:
         ignored_attrs: As `BlockFamily.ignored_attrs`.
         dynamic_weight_attrs: As `BlockFamily.dynamic_weight_attrs`.
         trusted_patchers: As `BlockFamily.trusted_patchers`.
+        redundant_attrs: As `BlockFamily.redundant_attrs`.
         code: Watches the code of this process.
 
     Attributes:
@@ -66,11 +59,13 @@ class BlockTree:
         ignored_attrs: frozenset[str] = frozenset(),
         dynamic_weight_attrs: tuple[str, ...] = (),
         trusted_patchers: tuple[str, ...] = (),
+        redundant_attrs: frozenset[str] = frozenset(),
         code: PythonCode | None = None,
     ) -> None:
         self.refusal_reason: str | None = None
         self._parts, self._ignored_attrs = parts, ignored_attrs
         self._dynamic_weight_attrs, self._trusted_patchers = dynamic_weight_attrs, trusted_patchers
+        self._not_in_key = _NOT_IN_KEY | ignored_attrs | redundant_attrs
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
         self.depends_on_training = any(_depends_on_training(module) for module in block.modules())
@@ -119,6 +114,7 @@ class BlockTree:
             family.ignored_attrs,
             family.dynamic_weight_attrs,
             family.trusted_patchers,
+            family.redundant_attrs,
             code,
         )
 
@@ -244,8 +240,7 @@ class BlockTree:
             {
                 name: value
                 for name, value in vars(module).items()
-                if name not in _NOT_IN_KEY
-                and name not in self._ignored_attrs
+                if name not in self._not_in_key
                 and not is_ours(value)
                 and not is_own_method(module, name)
                 and (not name.startswith("_") or reads_attribute(type(module), name))
@@ -267,9 +262,7 @@ class BlockTree:
         for name, value in vars(module).items():
             if name in self._dynamic_weight_attrs and value:
                 self._refuse(f"{what} has weights that change at each call ({name})")
-            if name in _NOT_IN_KEY or name in self._ignored_attrs:
-                continue
-            if not reads_attribute(type(module), name):
+            if name in self._not_in_key or not reads_attribute(type(module), name):
                 continue
             if isinstance(value, torch.Tensor):
                 self._refuse(f"{what} holds a tensor that is no parameter ({name})")

@@ -27,7 +27,9 @@ VECTOR: Dims = ("batch", None)
 TOKENS: Dims = ("batch", "tokens", None)
 CONTEXT: Dims = ("batch", "context", None)
 
-NOTHING: Mapping[str, torch.Tensor] = {}
+# Weight [N, K] and bias [N] of a linear layer.
+LinearWeights = tuple[torch.Tensor, torch.Tensor | None]
+NOTHING: Mapping[str, LinearWeights] = {}
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class BlockFamily(ABC):
             may consist of, besides torch's.
         ignored_attrs: Names of attributes of the block's modules that the host keeps there for
             itself (names, backups, the last merge). They decide nothing that the block computes.
+        redundant_attrs: Names of attributes of the block's modules that are not part of the key: a
+            record of how the block was made, or values computed from other attributes.
         dynamic_weight_attrs: Names of attributes of the block's modules that change their weights
             at each call while they are there and not empty. The block runs eager then.
         trusted_patchers: Prefixes of the modules whose methods may replace those of the block's
@@ -84,6 +88,7 @@ class BlockFamily(ABC):
     parts: tuple[str, ...] | None = None
     sources: tuple[str, ...]
     ignored_attrs: frozenset[str] = frozenset()
+    redundant_attrs: frozenset[str] = frozenset()
     dynamic_weight_attrs: tuple[str, ...] = ()
     trusted_patchers: tuple[str, ...] = ()
     per_image: tuple[str, ...] = ()
@@ -133,14 +138,14 @@ class BlockFamily(ABC):
         """
 
     def text_kv(
-        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
+        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, LinearWeights] = NOTHING
     ) -> tuple[torch.Tensor, ...]:
         """Compute the text KV cache of a prompt with the host's own layers.
 
         Args:
             block: The host's module.
             prompt: [B, M, C], the host's own tensor.
-            merged: Weights of wrapped `prompt_layers`, by the layer's name.
+            merged: Weights of those `prompt_layers` that have a wrapper, by the layer's name.
 
         Returns:
             One tensor [B, M, D] for each of `prompt_layers`.

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from onediff_ext.engine.blocks.family import CONTEXT, NOTHING, TOKENS, BlockCall, BlockFamily
+from onediff_ext.engine.blocks.family import (
+    CONTEXT,
+    NOTHING,
+    TOKENS,
+    BlockCall,
+    BlockFamily,
+    LinearWeights,
+)
 
 # The value of the static "context" in a call with a text KV cache. It is part of stored keys.
 _PROJECTED = "projected"
@@ -78,7 +85,7 @@ class TransformerBlocks(BlockFamily):
             return self.call(block, x, keys, statics)
 
     def text_kv(
-        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
+        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, LinearWeights] = NOTHING
     ) -> tuple[torch.Tensor, ...]:
         # keys and values [B, M, heads * width]
         return tuple(
@@ -98,12 +105,12 @@ class TransformerBlocks(BlockFamily):
         return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
 
 
-def _linear(layer: Any, x: torch.Tensor, merged: torch.Tensor | None) -> torch.Tensor:
-    """Return a layer's output, or the wrapped layer's output with a merged weight."""
+def _linear(layer: nn.Module, x: torch.Tensor, merged: LinearWeights | None) -> torch.Tensor:
+    """Return a layer's output, computed with merged weights where there are any."""
     if merged is None:
         output: torch.Tensor = layer(x)
         return output
-    return linear(x, merged, layer.get_base_layer().bias)
+    return linear(x, *merged)
 
 
 @contextmanager

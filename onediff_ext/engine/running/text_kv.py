@@ -96,7 +96,8 @@ class BlockTextKv:
         self._block, self._family = block, family
         self._weights, self._registry = weights, registry
         self._layers: tuple[int, ...] = ()  # indices of the weights that the prompt's layers read
-        self._wrapped: tuple[tuple[int, str], ...] = ()  # those with a wrapper: index, layer
+        # The prompt's layers that have a wrapper → indices of their weight and bias.
+        self._wrapped: dict[str, tuple[int, int | None]] = {}
         self.cached: TextKv | None = None
 
     def use(self, tree: BlockTree) -> None:
@@ -105,10 +106,12 @@ class BlockTextKv:
         self._layers = tuple(
             i for i, name in enumerate(tree.names) if prefixes and name.startswith(prefixes)
         )
-        slots = ((i, tree.slots[i]) for i in self._layers)
-        self._wrapped = tuple(
-            (i, slot.path.removesuffix(".weight")) for i, slot in slots if slot.is_wrapped
-        )
+        index = {tree.names[i]: i for i in self._layers}
+        self._wrapped = {
+            layer: (index[f"{layer}.weight"], index.get(f"{layer}.bias"))
+            for layer in self._family.prompt_layers
+            if f"{layer}.weight" in index and tree.slots[index[f"{layer}.weight"]].is_wrapped
+        }
 
     def graph_call(self, call: BlockCall, weights: Sequence[torch.Tensor]) -> BlockCall:
         """Return a call as its graph takes it, with keys and values in place of the prompt.
@@ -153,7 +156,10 @@ class BlockTextKv:
     def _compute(
         self, prompt: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        merged = {layer: weights[i] for i, layer in self._wrapped}
+        merged = {
+            layer: (weights[weight], None if bias is None else weights[bias])
+            for layer, (weight, bias) in self._wrapped.items()
+        }
         return self._family.text_kv(self._block, prompt, merged)
 
 
