@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: close to exact, and never with old weights."""
+"""Linear layers in 8 bits are close to exact, and never use old weights."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_another_tensor_in_the_weights_place_is_seen() -> None:
     assert torch.equal(again[0].float(), _copies(other)[1][0].float())
 
 
-def test_a_row_of_zeros_gives_zeros() -> None:
+def test_a_row_of_zeros_stays_zero() -> None:
     rows, scales = quantise_rows(torch.zeros(3, 16), "fp8")
     assert torch.equal(rows.float() * scales, torch.zeros(3, 16))
     _, taken = _copies([torch.zeros(32, 16), torch.zeros(16, 16)])

@@ -1,4 +1,4 @@
-"""What graphs and captures take for granted, looked at by value; and the check that never ends."""
+"""What makes graphs and CUDA graphs stale, compared by value; spot checks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_equal_settings_of_other_classes_differ() -> None:
     assert value_of(1) != value_of(True)
 
 
-def test_a_module_is_what_its_attributes_hooks_and_children_are() -> None:
+def test_attributes_hooks_and_children_of_modules_count() -> None:
     def changes() -> dict[str, Callable[[nn.Sequential], object]]:
         return {
             "attribute": lambda m: setattr(m[0], "padding_mode", "circular"),
@@ -110,7 +110,9 @@ def test_a_module_is_what_its_attributes_hooks_and_children_are() -> None:
         assert not state.hold(), name
 
 
-def test_code_that_is_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_code_is_another_generation_until_it_is_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = PythonCode()
     code.watch([nn.Conv2d])
     first = code.current_generation()
@@ -132,7 +134,7 @@ def test_code_that_is_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert code.torch_reason() is None
 
 
-def test_a_wrapper_does_not_hide_where_it_was_written() -> None:
+def test_functools_wraps_does_not_hide_the_defining_module() -> None:
     @functools.wraps(nn.Linear.forward)
     def wrapper(*args: Any) -> Any:
         return nn.Linear.forward(*args)
@@ -145,7 +147,7 @@ def test_a_wrapper_does_not_hide_where_it_was_written() -> None:
     assert list(replaced_methods(layer)) == ["forward"]
 
 
-def test_contents_are_compared_once_for_each_picture() -> None:
+def test_contents_are_compared_once_for_each_image() -> None:
     contents = TensorContents()
     tensors = [torch.randn(8, 4), torch.randn(2, 3, 3, 3).to(memory_format=torch.channels_last)]
     contents.watch(tensors)
@@ -162,7 +164,7 @@ def test_contents_are_compared_once_for_each_picture() -> None:
     assert len(contents._watched) == 1
 
 
-def test_checks_take_their_share_of_the_time() -> None:
+def test_spot_checks_take_their_share_of_the_time() -> None:
     checks, chosen = SpotChecks(seed=1), 0
     start = time.perf_counter()
     for _ in range(400):
@@ -256,7 +258,7 @@ def test_a_replay_that_turns_wrong_in_use_is_found_dropped_and_reported(pipe: An
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_check_costs_no_wrong_picture(pipe: Any) -> None:
+def test_spot_checks_of_right_graphs_find_nothing(pipe: Any) -> None:
     session = compiled_state(pipe).session
     always(session.spot_checks)
     for seed in range(12):
