@@ -106,7 +106,8 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    from onediff_ext.engine.quantization import quantise_rows, unavailable_reason
+    from onediff_ext.engine.quantization import unavailable_reason
+    from onediff_ext.engine.quantized_linears import quantise_rows
 
     ops = torch.ops.onediff
     noise = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""The port between the engine and whatever turns a block into a graph."""
+"""The port for backends, which compile exported blocks to graphs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-# A loaded graph: the block's weights followed by its input tensors → the block's output.
+# A loaded graph takes the block's weights, then its input tensors, and returns its output.
 Graph = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class Backend(ABC):
-    """Builds, saves, loads and runs the graph of one kind.
+    """Compiles and loads the graphs of block kinds.
 
-    `build` runs in a worker process that has nothing but torch; `load` in the
-    process that draws pictures, where it must never compile.
+    `build` runs in a worker process that has only torch. `load` runs in the host's process, where
+    it must never compile.
 
     Attributes:
         name: One of `onediff_ext.core.options.BACKENDS`.
         capturable: Whether a CUDA graph may be recorded around its graphs.
-        needs_restart: Whether this process can build nothing more, and a new one has to.
+        needs_restart: Whether this process can build no more, so that a new one has to.
     """
 
     name: str
@@ -29,14 +29,18 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Say in one line why this backend cannot work here, or None when it can."""
+        """Say in one line why this backend cannot work here, or None when it can.
+
+        Args:
+            device: Where its graphs would run.
+        """
 
     @abstractmethod
     def key_entries(self, device: torch.device) -> Mapping[str, str]:
-        """Name everything outside the block that decides the bytes of a graph."""
+        """Return the parts of a key that decide a graph's bytes and lie outside of the block."""
 
     def prepare_to_load(self, device: torch.device) -> None:  # noqa: B027
-        """Import what `load` needs, which may take seconds; the default needs nothing."""
+        """Import what `load` needs, which may take seconds. The default imports nothing."""
 
     @abstractmethod
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
@@ -45,6 +49,10 @@ class Backend(ABC):
         Args:
             program: Takes (weights, *inputs), all flattened; batch, height,
                 width and tokens are symbolic.
+            device: Where the graph shall run.
+
+        Returns:
+            The graph in this backend's own format.
 
         Raises:
             BackendError: The block cannot be compiled; the reason is in the message.
@@ -52,7 +60,11 @@ class Backend(ABC):
 
     @abstractmethod
     def load(self, payload: bytes, device: torch.device) -> Graph:
-        """Make what `build` returned callable, without compiling anything.
+        """Load a graph that `build` returned, without compiling.
+
+        Args:
+            payload: From `build`.
+            device: Where the graph shall run.
 
         Raises:
             BackendError: The bytes cannot be loaded on this machine.

@@ -1,4 +1,4 @@
-"""Calls of graphs, as they look to what records the work of a whole forward."""
+"""Calls of graphs, visible to a recorder of a whole forward."""
 
 from __future__ import annotations
 
@@ -13,18 +13,31 @@ from onediff_ext.engine.backend_port import Graph
 
 
 class GraphObserver(ABC):
-    """Sees the calls of graphs, which are no operators of torch's."""
+    """Sees the calls of graphs, which are no operators of torch."""
 
     @abstractmethod
     def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Call a graph, and return its output."""
+        """Call a graph.
+
+        Args:
+            graph: The graph.
+            arguments: The block's weights, then its input tensors.
+
+        Returns:
+            The graph's output.
+        """
 
 
 _observers: ContextVar[tuple[GraphObserver, ...]] = ContextVar("graph_observers", default=())
 
 
 def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Call a graph; observers see the call."""
+    """Call a graph and return its output; observers see the call.
+
+    Args:
+        graph: The graph.
+        arguments: The block's weights, then its input tensors.
+    """
     observers = _observers.get()
     if not observers:
         return graph(arguments)
@@ -37,13 +50,13 @@ def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def is_observed() -> bool:
-    """Whether a forward is being recorded."""
+    """Return whether a forward is being recorded."""
     return bool(_observers.get())
 
 
 @contextmanager
 def observed_by(observer: GraphObserver) -> Iterator[None]:
-    """Have an observer see all calls of graphs within the ``with`` block."""
+    """Show an observer all calls of graphs within the ``with`` block."""
     token = _observers.set((*_observers.get(), observer))
     try:
         yield

@@ -1,4 +1,4 @@
-"""What of this machine decides whether a graph that was built elsewhere or earlier fits."""
+"""Identifies the machine: the parts of a key that decide whether a stored graph fits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 @functools.cache
 def machine_entries(device_type: str, device_index: int) -> dict[str, str]:
-    """Named parts of a kind's key that come from the machine.
+    """Return the parts of a kind's key that the machine decides.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        device_index: Which of several GPUs; ignored on a CPU.
+        device_index: Index of the GPU; ignored on a CPU.
     """
     entries = {
         "torch": torch.__version__,
@@ -36,11 +36,14 @@ def machine_entries(device_type: str, device_index: int) -> dict[str, str]:
 
 @functools.cache
 def machine_digest(device: torch.device) -> str:
-    """Short digest of everything here that decides whether a graph loads, and how long it builds.
+    """Return a digest of all that decides whether a graph loads here, and how long builds take.
 
-    Wider than the key: driver, C library and compiler do not change a graph's bytes,
-    yet a graph that loaded before may crash after one of them changed. No host name:
-    an equal machine, or the same container started again, is the same machine.
+    It covers more than the key. Driver and C library do not change a graph's bytes, yet a graph
+    that loaded before may crash after one of them changed. It contains no host name: an equal
+    machine, or the same container after a restart, is the same machine.
+
+    Returns:
+        16 hexadecimal digits.
     """
     described = {**machine_entries(device.type, device.index or 0), "libc": _libc()}
     if device.type == "cuda":
@@ -69,7 +72,7 @@ def _triton_version() -> str:
 
 
 def _cpu_flags_digest() -> str:
-    """Short digest of the CPU's instruction sets, since graphs are built for exactly these."""
+    """Return a digest of the CPU's instruction sets; graphs are built for exactly these."""
     cpuinfo = Path("/proc/cpuinfo")
     described = platform.processor()
     if cpuinfo.exists():

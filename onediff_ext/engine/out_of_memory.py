@@ -1,16 +1,18 @@
-"""Recognising that memory ran out, whoever says so."""
+"""Recognises errors of all libraries that mean that memory ran out."""
 
 from __future__ import annotations
 
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
-# Of allocators and libraries that have no error class for it.
-_SAYINGS = ("out of memory", "defaultcpuallocator", "alloc_failed")
+# Messages of allocators and libraries without an error class for it.
+_MESSAGES = ("out of memory", "defaultcpuallocator", "alloc_failed")
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether less work at a time might do: torch has no error of its own for the CPU's memory,
-    and cuBLAS, cuDNN and Triton raise plain ones."""
+    """Return whether an error means that memory ran out.
+
+    torch has no error class for the CPU's memory. cuBLAS, cuDNN and Triton raise RuntimeError.
+    """
     if isinstance(exc, (OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(exc, RuntimeError) and any(s in str(exc).lower() for s in _SAYINGS)
+    return isinstance(exc, RuntimeError) and any(text in str(exc).lower() for text in _MESSAGES)

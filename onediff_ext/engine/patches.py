@@ -14,7 +14,7 @@ _REDUCE = "__reduce_ex__"
 
 @dataclass(eq=False)
 class _Change:
-    """One replaced attribute: what the instance held before, and what it holds now."""
+    """One replaced attribute: the instance's value before, and the new one."""
 
     owner: Any
     name: str
@@ -23,19 +23,19 @@ class _Change:
 
 
 class Patches:
-    """Remembers each replaced instance attribute and puts it back.
+    """Replaces instance attributes and restores them.
 
-    Only the instance's own dictionary is written, never a class, so that an
-    undo leaves exactly what was there, also when nothing was. The end of a ``with`` block undoes.
+    Patches are written to the instance's own dictionary, never to a class. `undo` restores it
+    exactly, also where the attribute was absent. The end of a ``with`` block undoes too.
 
-    Several may change the same attribute and be undone in any order. A copy of a patched object,
-    by `copy` or by `pickle`, has none of the patches.
+    Several `Patches` may change one attribute and be undone in any order. A copy of a patched
+    object, by `copy` or by `pickle`, has none of the patches.
     """
 
     def __init__(self) -> None:
         self._changes: list[_Change] = []
         self._hooks: list[tuple[RemovableHandle, _PlainCopy | None]] = []
-        # By id of their owner. Whoever watches a model would take another one for a change.
+        # By id of their owner. A new one each time would look like a change of the model.
         self._copies: dict[int, _PlainCopy] = {}
 
     def __enter__(self) -> Patches:
@@ -45,20 +45,21 @@ class Patches:
         self.undo()
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replace `owner.name`, remembering what the instance held."""
+        """Replace the attribute `name` of `owner`, and remember the old value."""
         attributes = vars(owner)
         change = _Change(owner, name, attributes.get(name, _ABSENT), value)
         attributes[name] = value
         self._changes.append(change)
-        if not isinstance(owner, ModuleType):  # of Python, which nobody copies
+        if not isinstance(owner, ModuleType):  # Python modules are never copied
             self._copy_of(owner).changes.append(change)
 
     def hook(self, handle: RemovableHandle, owner: object | None = None) -> None:
-        """Take over a forward hook of a module. Unlike a replaced forward, a hook can be
-        taken away again whoever has patched the module since.
+        """Remove a forward hook of a module with the next `undo`.
+
+        Unlike a replaced forward, a hook can be removed whatever has patched the module since.
 
         Args:
-            handle: What the module gave for the hook.
+            handle: From the module's ``register_forward_hook``.
             owner: The module, so that its copies are without the hook.
         """
         plain = None if owner is None else self._copy_of(owner)
@@ -67,11 +68,11 @@ class Patches:
             plain.hooks.append(handle)
 
     def undo(self) -> list[str]:
-        """Put everything back, last change first.
+        """Restore everything, last change first.
 
         Returns:
-            The names of attributes that somebody else has replaced since; those
-            are left as they are, since taking them away would break the other.
+            The names of attributes that another extension has replaced since. They keep the other
+            extension's value, since removing it would break that extension.
         """
         while self._hooks:
             handle, plain = self._hooks.pop()
@@ -106,14 +107,15 @@ class Patches:
 
 
 class _PlainCopy:
-    """Stands for ``__reduce_ex__`` of a patched object, which `copy` and `pickle` look up on the
-    object: its copies are as if nobody had patched it. Locks, sessions and compiled graphs can
+    """Replaces ``__reduce_ex__`` of a patched object, so that copies of it are unpatched.
+
+    `copy` and `pickle` look the method up on the object. Locks, sessions and compiled graphs can
     be neither copied nor pickled.
 
     Attributes:
         owner: The object.
-        changes: All that are not undone, oldest first, whoever has made them.
-        hooks: The same.
+        changes: The changes of all `Patches` that are not undone, oldest first.
+        hooks: Their hooks.
     """
 
     def __init__(self, owner: object) -> None:
@@ -129,11 +131,15 @@ class _PlainCopy:
         if isinstance(state, dict):
             state = self._plain(state)
         elif isinstance(state, tuple) and state and isinstance(state[0], dict):
-            state = (self._plain(state[0]), *state[1:])  # it has slots too
+            state = (self._plain(state[0]), *state[1:])  # an object with slots too
         return (made, arguments, state, *rest)
 
     def pass_on(self, change: _Change) -> bool:
-        """Have the next change of the same attribute put back what this one would have."""
+        """Make the next change of the same attribute restore what this one would restore.
+
+        Returns:
+            Whether there is such a change.
+        """
         if change not in self.changes:
             return False
         later = self.changes[self.changes.index(change) + 1 :]
@@ -145,7 +151,7 @@ class _PlainCopy:
         return True
 
     def leave_if_idle(self) -> None:
-        """Take itself away, too, once nothing is patched any more."""
+        """Remove itself from the owner once nothing is patched."""
         if not self.changes and not self.hooks and vars(self.owner).get(_REDUCE) is self:
             del vars(self.owner)[_REDUCE]
 
@@ -157,7 +163,7 @@ class _PlainCopy:
         return plain
 
     def _unhooked(self, value: Any) -> Any:
-        """A module's dictionary of hooks without ours."""
+        """Return a module's dictionary of hooks without ours."""
         ours = {
             handle.id
             for handle in self.hooks

@@ -1,4 +1,4 @@
-"""Work on a GPU that shares memory has to happen in order, on whichever streams it is launched."""
+"""Keeps GPU work that shares memory in order across CUDA streams."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class StreamOrder:
-    """Puts pieces of GPU work one behind the other.
+    """Runs pieces of GPU work one after the other.
 
-    A lock orders launches only: two threads with streams of their own would use the same memory at
-    the same time. Each piece waits, on the GPU, for the one before it if that ran on another
-    stream; the processor waits for nothing.
+    A lock orders launches only: two threads with streams of their own would still use the same
+    memory at the same time. Here each piece waits on the GPU for the piece before it, where that
+    ran on another stream. The CPU does not wait.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class StreamOrder:
 
     @contextmanager
     def after_the_last(self, device: torch.device) -> Iterator[None]:
-        """Order the work that is launched within the ``with`` block."""
+        """Run the work that is launched within the ``with`` block after the last piece."""
         if device.type != "cuda":
             yield
             return
@@ -33,7 +33,12 @@ class StreamOrder:
             self.mark(device, stream)
 
     def wait(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Have what is launched from now on wait for the last piece."""
+        """Make work that is launched from now on wait for the last piece.
+
+        Args:
+            device: Where it runs; only CUDA devices have streams.
+            stream: Its stream; None is the current one.
+        """
         if device.type != "cuda" or device not in self._last:
             return
         stream = torch.cuda.current_stream(device) if stream is None else stream
@@ -42,7 +47,12 @@ class StreamOrder:
             stream.wait_event(event)
 
     def mark(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """What was launched until now is the last piece."""
+        """Make the work that was launched until now the last piece.
+
+        Args:
+            device: Where it runs; only CUDA devices have streams.
+            stream: Its stream; None is the current one.
+        """
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device) if stream is None else stream

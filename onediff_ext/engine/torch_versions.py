@@ -1,7 +1,7 @@
-"""What torch lacks or names otherwise in older versions, down to 2.1.
+"""Differences between torch versions, down to 2.1.
 
-Whoever needs such a thing takes it from here, so that all else is written for the newest torch.
-docs/torch-versions.md says what was run on which version.
+All other code is written for the newest torch and takes such things from here.
+docs/torch-versions.md lists the versions and what was run on them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OLDEST_FOR_GRAPHS = (2, 6)
 
 
 def too_old_for_graphs(needed: tuple[int, int] = OLDEST_FOR_GRAPHS) -> str | None:
-    """Why this torch builds no graphs and what a newer one brings, in one line; None if it does.
+    """Say in one line why this torch builds no graphs and what a newer one brings, or None.
 
     Args:
         needed: The oldest release that builds them.
     """
     if needed <= RELEASE:
         return None
-    # Medians of benchmarks/results; a test holds them against the files.
+    # Medians from benchmarks/results. A test compares the text with these files.
     return (
         f"torch {_NAME} draws eager, captured on a GPU; graphs need {needed[0]}.{needed[1]}, with"
         " which an H200 ran SD1.5's UNet 1.6 times as fast as captured, SDXL's VAE 4.2 times as"
@@ -45,7 +45,7 @@ def too_old_for_graphs(needed: tuple[int, int] = OLDEST_FOR_GRAPHS) -> str | Non
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast computes with on this kind of device, or None when it is off."""
+    """Return the dtype of autocast on this type of device, or None when it is off."""
     if RELEASE >= (2, 4):
         enabled = torch.is_autocast_enabled(device_type)
         return torch.get_autocast_dtype(device_type) if enabled else None
@@ -57,23 +57,28 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def cudnn_attention_enabled() -> bool:
-    """Whether attention may take cuDNN's kernel, which it could not before 2.2."""
+    """Return whether attention may use cuDNN's kernel; False before torch 2.2."""
     enabled = getattr(torch.backends.cuda, "cudnn_sdp_enabled", None)
     return enabled is not None and bool(enabled())
 
 
 def fp16_accumulation() -> bool | None:
-    """Whether float16 products add up in float16; None before 2.7, which could not be told to."""
+    """Return whether float16 products accumulate in float16; None before torch 2.7, without the
+    option."""
     if RELEASE < (2, 7):  # not by hasattr, for which 2.1 raises an AssertionError
         return None
     return bool(torch.backends.cuda.matmul.allow_fp16_accumulation)
 
 
 def end_recording_to_pool(device_index: int, pool: Any) -> None:
-    """Have the allocator put nothing more into the pool of a CUDA graph that failed.
+    """Stop allocations into the memory pool of a CUDA graph whose recording failed.
+
+    Args:
+        device_index: Index of the GPU.
+        pool: Id of the pool.
 
     Raises:
-        RuntimeError: It puts nothing there.
+        RuntimeError: No allocations go there.
     """
     bindings: Any = torch._C
     if hasattr(bindings, "_cuda_endAllocateToPool"):
@@ -86,9 +91,13 @@ def end_recording_to_pool(device_index: int, pool: Any) -> None:
 
 
 def dynamic_dim(name: str, least: int, most: int) -> Any:
-    """A dim for `torch.export` that is symbolic between these bounds.
+    """Return a dim for `torch.export` that is symbolic between inclusive bounds.
 
-    torch 2.6 takes bounds only for dims with names, of which equal ones are one symbol.
+    torch 2.6 takes bounds only for named dims, of which equal names are one symbol.
+
+    Args:
+        name: Name of the dim in torch 2.6.
+        least, most: The bounds.
     """
     automatic: Any = torch.export.Dim.AUTO
     if callable(automatic):
@@ -97,11 +106,11 @@ def dynamic_dim(name: str, least: int, most: int) -> Any:
 
 
 def ready_for_standalone_compile(graph_module: torch.fx.GraphModule) -> None:
-    """Mend what `standalone_compile` stumbles over in an exported graph before 2.11.
+    """Repair an exported graph for `standalone_compile` before torch 2.11.
 
-    It looks for the mode of the fake tensors beside the outputs only, makes another one where it
-    finds none, and then refuses the graph's own tensors for being of two modes. And a program that
-    was stored notes values of products beside those of symbols, which it takes for symbols.
+    `standalone_compile` looks for the fake tensor mode at the outputs only. Without one it makes
+    a second mode, and then rejects the graph's own tensors for having two modes. A loaded program
+    also keeps values of products of symbols, which it takes for symbols.
     """
     if RELEASE >= (2, 11):
         return
@@ -115,7 +124,7 @@ def ready_for_standalone_compile(graph_module: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Without torch 2.6's warning for each layer of a block that is deliberately no submodule."""
+    """Suppress torch 2.6's warnings for the layers of a block that is deliberately no submodule."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unable to find the path of the module")
         yield
@@ -123,11 +132,11 @@ def quiet_export() -> Iterator[None]:
 
 @functools.cache
 def keep_device_guard() -> None:
-    """Have a thread that stays be the first to use ``FakeTensorMode``, where that must not end.
+    """Make a thread that never ends the first user of ``FakeTensorMode``, where torch needs that.
 
-    Built for CUDA and without a GPU, torch registers an object of the first thread that uses it for
-    all others; when that thread has ended, the next use ends the process (seen with 2.11). Exports
-    and loads run in threads that end.
+    A CUDA build of torch without a GPU registers an object of the first thread that uses the mode,
+    for all threads. After that thread has ended, the next use ends the process (seen with 2.11).
+    Exports and loads run in threads that end.
     """
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is None or torch.version.cuda is None or torch.cuda.is_available():

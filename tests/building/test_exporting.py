@@ -62,7 +62,7 @@ def test_a_block_that_cannot_be_exported_is_given_up_for_this_process(
     session.build_context.export_children = 0
     compile_pipe(small.pipe, session=session)
     monkeypatch.setattr(
-        "onediff_ext.engine.running.block_identity.export_block",
+        "onediff_ext.engine.running.kind_export.export_block",
         lambda *args: (_ for _ in ()).throw(KeyError("x")),
     )
     draw_all(session, small, rounds=6)
@@ -82,7 +82,7 @@ def test_a_setting_that_changes_between_pictures(open_session, small, instant_wo
         for convolution in convolutions:
             convolution.padding_mode = "circular" if on else "zeros"
         for runner in runners:
-            runner.tree = None  # as `Component` does for a model whose attributes have changed
+            runner.weights.tree = None  # read again at the next call
 
     session = open_session()
     session.build_context.export_children = children

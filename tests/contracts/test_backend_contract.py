@@ -64,7 +64,7 @@ def built(request):
     family, make_block, make_inputs = BLOCKS[kind]
     block = make_block()
     tree = BlockTree(block, ("diffusers.",))
-    call = family.ahead(block, family.bind(block, make_inputs(2, 8, 8), {}))
+    call = family.graph_call(block, family.bind(block, make_inputs(2, 8, 8), {}))
     program = export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU)
     payload = backend.build(load_program(save_program(program)), CPU)
     return backend, family, block, make_inputs, payload
@@ -81,7 +81,7 @@ def _available(name):
 
 def _run(graph, family, block, inputs):
     with torch.no_grad():
-        call = family.ahead(block, family.bind(block, inputs, {}))
+        call = family.graph_call(block, family.bind(block, inputs, {}))
         return graph([*BlockTree(block, ("diffusers.",)).weights(), *call.tensors])
 
 

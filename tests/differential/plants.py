@@ -22,8 +22,13 @@ from onediff_ext.engine.cuda_graphs import (
     staleness,
     text_kv_graph,
 )
-from onediff_ext.engine.running import block_runner
-from onediff_ext.engine.validity import module_state, python_code, tensor_contents
+from onediff_ext.engine.running import text_kv
+from onediff_ext.engine.validity import (
+    model_state,
+    module_attributes,
+    python_code,
+    tensor_contents,
+)
 from onediff_ext.hosts.diffusers import blocks
 from onediff_ext.session import model_component
 
@@ -49,7 +54,7 @@ def _always(value: Any) -> Callable[..., Any]:
 @_plant
 def lists_by_identity(patch: pytest.MonkeyPatch) -> None:
     """A list that is changed in place is the same: an IP-Adapter's scale."""
-    patch.setattr(module_state, "is_mutable", _always(False))
+    patch.setattr(module_attributes, "is_mutable", _always(False))
 
 
 @_plant
@@ -92,14 +97,14 @@ def casts_of_autocast_are_recorded(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def attributes_of_layers(patch: pytest.MonkeyPatch) -> None:
     """Tiling, ``output_scale_factor``, a norm's ``eps``."""
-    patch.setattr(module_state.ModuleState, "holds", _always(True))
+    patch.setattr(module_attributes.ModuleAttributes, "hold", _always(True))
 
 
 @_plant
 def methods_of_instances(patch: pytest.MonkeyPatch) -> None:
     """A layer's own ``_conv_forward`` or ``forward``."""
-    patch.setattr(staleness, "foreign_methods", lambda module: iter(()))
-    patch.setattr(block_tree, "foreign_methods", lambda module: iter(()))
+    patch.setattr(staleness, "replaced_methods", lambda module: iter(()))
+    patch.setattr(block_tree, "replaced_methods", lambda module: iter(()))
     patch.setattr(block_tree, "_is_known_function", _always(True))
 
 
@@ -115,17 +120,15 @@ def processors_by_their_bare_name(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def functions_and_classes(patch: pytest.MonkeyPatch) -> None:
     """A replaced ``scaled_dot_product_attention``, a processor's patched ``__call__``."""
-    patch.setattr(python_code.PythonCode, "look", _always(0))
+    patch.setattr(python_code.PythonCode, "current_generation", _always(0))
     patch.setattr(python_code.PythonCode, "torch_reason", _always(None))
-    patch.setattr(staleness, "foreign_class", _always(None))
-    patch.setattr(block_tree, "foreign_class", _always(None))
+    patch.setattr(model_state, "patched_class_reason", _always(None))
 
 
 @_plant
 def global_hooks(patch: pytest.MonkeyPatch) -> None:
     """Hooks that run in all modules."""
-    patch.setattr(staleness, "surroundings_reason", _always(None))
-    patch.setattr(block_tree, "surroundings_reason", _always(None))
+    patch.setattr(model_state, "global_hook_reason", _always(None))
 
 
 @_plant
@@ -147,7 +150,7 @@ def prompts_by_identity(patch: pytest.MonkeyPatch) -> None:
     """A prompt's tensor that was written in place is the same prompt."""
     by_id = lambda epoch, tensor, weights: id(tensor)  # noqa: E731
     patch.setattr(text_kv_graph, "stamp_of", by_id)
-    patch.setattr(block_runner, "stamp_of", by_id)
+    patch.setattr(text_kv, "stamp_of", by_id)
 
 
 @_plant

@@ -1,4 +1,4 @@
-"""Random sizes and batches, a filled store, one process: no recompile, no growth."""
+"""Random sizes and batches with a filled store: no recompile, no growth of memory."""
 
 from __future__ import annotations
 

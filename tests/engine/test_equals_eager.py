@@ -1,4 +1,4 @@
-"""Final latents of compiled pipelines are eager's, at sizes and batches no example had."""
+"""Latents of compiled pipelines equal eager's, at sizes and batches that no example had."""
 
 from __future__ import annotations
 

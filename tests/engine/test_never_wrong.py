@@ -1,4 +1,4 @@
-"""What cannot be trusted runs eager, with its reason counted."""
+"""Blocks that cannot be trusted run eager, and the reason is counted."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_hooks_and_replaced_forwards_inside_a_block_are_honoured(pipe_and_latent
     ],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_classes_that_somebody_patches(pipe_and_latents, make_session, monkeypatch, path, when):
+def test_patched_classes(pipe_and_latents, make_session, monkeypatch, path, when):
     """A graph knows nothing of a patch made since, and must not hand one on to the next process."""
     pipe, plain = pipe_and_latents
     cls = pkgutil.resolve_name(path)

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: close to exact, and never with old weights."""
+"""Linear layers in 8 bits are close to exact, and never use old weights."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
 from torch.nn import functional
 
+from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall
 from onediff_ext.engine.export.exporter import export_block, load_program, save_program
 from onediff_ext.engine.quantization import (
     Quantization,
-    QuantizedLinears,
     QuantizedWeights,
     outlines,
     plan,
-    quantise_rows,
     unavailable_reason,
 )
-from onediff_ext.engine.running.block_identity import look_at
+from onediff_ext.engine.quantized_linears import QuantizedLinears, quantise_rows
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.hosts.diffusers.blocks import TransformerFamily
@@ -50,7 +49,7 @@ def _traced(
 ) -> tuple[torch.export.ExportedProgram, Quantization, list[torch.Tensor]]:
     """The test's block in 8 bits, how it was planned, and its weights."""
     family = TransformerFamily()
-    tree = look_at(_block(), family, ())
+    tree = BlockTree.of(_block(), family)
     weights = tree.weights()
     assert weights is not None
     quantization = plan(tree.names, weights, precision)
@@ -60,6 +59,11 @@ def _traced(
         quantization=quantization,
     )  # fmt: skip
     return program, quantization, weights
+
+
+def test_the_key_entry_is_spelled_as_in_stored_graphs() -> None:
+    entry = Quantization("fp8", ((0, 1, 2), (3,))).key_entry
+    assert entry == "Quantisation(precision='fp8', groups=((0, 1, 2), (3,)))"
 
 
 fp8_by_rows = pytest.mark.skipif(
@@ -130,7 +134,7 @@ def test_layers_that_cast_their_weights_by_hand(precision: str) -> None:
 
 
 def test_layers_with_one_input_are_one_product() -> None:
-    tree = look_at(_block(), TransformerFamily(), ())
+    tree = BlockTree.of(_block(), TransformerFamily())
     weights = tree.weights()
     assert weights is not None
     quantization = plan(tree.names, weights, "fp8")
@@ -191,7 +195,7 @@ def test_another_tensor_in_the_weights_place_is_seen() -> None:
     assert torch.equal(again[0].float(), _copies(other)[1][0].float())
 
 
-def test_a_row_of_zeros_gives_zeros() -> None:
+def test_a_row_of_zeros_stays_zero() -> None:
     rows, scales = quantise_rows(torch.zeros(3, 16), "fp8")
     assert torch.equal(rows.float() * scales, torch.zeros(3, 16))
     _, taken = _copies([torch.zeros(32, 16), torch.zeros(16, 16)])

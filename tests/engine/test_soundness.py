@@ -1,7 +1,7 @@
-"""Features that change what a model computes behind a graph's or a capture's back.
+"""Changes of a model that make its graphs and CUDA graphs stale.
 
-Each is compared with an eager twin: a pipe with the same weights to which the same was done. The
-recorder replays operators on the storages that it saw and reads NaN where one has died.
+Each test compares a compiled pipe with an eager twin, which has the same weights and gets the same
+changes. The recorder replays operators on the recorded storages, and reads NaN from freed ones.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def test_a_lora_that_changes_between_two_sizes(twins: Twins) -> None:
     twins.assert_equal()
 
 
-def test_what_goes_off_gives_its_memory_back(twins: Twins) -> None:
+def test_a_disabled_lora_frees_its_merged_weights(twins: Twins) -> None:
     add_lora(twins)
     twins.settle()
     merged = [
-        slot._value
+        slot._merged
         for runner in compiled_state(twins.pipe).components[0].runners
-        for slot in runner._wrapped_slots
+        for slot in runner.weights.wrapped_slots
     ]
     assert len(merged) > 10
     places = {tensor.data_ptr() for tensor in merged}
@@ -138,7 +138,7 @@ def test_what_goes_off_gives_its_memory_back(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("write", ["data", "in place", "copy", "replaced"])
-def test_a_lora_written_to_is_seen_with_the_next_picture(twins: Twins, write: str) -> None:
+def test_a_write_to_a_lora_counts_from_the_next_image(twins: Twins, write: str) -> None:
     add_lora(twins)
     twins.settle()
     for unet in twins.both:
@@ -155,7 +155,7 @@ def test_a_lora_written_to_is_seen_with_the_next_picture(twins: Twins, write: st
     twins.assert_equal()
 
 
-def test_the_base_weight_under_a_lora_is_written_without_a_trace(twins: Twins) -> None:
+def test_an_uncounted_write_to_the_base_weight_under_a_lora(twins: Twins) -> None:
     add_lora(twins)
     twins.settle()
     for unet in twins.both:
@@ -281,7 +281,7 @@ def test_an_ip_adapters_scale(twins: Twins) -> None:
 @pytest.mark.parametrize(
     "name", ["torch.nn.functional.scaled_dot_product_attention", "torch.nn.functional.silu"]
 )
-def test_a_function_of_torch_that_somebody_replaces(
+def test_a_replaced_function_of_torch(
     twins: Twins, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     twins.settle()
@@ -296,7 +296,7 @@ def test_a_function_of_torch_that_somebody_replaces(
     assert twins.captured.reason == ""
 
 
-def test_a_function_mode_of_somebody_else(twins: Twins) -> None:
+def test_a_function_mode_of_another_extension(twins: Twins) -> None:
     class Halved(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -318,9 +318,7 @@ def test_a_lora_on_convolutions_that_pad_in_another_way(twins: Twins) -> None:
     twins.assert_equal()
 
 
-def test_a_processors_class_that_somebody_patches(
-    twins: Twins, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_class_of_processors(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models import attention_processor
 
     twins.settle()
@@ -365,7 +363,7 @@ def test_a_deep_copy_has_its_own_settings(twins: Twins) -> None:
 
 
 def test_weights_that_come_and_go_with_each_layer(twins: Twins) -> None:
-    """accelerate's hooks hold mappings of their own, which are nobody's to read."""
+    """accelerate's hooks hold mappings that must not be read."""
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 

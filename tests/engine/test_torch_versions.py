@@ -1,4 +1,4 @@
-"""What torch is kept from doing to us."""
+"""Workarounds for torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On and off again leaves every attribute and every weight as it was."""
+"""Compiling and undoing leaves every attribute and every weight as it was."""
 
 from __future__ import annotations
 

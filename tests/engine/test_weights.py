@@ -1,4 +1,4 @@
-"""Whose weights are drawn: checkpoints, pipes side by side, LoRA in every state."""
+"""Results follow the weights: other checkpoints, several pipes, LoRA in every state."""
 
 from __future__ import annotations
 

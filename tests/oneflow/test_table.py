@@ -51,13 +51,13 @@ def test_blocks_are_covered(kind, autocast):
     family, make_block, make_inputs = CASES[kind]
     block = make_block()
     tree = BlockTree(block, ("diffusers.",))
-    call = family.ahead(block, family.bind(block, make_inputs(2, 8, 8), {}))
+    call = family.graph_call(block, family.bind(block, make_inputs(2, 8, 8), {}))
     program = export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU, autocast)
     stored = load_program(OneFlowBackend().build(program, CPU))
     FlowProgram(stored.graph_module)
     # The stored program is still the block: torch computes the same result from it.
     with torch.no_grad():
-        smaller = family.ahead(block, family.bind(block, make_inputs(1, 3, 5), {}))
+        smaller = family.graph_call(block, family.bind(block, make_inputs(1, 3, 5), {}))
         arguments = [*tree.weights(), *smaller.tensors]
         expected = program.graph_module(*arguments)[0]
         assert torch.equal(stored.graph_module(*arguments)[0], expected)

@@ -13,6 +13,7 @@ import torch
 
 from onediff_ext.core.status import Status
 from onediff_ext.engine.blocks.block_kind import KindState, LiveBlocks
+from onediff_ext.engine.running import block_runner
 from onediff_ext.engine.running.block_runner import NO_GRAPH_YET
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.last_picture import Fallbacks
@@ -280,20 +281,21 @@ def test_graphs_that_come_into_the_store_are_used_between_pictures(ready, open_s
     assert all(kind.graph for kind in session.kinds)
 
 
-def test_a_thread_that_identified_an_older_block_leaves_nothing_behind(ready, small):
-    """A thread must not use what another thread knew about a block before it changed."""
+def test_a_thread_that_identified_an_older_block_leaves_nothing_behind(ready, small, monkeypatch):
+    """What another thread found out about a block before it changed must not serve afterwards."""
     runner = compiled_state(small.pipe).components[0].runners[0]
-    identify, changed = runner._identify, []
+    find_kind, changed = block_runner.find_kind, []
 
-    def late(tree, *args):
-        if not changed:
-            changed.append(runner._look())  # another thread meets other modules meanwhile
+    def late(registry, family, block, tree, *args):
+        if block is runner.block and not changed:
+            changed.append(runner._read_block())  # another thread reads the block meanwhile
             assert changed[0] is not tree
-        return identify(tree, *args)
+        return find_kind(registry, family, block, tree, *args)
 
-    runner._identify = late
-    runner._look()
+    monkeypatch.setattr(block_runner, "find_kind", late)
+    runner._read_block()
     small()
     small()
+    assert changed
     assert runner._found
     assert {key[0] for key in runner._found if key[0] is runner.tree}

@@ -10,7 +10,7 @@ import torch
 def draw_latents(
     pipe: Any, *, height_px: int = 136, width_px: int = 200, batch: int = 1, seed: int = 0
 ) -> torch.Tensor:
-    """Three steps of whatever the pipeline draws, as latents [B, 4, H/8, W/8]."""
+    """Draw three steps with a pipeline of any kind; returns latents [B, 4, H/8, W/8]."""
     inputs: dict[str, Any] = {
         "prompt": ["a cat"] * batch,
         "negative_prompt": ["blurred"] * batch,

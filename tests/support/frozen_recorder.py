@@ -1,14 +1,15 @@
-"""A recorder for CPUs that sees what a CUDA graph sees.
+"""A recorder for CPUs that behaves like CUDA graphs.
 
-It logs the operators that a function runs and the storages they touch, and replays these
-operators without the function. Like a CUDA graph it
+It logs the operators that a function runs and the storages that they touch, and replays the
+operators without the function. Like a CUDA graph, a recording
 
-- reads and writes the very storages that it saw: weights written in place count, a Python value
-  or an attribute does not;
-- does nothing while it records: what the function wrote is put back;
-- owns only what was allocated within the recording. Another storage that has died or moved reads
-  as NaN, since its memory would be somebody else's;
-- shares a pool: a replay writes NaN over what later recordings have left, but for lasting ones.
+- reads and writes the same storages: a weight written in place counts, a new Python value or
+  attribute does not;
+- has no effect while it is made: what the function wrote is restored;
+- owns only storages that were allocated within it. A foreign storage that was freed or moved reads
+  as NaN, since its memory would have another owner;
+- shares a memory pool: a replay overwrites the results of later recordings with NaN, except
+  lasting ones.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from tests.support.operator_log import OperatorLog, alive_storage, spoil
 
 @dataclass(eq=False)
 class Made:
-    """What tests ask of a recording. It keeps nothing of it alive.
+    """Counts of one recording, for tests. It keeps nothing of the recording alive.
 
     Args:
-        replays: How often it was replayed.
-        freed: Accesses of a replay to storages that had died or moved.
+        replays: Number of replays.
+        freed: Accesses of replays to storages that were freed or moved.
+        size_bytes: Memory of the recording.
     """
 
     replays: int = 0
@@ -47,9 +49,9 @@ class FrozenRecorder(Recorder):
 
     Attributes:
         forwards: Recordings of forwards, in order.
-        prompts: Recordings whose output is a list, as that of the prompt's part is.
+        prompts: Recordings whose output is a list: those of the text KV cache.
         error: Raised by the next recording, if set.
-        forgotten: How often all memory was given back.
+        forgotten: How often all memory was freed.
     """
 
     def __init__(self) -> None:
@@ -61,17 +63,17 @@ class FrozenRecorder(Recorder):
 
     @property
     def recorded(self) -> int:
-        """How many forwards were recorded."""
+        """Number of recorded forwards."""
         return len(self.forwards)
 
     @property
     def replays(self) -> int:
-        """Of all recordings."""
+        """Replays of all recordings."""
         return sum(made.replays for made in (*self.forwards, *self.prompts))
 
     @property
     def freed(self) -> int:
-        """Accesses of all replays to memory that was no longer there."""
+        """Accesses of all replays to storages that were freed or moved."""
         return sum(made.freed for made in (*self.forwards, *self.prompts))
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -107,7 +109,7 @@ class FrozenRecorder(Recorder):
         return FrozenRecording(log, output, made, self, number)
 
     def overwrite(self, number: int) -> None:
-        """Write NaN over what recordings in the pool behind this one have left."""
+        """Overwrite the results of later recordings in the pool with NaN."""
         for left in self._left[number + 1 :]:
             for weak in left:
                 storage = alive_storage(weak)
@@ -119,14 +121,14 @@ class FrozenRecorder(Recorder):
 
 
 class FrozenRecording(Recording):
-    """Operators and storages of one call.
+    """The recording of one call.
 
     Args:
-        log: What was run.
+        log: Its operators and storages.
         output: The function's result.
         made: Counts its replays.
-        recorder: Whose memory it shares.
-        number: Its place in the pool; None if it has memory of its own.
+        recorder: Owns the memory pool.
+        number: Its index in the pool; None if it has memory of its own.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The operators that a function runs, with the storages that they touch; and to run them again.
+"""Logs the operators that a function runs and the storages that they touch, and replays them.
 
-Only storages that were allocated within the function are kept. Of others it is known whether they
-live and lie where they did: what is gone reads as NaN, since its memory would be somebody else's.
+The log keeps storages that were allocated within the function. It does not keep others alive: a
+replay reads NaN from a storage that was freed or moved, since its memory would have another owner.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.graph_calls import GraphObserver
 
-# Operators that a CUDA graph cannot hold: they would have the CPU wait for the GPU, or draw
-# numbers that would be the same in each replay.
+# Operators that a CUDA graph cannot contain: the CPU would have to wait for the GPU, or the same
+# random numbers would come out of each replay.
 _REFUSED = {
     torch.Tag.nondeterministic_seeded: "random numbers are drawn",
     torch.Tag.data_dependent_output: "operation not permitted when stream is capturing",
@@ -30,7 +30,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor: a storage's number, and how it lies in there."""
+    """A tensor: the number of its storage, and its layout in the storage."""
 
     storage: int
     dtype: torch.dtype
@@ -45,13 +45,16 @@ class _Place:
 
 @dataclass(eq=False)
 class _Storage:
-    """What is known of a storage.
+    """One storage that was touched.
 
     Args:
         own: Whether it was allocated within the recording.
-        weak: Tells whether it lives.
-        kept: The storage itself, if it is the recording's own and outlived the function.
-        before: A foreign storage's content before the recording wrote into it.
+        weak: A weak reference to it.
+        address: Its address when it was met.
+        size_bytes: Its size when it was met.
+        device: Where it is.
+        kept: The storage itself, if the recording owns it and it outlived the function.
+        before: The content of a foreign storage before the recording wrote into it.
     """
 
     own: bool
@@ -65,17 +68,19 @@ class _Storage:
 
 @dataclass(eq=False)
 class _Call:
-    """One operator: arguments with `_Place` for tensors, and where its new results go."""
+    """One operator: its arguments, with `_Place` for tensors, and the places of its new results."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[_Place | None, ...]  # None: the operator has written it itself
+    results: tuple[_Place | None, ...]  # None: the operator wrote the result in place
 
 
 class OperatorLog(TorchDispatchMode, GraphObserver):
-    """Runs operators and notes them. A graph is one operator: the dispatcher sees nothing of what a
-    compiled one does."""
+    """Runs operators and logs them.
+
+    A graph is logged as one operator, since the dispatcher sees no operators of a compiled graph.
+    """
 
     observes_only = True
 
@@ -108,7 +113,7 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         return output
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Note an operator that has run."""
+        """Log an operator that has run."""
         place = lambda tensor: self._place(tensor, own=False)  # noqa: E731
         places = _each_tensor(place, args), _each_tensor(place, kwargs)
         known = len(self._storages)
@@ -154,7 +159,7 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         return _Place(number, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put_back(self) -> None:
-        """Undo what recording has written into the storages of others."""
+        """Restore the foreign storages that the recording wrote into."""
         for storage in self._storages:
             alive = alive_storage(storage.weak)
             if storage.before is not None and alive is not None:
@@ -162,7 +167,11 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
             storage.before = None
 
     def close(self) -> list[StorageWeakRef]:
-        """Keep what the function has left of its own, without content; returns which it is."""
+        """Keep the recording's own storages that are still alive, overwritten with NaN.
+
+        Returns:
+            Weak references to these storages.
+        """
         left = []
         for storage in self._storages:
             if storage.own and storage.kept is None:
@@ -173,7 +182,11 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         return left
 
     def replay(self) -> int:
-        """Run the operators again; returns how many foreign storages were not there."""
+        """Run the operators again.
+
+        Returns:
+            Number of foreign storages that were freed or moved.
+        """
         memory: dict[int, torch.UntypedStorage] = {}
         tensors: dict[_Place, torch.Tensor] = {}
         freed = 0
@@ -213,7 +226,7 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator could draw numbers for its dropout, and has none."""
+    """Whether an operator for dropout is called with probability 0 or outside of training."""
     given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     given |= {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
     chances = [given[name] for name in ("p", "dropout_p") if name in given]
@@ -228,7 +241,7 @@ def _keep(
     memory: dict[int, torch.UntypedStorage],
     tensors: dict[_Place, torch.Tensor],
 ) -> None:
-    """Have a result of a replay lie where it lay in the recording."""
+    """Store a result of a replay where the recording had it."""
     fits = (result.dtype, result.shape, result.stride(), result.storage_offset()) == (
         place.dtype,
         place.shape,
@@ -246,7 +259,7 @@ def _each_tensor(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def _each_place(find: Callable[[_Place], torch.Tensor], value: Any) -> Any:
-    """The arguments of an operator have no deeper structure than lists."""
+    """Replace each `_Place` in an operator's arguments by its tensor."""
     if isinstance(value, _Place):
         return find(value)
     if type(value) is tuple:
@@ -260,7 +273,7 @@ def _each_place(find: Callable[[_Place], torch.Tensor], value: Any) -> Any:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Operators run as they are, whatever modes the caller is in."""
+    """Run operators without any mode of the caller."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
@@ -271,11 +284,11 @@ def _plainly() -> Iterator[None]:
 
 
 def alive_storage(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage itself, if anybody still has it."""
+    """Return the storage, or None after it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
 def spoil(storage: torch.UntypedStorage) -> None:
-    """Fill with bytes that are NaN in every floating type."""
+    """Fill a storage with bytes that are NaN in every floating dtype."""
     with _plainly():
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(255)

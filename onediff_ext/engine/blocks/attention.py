@@ -1,7 +1,7 @@
-"""Attention by PyTorch's own kernel, for copies of blocks whose hosts compute it otherwise.
+"""Attention by PyTorch's own kernel, for the copies of blocks that are traced.
 
-Hosts slice attention by free memory, freeze sizes or call kernels that cannot be traced;
-this gives the same result and leaves every size symbolic.
+Hosts slice attention by free memory, freeze sizes or call kernels that cannot be traced. The
+functions here compute the same result and leave every size symbolic.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 def attend(
     attention: Any, x: torch.Tensor, context: torch.Tensor | None = None, *, upcast: bool = False
 ) -> torch.Tensor:
-    """CrossAttention of the CompVis family, with its own projections.
+    """Compute a CrossAttention layer of the CompVis family.
 
     Args:
-        attention: Has ``heads``, ``to_q``, ``to_k``, ``to_v`` and ``to_out``.
+        attention: The layer, with ``heads``, ``to_q``, ``to_k``, ``to_v`` and ``to_out``.
         x: [B, N, D].
         context: [B, M, C], or None for self-attention.
         upcast: Compute in float32.
@@ -38,10 +38,10 @@ def attend(
 
 
 def attend_image(block: Any, x: torch.Tensor, *, upcast: bool = False) -> torch.Tensor:
-    """The VAE's AttnBlock: self-attention of one head over all cells.
+    """Compute an AttnBlock of a VAE: self-attention of one head over all cells.
 
     Args:
-        block: Has ``norm``, ``q``, ``k``, ``v`` and ``proj_out``.
+        block: The layer, with ``norm``, ``q``, ``k``, ``v`` and ``proj_out``.
         x: [B, C, H, W].
         upcast: Compute in float32.
 
@@ -58,6 +58,7 @@ def attend_image(block: Any, x: torch.Tensor, *, upcast: bool = False) -> torch.
 
 
 def _mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, upcast: bool) -> torch.Tensor:
+    # q [B, heads, N, D/heads], k and v [B, heads, M, D/heads] → q's shape
     dtype = q.dtype
     if upcast:
         q, k, v = q.float(), k.float(), v.float()

@@ -1,4 +1,4 @@
-"""A kind of block at run time: its key, its graph once there is one, and what became of it."""
+"""A block kind at run time: its key, its graph once there is one, and its state."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.checking.compare_with_eager import Comparison
 from onediff_ext.engine.quantization import Quantization
 
-# After so many pictures at the most, a kind that could not be exported is tried again.
+# A kind whose export fails again and again is retried after at most this many images.
 _LONGEST_PAUSE = 16
 
 
 class KindState(Enum):
-    """Where a kind stands."""
+    """Whether a kind's graph is in use."""
 
     MISSING = "missing"  # no graph yet: eager
-    UNCHECKED = "unchecked"  # a graph, not yet compared with eager in this process
+    UNCHECKED = "unchecked"  # a graph that was not compared with eager in this process
     READY = "ready"
-    FAILED = "failed"  # eager for good, with a reason
+    FAILED = "failed"  # eager for the rest of the process, with a reason
 
 
 class LiveBlocks:
-    """The blocks of one kind that are alive: a host makes new ones for each checkpoint.
+    """The living blocks of one kind, held weakly: a host makes new ones for each checkpoint.
 
-    They are met by the thread that draws and looked through by others.
+    The foreground thread adds blocks while other threads iterate.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LiveBlocks:
         self._lock = threading.Lock()
 
     def add(self, block: nn.Module) -> None:
-        """A block of this kind was met."""
+        """Add a block of this kind."""
         with self._lock:
             self._blocks.add(block)
 
@@ -60,10 +60,19 @@ class BlockKind:
         key: Identifies the kind on disk.
         label: A few words for people.
         device: Where its blocks live.
-        prepare_export: Readies everything for the export on a device, its own or the CPU, and
-            returns what does it: the serialised program to build from.
-        quantisation: Which of its weights are 8-bit copies; None for none.
-        work: Multiplications of one call at the size it was first met with, for ordering builds.
+        prepare_export: Prepares an export on a device (the kind's own or the CPU), and returns
+            the function that makes the serialised program to build from.
+        quantization: Which weights are 8-bit copies; None for none.
+        work: Multiplications of one call at the size of the first call; orders builds.
+        state: Whether its graph is in use.
+        graph: The graph, once there is one.
+        reason: Why its calls run eager, or "".
+        source: ``"built"`` or ``"loaded"``, or "" without a graph.
+        comparison: The first run's comparison with eager.
+        is_coming: Whether its graph is loaded and comes into use with the next image.
+        calls: Calls of its blocks.
+        blocks: Its living blocks.
+        tries: Exports that failed in this process since its last graph.
     """
 
     key: KindKey
@@ -75,21 +84,24 @@ class BlockKind:
     state: KindState = KindState.MISSING
     graph: Graph | None = None
     reason: str = ""
-    source: str = ""  # "built" or "loaded"
+    source: str = ""
     comparison: Comparison | None = None
-    is_coming: bool = False  # its graph is loaded, and used from the next picture on
+    is_coming: bool = False
     calls: int = 0
     blocks: LiveBlocks = field(default_factory=LiveBlocks)
-    tries: int = 0  # exports that came to nothing in this process, since its last graph
-    _waits_for: int | None = None  # the epoch from which on it is built when it is met again
+    tries: int = 0
+    _waits_for: int | None = None  # the epoch from which on a call allows another export
 
     @property
     def weight(self) -> float:
-        """What its calls have cost so far, to build first what saves most."""
+        """Work of all its calls so far; the largest is built first."""
         return self.calls * self.work
 
     def export(self) -> bytes:
-        """Make the exported program to build from, serialised.
+        """Make the exported program to build from.
+
+        Returns:
+            The serialised program, without weights.
 
         Raises:
             ExportError: The block cannot be expressed as a graph.
@@ -97,18 +109,31 @@ class BlockKind:
         return self.prepare_export(self.device)()
 
     def accept(self, graph: Graph, source: str) -> None:
-        """Take a graph into use; its first run will be compared with eager."""
+        """Take a graph into use. Its first run is compared with eager.
+
+        Args:
+            graph: The loaded graph.
+            source: ``"built"`` or ``"loaded"``.
+        """
         self.graph, self.source, self.state = graph, source, KindState.UNCHECKED
         self.reason, self.is_coming = "", False
         self.tries, self._waits_for = 0, None
 
     def fail(self, reason: str) -> None:
-        """Run eager from now on, and say why."""
+        """Run eager for the rest of the process.
+
+        Args:
+            reason: The eager reason, in plain words.
+        """
         self.graph, self.state, self.reason = None, KindState.FAILED, reason
         self.is_coming = False
 
     def miss(self, reason: str) -> None:
-        """Run eager until there is a graph again, and say why."""
+        """Run eager until there is a graph again.
+
+        Args:
+            reason: The eager reason, in plain words.
+        """
         self.graph, self.state, self.reason, self.source = None, KindState.MISSING, reason, ""
         self.is_coming = False
         self.tries, self._waits_for = 0, None
@@ -118,19 +143,23 @@ class BlockKind:
         later.
 
         Args:
-            reason: Why, in plain words.
-            epoch: Now, as `KindRegistry.epoch` has it.
+            reason: The eager reason, in plain words.
+            epoch: The present `KindRegistry.epoch`.
         """
         tries = self.tries + 1
         self.miss(reason)
         self.tries, self._waits_for = tries, epoch + min(2 ** (tries - 1), _LONGEST_PAUSE)
 
     def met(self, epoch: int) -> None:
-        """A block of this kind is called and there is no graph."""
+        """Note a call without a graph; ends the pause of `put_off` when its time is over.
+
+        Args:
+            epoch: The present `KindRegistry.epoch`.
+        """
         if self._waits_for is not None and epoch >= self._waits_for:
             self._waits_for = None
 
     @property
     def waits(self) -> bool:
-        """Whether it was put off, and was not met again since."""
+        """Whether the pause of `put_off` lasts."""
         return self._waits_for is not None

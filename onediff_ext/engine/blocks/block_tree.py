@@ -1,64 +1,53 @@
-"""The modules and weights of one block as they are now: identity, weights, a copy to trace."""
+"""A block's modules and weights: what its key says, why it has no graph, a copy to trace."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import sys
 import types
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.family import BlockFamily
+from onediff_ext.engine.blocks.key_text import describe, digest, qualified_name, source_digest
 from onediff_ext.engine.blocks.weight_slots import Layout, WeightSlot, WrapperRule, layout_of
-from onediff_ext.engine.validity.module_state import INTERNAL, ModuleState, interfering_in
-from onediff_ext.engine.validity.python_code import (
-    PythonCode,
-    foreign_class,
-    foreign_methods,
-    home_of,
+from onediff_ext.engine.validity.foreign_code import (
+    defining_module,
     is_ours,
-    is_put_back,
-    reads_attribute,
-    surroundings_reason,
+    is_own_method,
+    replaced_methods,
 )
+from onediff_ext.engine.validity.model_state import ModelState
+from onediff_ext.engine.validity.module_attributes import INTERNAL
+from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype)
-# What else decides nothing: a model's own record of how it was made, and what a layer has made of
-# attributes that count by themselves.
-_DERIVED = INTERNAL | {
-    "forward",
-    "_chunk_dim",
-    "_from_deprecated_attn_block",
-    "_gradient_checkpointing_func",
-    "_internal_dict",
-    "_reversed_padding_repeated_twice",
-}
+# Attributes of torch that are not part of the key; the last one is computed from a layer's padding.
+_NOT_IN_KEY = INTERNAL | {"forward", "_reversed_padding_repeated_twice"}
 
 
 class BlockTree:
-    """What a block consists of at one moment.
+    """The modules and weights of a block at one moment.
 
     Args:
-        block: To look at.
-        packages: Beginnings of the full names of classes that it may consist of, besides torch's.
-        rules: Wrappers around its layers.
-        parts: The children that count; None for all.
-        transient: As `BlockFamily.transient`.
-        interfering: As `BlockFamily.interfering`.
-        patchers: As `BlockFamily.patchers`.
-        code: Of this process.
+        block: The host's module.
+        packages: Prefixes of the full names of the classes that the block may consist of, besides
+            torch's.
+        rules: Wrappers around layers that weights can express.
+        parts: Names of the children that count; None for all.
+        ignored_attrs: As `BlockFamily.ignored_attrs`.
+        dynamic_weight_attrs: As `BlockFamily.dynamic_weight_attrs`.
+        trusted_patchers: As `BlockFamily.trusted_patchers`.
+        redundant_attrs: As `BlockFamily.redundant_attrs`.
+        code: Watches the code of this process.
 
     Attributes:
-        refusal_reason: Why no graph may stand for this block, or None.
-        entries: The parts of the kind's key that the block itself gives.
-        names: Full names of the weights, in the order of `weights()`.
-        drops: Whether something inside computes otherwise in training mode. Forge leaves
-            its UNet in that mode, with a dropout of nothing.
+        refusal_reason: Why no graph may replace this block, or None.
+        entries: The part of the kind's key that the block decides.
+        slots: The weights, in the order of `weights`.
+        names: Full names of the weights, in the order of `weights`.
+        depends_on_training: Whether a layer computes something else in training mode. A dropout
+            with probability 0 does not: Forge leaves its UNet in training mode with such layers.
     """
 
     def __init__(
@@ -70,166 +59,81 @@ class BlockTree:
         ignored_attrs: frozenset[str] = frozenset(),
         dynamic_weight_attrs: tuple[str, ...] = (),
         trusted_patchers: tuple[str, ...] = (),
+        redundant_attrs: frozenset[str] = frozenset(),
         code: PythonCode | None = None,
     ) -> None:
         self.refusal_reason: str | None = None
-        self._parts, self._transient, self._interfering = parts, ignored_attrs, dynamic_weight_attrs
-        self._patchers = trusted_patchers
+        self._parts, self._ignored_attrs = parts, ignored_attrs
+        self._dynamic_weight_attrs, self._trusted_patchers = dynamic_weight_attrs, trusted_patchers
+        self._not_in_key = _NOT_IN_KEY | ignored_attrs | redundant_attrs
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
-        self.drops = any(_drops(module) for module in block.modules())
+        self.depends_on_training = any(_depends_on_training(module) for module in block.modules())
         self._rules = tuple(rules)
         self._modules: list[nn.Module] = []
         self._wrappers: list[nn.Module] = []
         self.slots: list[WeightSlot] = []
-        self._code = PythonCode() if code is None else code
         lines: list[str] = []
         self._sources: set[str] = set()
         self._visit("", block, lines, inner=False)
         self.names = tuple(slot.path for slot in self.slots)
-        self._look_at_code()
-        self._state = ModuleState(self._modules, block, ignored=ignored_attrs, bare=self._wrappers)
-        self._interferes = self._read_interfering()
-        self._describe_weights(lines)
-
-    def _visit(
-        self,
-        path: str,
-        module: nn.Module,
-        lines: list[str],
-        *,
-        inner: bool,
-        wrapped: tuple[WrapperRule, nn.Module] | None = None,
-    ) -> None:
-        self._modules.append(module)
-        self._judge(path or "the block", module, inner)
-        if not _qualname(type(module)).startswith(self._packages):
-            self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
-        self._sources.add(type(module).__module__)
-        lines.append(f"{path}: {_qualname(type(module))} {self._describe_attributes(module)}")
-        prefix = f"{path}." if path else ""
-        for holder, merges in ((module._parameters, True), (module._buffers, False)):
-            for name, weight in holder.items():
-                if weight is not None:
-                    by = wrapped if merges and name == "weight" else None
-                    self.slots.append(WeightSlot(prefix + name, holder, name, by))
-        for name, child in module._modules.items():
-            if child is None or not (inner or self._parts is None or name in self._parts):
-                continue
-            found = next((r for r in self._rules if r.matches(child)), None)
-            if found is None:
-                self._visit(prefix + name, child, lines, inner=True)
-                continue
-            reason = found.refusal_reason(child)
-            if reason is not None:
-                self._refuse(f"{prefix}{name}: {reason}")
-            base = found.base(child)
-            around = [m for m in child.modules() if m is not base]
-            self._modules += around
-            self._wrappers += around
-            for module_around in around:
-                self._judge(f"{prefix}{name}", module_around, True)
-            self._visit(prefix + name, base, lines, inner=True, wrapped=(found, child))
-
-    def _look_at_code(self) -> None:
-        """Note the code that runs in this block, and refuse what others have replaced of it."""
-        processors = [vars(module).get("processor") for module in self._modules]
-        classes = {type(module) for module in self._modules}
-        classes |= {type(processor) for processor in processors if processor is not None}
-        self._code.watch(classes)
-        self._generation = self._code.look()
-        self._hook_reason = surroundings_reason()
-        for cls in sorted(classes, key=_qualname):
-            patched = foreign_class(cls, self._patchers)
-            if patched:
-                self._refuse(patched)
-        reason = self._code.torch_reason(self._patchers) or self._hook_reason
+        self._state = ModelState(
+            self._modules,
+            block,
+            PythonCode() if code is None else code,
+            ignored_attrs=ignored_attrs,
+            dynamic_weight_attrs=dynamic_weight_attrs,
+            bare=self._wrappers,
+        )
+        reason = self._state.foreign_code_reason(trusted_patchers)
         if reason is not None:
             self._refuse(reason)
+        self._describe_weights(lines)
 
-    def _describe_weights(self, lines: list[str]) -> None:
-        weights, dtypes = [], set()
-        for slot in self.slots:
-            weight = None if self.refusal_reason else slot.outline()
-            if weight is None:
-                continue
-            if type(weight) not in (torch.Tensor, nn.Parameter):
-                self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
-                continue
-            slot.layout = layout_of(weight)
-            weights.append(f"{slot.path} {tuple(weight.shape)} {weight.stride()} {weight.dtype}")
-            dtypes.add(str(weight.dtype).removeprefix("torch."))
-        self.entries: Mapping[str, str] = {
-            "block": _qualname(type(self._block)),
-            "hyper-parameters": _digest("\n".join(lines)),
-            "weights": _digest("\n".join(weights)),
-            "weight dtype": " ".join(sorted(dtypes)),
-            "source": _digest(" ".join(_source_digest(name) for name in sorted(self._sources))),
-        }
-
-    def _describe_attributes(self, module: nn.Module) -> str:
-        kept = {
-            name: value
-            for name, value in vars(module).items()
-            if name not in _DERIVED
-            and name not in self._transient
-            and not is_ours(value)
-            and not is_put_back(module, name)
-            and (not name.startswith("_") or reads_attribute(type(module), name))
-        }
-        return _describe(kept, depth=0)
-
-    def _judge(self, what: str, module: nn.Module, inner: bool) -> None:
-        """Refuse a module that computes something else than its class says."""
-        if inner and (module._forward_hooks or module._forward_pre_hooks):
-            self._refuse(f"{what} has a hook or a replaced forward of another extension")
-        for name in foreign_methods(module):
-            if inner or name != "forward":
-                self._refuse(
-                    f"{what} has a hook or a replaced forward of another extension"
-                    if name in ("forward", "_forward")
-                    else f"{what} has a replaced {name} of another extension"
-                )
-        own = f"{type(module).__module__.partition('.')[0]}."
-        for name, value in vars(module).items():
-            if name in self._interfering and value:
-                self._refuse(f"{what} has weights that change at each call ({name})")
-            if name in _DERIVED or name in self._transient:
-                continue
-            if not reads_attribute(type(module), name):
-                continue
-            if isinstance(value, torch.Tensor):
-                self._refuse(f"{what} holds a tensor that is no parameter ({name})")
-            elif isinstance(value, types.FunctionType) and not _is_known_function(
-                value, (own, *self._packages, *self._patchers)
-            ):
-                self._refuse(f"{what} holds a function of {home_of(value)} ({name})")
-
-    def _refuse(self, reason: str) -> None:
-        if self.refusal_reason is None:
-            self.refusal_reason = reason
-
-    def holds(self, moment: Hashable = None) -> bool:
-        """Whether the block still is what it was: modules, hooks, attributes, code.
+    @classmethod
+    def of(
+        cls,
+        block: nn.Module,
+        family: BlockFamily,
+        rules: Sequence[WrapperRule] = (),
+        code: PythonCode | None = None,
+    ) -> BlockTree:
+        """Return the tree of a block of this family, as the block is now.
 
         Args:
-            moment: As `PythonCode.look` takes it.
+            block: The host's module.
+            family: The family of the block's class.
+            rules: Wrappers around layers that weights can express.
+            code: Watches the code of this process.
         """
-        return (
-            self._code.look(moment) == self._generation
-            and surroundings_reason() == self._hook_reason
-            and (not self._interfering or self._read_interfering() == self._interferes)
-            and self._state.holds()
+        return cls(
+            block,
+            family.sources,
+            rules,
+            family.parts,
+            family.ignored_attrs,
+            family.dynamic_weight_attrs,
+            family.trusted_patchers,
+            family.redundant_attrs,
+            code,
         )
 
-    def _read_interfering(self) -> list[bool]:
-        return interfering_in(self._modules, self._interfering)
-
-    def weights(self, generation: int = 0) -> list[torch.Tensor] | None:
-        """The weights as they are now, or None when their shape, dtype or layout changed.
+    def holds(self, moment: Hashable = None) -> bool:
+        """Return whether the block is what it was: modules, hooks, attributes, code.
 
         Args:
-            generation: Of `TensorContents`.
+            moment: As for `PythonCode.current_generation`.
+        """
+        return self._state.holds(moment)
+
+    def weights(self, generation: int = 0) -> list[torch.Tensor] | None:
+        """Return the weights as they are now.
+
+        Args:
+            generation: From `TensorContents.current_generation`.
+
+        Returns:
+            One tensor for each of `names`; None when a shape, dtype or layout has changed.
         """
         found = []
         for slot in self.slots:
@@ -240,35 +144,140 @@ class BlockTree:
         return found
 
     def layouts(self) -> list[Layout]:
-        """Of the weights as they were."""
+        """Return the dtype, shape and strides of each weight when the tree was made."""
         return [slot.layout for slot in self.slots if slot.layout is not None]
 
-    def is_built_as(self, other: BlockTree) -> bool:
-        """Whether the modules are the same ones, whatever their weights are stored as."""
+    def is_built_as(self, names: tuple[str, ...], entries: Mapping[str, str]) -> bool:
+        """Return whether the modules are the same, whatever dtype the weights have.
+
+        Args:
+            names, entries: Those of another tree.
+        """
         parts = ("block", "hyper-parameters", "source")
-        return self.names == other.names and all(
-            self.entries[part] == other.entries[part] for part in parts
-        )
+        return self.names == names and all(self.entries[part] == entries[part] for part in parts)
 
     def copy(self) -> nn.Module:
-        """A structural copy without hooks, patches and wrappers that shares every tensor.
+        """Return a structural copy that shares every tensor, without hooks, patches and wrappers.
 
         Tracing the live block would race with other threads, which would meet
         fake tensors, and would run other extensions' hooks.
         """
         kept = [*self._block.parameters(), *self._block.buffers()]
         for module in self._block.modules():
-            kept += [vars(module)[name] for name in self._transient & vars(module).keys()]
+            kept += [vars(module)[name] for name in self._ignored_attrs & vars(module).keys()]
         block = copy.deepcopy(self._block, {id(value): value for value in kept}).eval()
         self._unwrap(block)
         for module in block.modules():
-            for name in ("forward", "_forward", *self._transient):
+            for name in ("forward", "_forward", *self._ignored_attrs):
                 vars(module).pop(name, None)
             for hooks in ("_forward_hooks", "_forward_pre_hooks"):
                 getattr(module, hooks).clear()
         return block
 
+    def _visit(
+        self,
+        path: str,
+        module: nn.Module,
+        lines: list[str],
+        *,
+        inner: bool,
+        wrapped: tuple[WrapperRule, nn.Module] | None = None,
+    ) -> None:
+        """Add a module, its weights and its children to the tree, and a line to the key's text."""
+        self._modules.append(module)
+        self._judge(path or "the block", module, inner)
+        name = qualified_name(type(module))
+        if not name.startswith(self._packages):
+            self._refuse(f"{path or 'the block'} is a {type(module).__qualname__}, not known here")
+        self._sources.add(type(module).__module__)
+        lines.append(f"{path}: {name} {self._describe_attributes(module)}")
+        prefix = f"{path}." if path else ""
+        for holder, merges in ((module._parameters, True), (module._buffers, False)):
+            for name, weight in holder.items():
+                if weight is not None:
+                    by = wrapped if merges and name == "weight" else None
+                    self.slots.append(WeightSlot(prefix + name, holder, name, by))
+        for name, child in module._modules.items():
+            if child is None or not (inner or self._parts is None or name in self._parts):
+                continue
+            rule = next((r for r in self._rules if r.matches(child)), None)
+            if rule is None:
+                self._visit(prefix + name, child, lines, inner=True)
+                continue
+            reason = rule.refusal_reason(child)
+            if reason is not None:
+                self._refuse(f"{prefix}{name}: {reason}")
+            base = rule.base(child)
+            around = [m for m in child.modules() if m is not base]
+            self._modules += around
+            self._wrappers += around
+            for wrapper in around:
+                self._judge(f"{prefix}{name}", wrapper, True)
+            self._visit(prefix + name, base, lines, inner=True, wrapped=(rule, child))
+
+    def _describe_weights(self, lines: list[str]) -> None:
+        weights, dtypes = [], set()
+        for slot in self.slots:
+            weight = None if self.refusal_reason else slot.unmerged()
+            if weight is None:
+                continue
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
+                continue
+            slot.layout = layout_of(weight)
+            weights.append(f"{slot.path} {tuple(weight.shape)} {weight.stride()} {weight.dtype}")
+            dtypes.add(str(weight.dtype).removeprefix("torch."))
+        self.entries: Mapping[str, str] = {
+            "block": qualified_name(type(self._block)),
+            "hyper-parameters": digest("\n".join(lines)),
+            "weights": digest("\n".join(weights)),
+            "weight dtype": " ".join(sorted(dtypes)),
+            "source": digest(" ".join(source_digest(name) for name in sorted(self._sources))),
+        }
+
+    def _describe_attributes(self, module: nn.Module) -> str:
+        return describe(
+            {
+                name: value
+                for name, value in vars(module).items()
+                if name not in self._not_in_key
+                and not is_ours(value)
+                and not is_own_method(module, name)
+                and (not name.startswith("_") or reads_attribute(type(module), name))
+            }
+        )
+
+    def _judge(self, what: str, module: nn.Module, inner: bool) -> None:
+        """Refuse a module that does not compute what its class says."""
+        if inner and (module._forward_hooks or module._forward_pre_hooks):
+            self._refuse(f"{what} has a hook or a replaced forward of another extension")
+        for name in replaced_methods(module):
+            if inner or name != "forward":
+                self._refuse(
+                    f"{what} has a hook or a replaced forward of another extension"
+                    if name in ("forward", "_forward")
+                    else f"{what} has a replaced {name} of another extension"
+                )
+        own = f"{type(module).__module__.partition('.')[0]}."
+        for name, value in vars(module).items():
+            if name in self._dynamic_weight_attrs and value:
+                self._refuse(f"{what} has weights that change at each call ({name})")
+            if name in self._not_in_key or not reads_attribute(type(module), name):
+                continue
+            if isinstance(value, torch.Tensor):
+                self._refuse(f"{what} holds a tensor that is no parameter ({name})")
+            elif isinstance(value, types.FunctionType) and not _is_known_function(
+                value, (own, *self._packages, *self._trusted_patchers)
+            ):
+                self._refuse(f"{what} holds a function of {defining_module(value)} ({name})")
+
+    def _refuse(self, reason: str) -> None:
+        """Keep the first reason."""
+        if self.refusal_reason is None:
+            self.refusal_reason = reason
+
     def _unwrap(self, module: nn.Module) -> None:
+        """Put the wrapped layers back in place of their wrappers, in a copy."""
         for name, child in list(module._modules.items()):
             if child is None:
                 continue
@@ -279,52 +288,13 @@ class BlockTree:
             self._unwrap(child)
 
 
-def _drops(module: nn.Module) -> bool:
+def _depends_on_training(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _is_known_function(function: types.FunctionType, packages: Sequence[str]) -> bool:
-    """Whether a function's name says what it computes: none that closes over something."""
-    home = f"{home_of(function)}."
-    return function.__closure__ is None and home.startswith(("torch.", *packages))
-
-
-def _qualname(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@cache
-def _source_digest(module_name: str) -> str:
-    """Digest of a Python module's file; torch's own is covered by torch's version."""
-    if module_name.startswith("torch."):
-        return ""
-    path = getattr(sys.modules.get(module_name), "__file__", None)
-    return _digest(Path(path).read_text(encoding="utf-8")) if path else "none"
-
-
-def _describe(value: object, depth: int) -> str:
-    """Text that is equal for equal hyper-parameters, never an address."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "(" + ",".join(_describe(v, depth) for v in value) + ")"
-    if isinstance(value, Mapping):
-        parts = (f"{k}={_describe(v, depth)}" for k, v in sorted(value.items(), key=_by_name))
-        return "{" + ",".join(parts) + "}"
-    if isinstance(value, type):
-        return _qualname(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if depth < 3 and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        return _qualname(type(value)) + _describe(vars(value), depth + 1)
-    return _qualname(type(value))
-
-
-def _by_name(item: tuple[Any, Any]) -> str:
-    return str(item[0])
+    """Whether a function's name says what it computes; a closure's name does not."""
+    module = f"{defining_module(function)}."
+    return function.__closure__ is None and module.startswith(("torch.", *packages))

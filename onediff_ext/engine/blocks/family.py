@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Inclusive bounds of what may vary, in the block's own units (latent cells, tokens).
-# Below 64 images diffusers' and Inductor's own code paths do not change.
+# Inclusive bounds of the dims that may vary, in latent cells and tokens. Below 64 images the code
+# paths of Inductor and of the hosts' packages do not change.
 DIM_BOUNDS: Mapping[str, tuple[int, int]] = {
     "batch": (1, 63),
     "height": (1, 2048),
@@ -20,15 +20,16 @@ DIM_BOUNDS: Mapping[str, tuple[int, int]] = {
     "context": (1, 16384),
 }
 
-# One name per dim of a tensor; None for a dim that is part of the kind.
+# One name for each dim of a tensor; None for a dim whose size is part of the kind.
 Dims = tuple[str | None, ...]
 IMAGE: Dims = ("batch", None, "height", "width")
 VECTOR: Dims = ("batch", None)
 TOKENS: Dims = ("batch", "tokens", None)
 CONTEXT: Dims = ("batch", "context", None)
 
-
-NOTHING: Mapping[str, torch.Tensor] = {}
+# Weight [N, K] and bias [N] of a linear layer.
+LinearWeights = tuple[torch.Tensor, torch.Tensor | None]
+NOTHING: Mapping[str, LinearWeights] = {}
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class BlockCall:
     """One call of a block, sorted into what a graph takes and what it freezes.
 
     Args:
-        tensors: The tensor arguments in the order of the family's `dims`.
-        dims: For each tensor, the names of its dims.
-        statics: Everything else that changes what the block computes.
-        prompt: The tensor, as the host gave it, from which `BlockFamily.project` computes ahead
-            what stays the same from step to step; None if nothing does.
+        tensors: The tensor arguments, in the order that `BlockFamily.run` takes.
+        dims: The names of each tensor's dims.
+        statics: Everything else that changes what the block computes. It is part of the key.
+        prompt: The host's own tensor from which `BlockFamily.text_kv` computes the text KV cache
+            ahead of the graph; None if the graph takes the tensors as they are.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -57,52 +58,66 @@ class Refusal:
 
 
 class BlockFamily(ABC):
-    """All blocks of one class."""
+    """Knows the blocks of one class: their arguments, packages and names.
+
+    Attributes:
+        label: Name of the class, for people.
+        method: The method that a graph replaces: the block's forward, or one that its forward
+            calls.
+        parts: Names of the children that this method uses; None for all.
+        sources: Prefixes of the full names (``"module.Class"``) of the classes that such a block
+            may consist of, besides torch's.
+        ignored_attrs: Names of attributes of the block's modules that the host keeps there for
+            itself (names, backups, the last merge). They decide nothing that the block computes.
+        redundant_attrs: Names of attributes of the block's modules that are not part of the key: a
+            record of how the block was made, or values computed from other attributes.
+        dynamic_weight_attrs: Names of attributes of the block's modules that change their weights
+            at each call while they are there and not empty. The block runs eager then.
+        trusted_patchers: Prefixes of the modules whose methods may replace those of the block's
+            classes: the host's own, with no effect that a graph would miss.
+        per_image: Full names of models that consist of such blocks and whose images of one batch
+            do not depend on each other. The OOM fallback may halve their batches.
+        mutates_inputs: Whether the block's own forward writes into its inputs. `run` must not.
+        quantisable: Whether the block's linear layers may compute in 8 bits.
+        prompt_layers: Names of the layers that read only the prompt. They run ahead of the graph
+            and make the text KV cache.
+    """
 
     label: str
-    # What a runner stands for: the block's forward, or a method that its forward calls.
     method: str = "forward"
-    # The children that this method uses; None for all.
     parts: tuple[str, ...] | None = None
-    # Prefixes of the full names ("module.Class") of the classes that such a block may consist
-    # of, besides torch's.
     sources: tuple[str, ...]
-    # Attributes of the block's modules that a host keeps there for itself (names, backups,
-    # what was merged last): they change nothing that the block computes.
     ignored_attrs: frozenset[str] = frozenset()
-    # Attributes of the block's modules that change what they compute while they are there and
-    # not empty (a LoRA applied at each call): the block runs eager then.
+    redundant_attrs: frozenset[str] = frozenset()
     dynamic_weight_attrs: tuple[str, ...] = ()
-    # Prefixes of the modules that may put methods of theirs into the classes of a block: the
-    # host's own, which do nothing that a graph has to know.
     trusted_patchers: tuple[str, ...] = ()
-    # Full names of models that consist of such blocks, and whose images of one batch do not depend
-    # on each other: such a batch may be halved when memory is short.
     per_image: tuple[str, ...] = ()
-    # Whether the block's own forward writes into its inputs; `run` must not.
     mutates_inputs = False
-    # Whether the block's linear layers may compute in 8 bits when the user wants that.
     quantisable = False
-    # The layers that read nothing but the prompt; they run ahead of the graph.
     prompt_layers: tuple[str, ...] = ()
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:
-        """The exact class, or None when its package is not installed."""
+        """Return the exact class, or None when its package is not installed."""
 
     @abstractmethod
     def packages(self) -> Mapping[str, str]:
-        """Name → version of the packages whose code the block runs."""
+        """Return name → version of the packages whose code the block runs."""
 
     @abstractmethod
     def describe(self, block: Any) -> str:
-        """A few words for people, such as ``"ResnetBlock2D 320→640"``."""
+        """Return a few words for people, such as ``"ResnetBlock2D 320→640"``."""
 
     @abstractmethod
     def bind(
         self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
-        """Sort the arguments of one call, or say why no graph can serve it."""
+        """Sort the arguments of one call, or say why no graph can serve it.
+
+        Args:
+            block: The host's module.
+            args, kwargs: The arguments of its `method`.
+        """
 
     @abstractmethod
     def run(
@@ -111,42 +126,54 @@ class BlockFamily(ABC):
         tensors: Sequence[torch.Tensor],
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
-        """Call the block's own method with arguments that `bind` sorted."""
-
-    def project(
-        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
-    ) -> tuple[torch.Tensor, ...]:
-        """What the block's `prompt_layers` make of a prompt, by the host's own layers.
+        """Call the block's own method with arguments that `bind` sorted.
 
         Args:
-            block: The host's.
-            prompt: As the host gave it.
-            merged: Weights of those layers that a wrapper stands around, by the layer's name.
+            block: The host's module, or its copy that is traced.
+            tensors: As `BlockCall.tensors`.
+            statics: As `BlockCall.statics`, by name.
+
+        Returns:
+            The tensor in the method's output.
+        """
+
+    def text_kv(
+        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, LinearWeights] = NOTHING
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the text KV cache of a prompt with the host's own layers.
+
+        Args:
+            block: The host's module.
+            prompt: [B, M, C], the host's own tensor.
+            merged: Weights of those `prompt_layers` that have a wrapper, by the layer's name.
+
+        Returns:
+            One tensor [B, M, D] for each of `prompt_layers`.
         """
         raise NotImplementedError
 
-    def projected(self, call: BlockCall, projections: tuple[torch.Tensor, ...]) -> BlockCall:
-        """A call as its graph takes it: with projections instead of the prompt."""
+    def with_text_kv(self, call: BlockCall, text_kv: tuple[torch.Tensor, ...]) -> BlockCall:
+        """Return a call whose prompt is replaced by its text KV cache, as the graph takes it."""
         raise NotImplementedError
 
-    def ahead(self, block: Any, call: BlockCall) -> BlockCall:
-        """A call as its graph takes it."""
+    def graph_call(self, block: Any, call: BlockCall) -> BlockCall:
+        """Return a call as its graph takes it, with the text KV cache computed if it has one."""
         if call.prompt is None:
             return call
-        return self.projected(call, self.project(block, call.prompt))
+        return self.with_text_kv(call, self.text_kv(block, call.prompt))
 
     def tensor_of(self, output: Any) -> torch.Tensor:
-        """The tensor in what the method returns."""
+        """Return the tensor in the output of `method`."""
         tensor: torch.Tensor = output
         return tensor
 
     def output_of(self, block: Any, tensor: torch.Tensor) -> Any:  # noqa: ARG002
-        """What the method returns, made from a graph's tensor."""
+        """Return the output of `method` for a graph's tensor."""
         return tensor
 
     def prepare(self, block: Any) -> None:  # noqa: B027
-        """Ready a structural copy of a block for tracing; the default leaves it as it is."""
+        """Prepare a structural copy of a block for tracing; the default changes nothing."""
 
     def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
-        """Elements of the largest tensor inside the block, for the limit of 32-bit indices."""
+        """Return the elements of the largest tensor inside the block, against 32-bit indices."""
         return max(t.numel() for t in call.tensors)

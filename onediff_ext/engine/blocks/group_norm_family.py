@@ -1,4 +1,4 @@
-"""Blocks that are torch's own modules, or classes of a host made from these."""
+"""GroupNorms as blocks: torch's own class, and classes that hosts derive from it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from onediff_ext.engine.blocks.family import IMAGE, BlockCall, BlockFamily, Refu
 
 
 def small_blocks_pay() -> bool:
-    """Whether blocks of one norm or matrix product are worth a graph: on a CPU each costs some
-    ten seconds of C++ to build, and brings nothing."""
+    """Return whether blocks of one norm or matrix product are worth a graph.
+
+    On a CPU each costs about ten seconds of C++ compilation and saves nothing.
+    """
     return torch.cuda.is_available()
 
 
 class GroupNorms(BlockFamily):
-    """GroupNorms that are part of no other block: before a model's last convolution, and before
-    the projection into a transformer where that is no block.
+    """GroupNorms outside of other blocks.
 
-    On a GPU torch's own turns an NHWC image around for it: 7 ms for the last one of a VAE at
-    1024x1024, in place of half a millisecond (H200, torch 2.11).
+    One comes before a model's last convolution, others before the projection into a transformer
+    where that projection is no block.
+
+    On a GPU torch's own GroupNorm transposes an NHWC image. This takes 7 ms for the last one of a
+    VAE at 1024x1024, and half a millisecond without (H200, torch 2.11).
     """
 
     @abstractmethod
     def norm_class(self) -> type[nn.Module] | None:
-        """The exact class, or None when its package is not installed."""
+        """Return the exact class, or None when its package is not installed."""
 
     def block_class(self) -> type[nn.Module] | None:
         return self.norm_class() if small_blocks_pay() else None
@@ -57,11 +61,11 @@ class GroupNorms(BlockFamily):
 
 
 class GroupNormFamily(GroupNorms):
-    """torch's own class.
+    """torch's own GroupNorm.
 
     Args:
-        transient: Attributes that the host keeps on layers for itself.
-        patchers: As `BlockFamily.patchers`.
+        ignored_attrs: As `BlockFamily.ignored_attrs`.
+        trusted_patchers: As `BlockFamily.trusted_patchers`.
     """
 
     label = "GroupNorm"

@@ -1,4 +1,4 @@
-"""What a block's runner asks of whoever knows the kinds of this process."""
+"""The port through which block runners reach the block kinds of this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from onediff_ext.engine.validity.tensor_contents import TensorContents
 
 
 class KindRegistry(ABC):
-    """Who knows the kinds of this process; the session implements it.
+    """Holds the block kinds of this process, one for each key and device.
+
+    The session implements it.
 
     Attributes:
-        rules: Wrappers around layers.
-        precision: Of the linear layers, as in `CompileOptions`.
-        code: Watches the code of this process.
-        contents: Watches tensors from which something was computed that is kept.
-        spot_checks: Chooses what is compared with eager again.
+        rules: The wrappers around layers, such as LoRA layers, that the host uses.
+        precision: Precision of the linear layers, as in `CompileOptions.precision`.
+        code: Watches the Python code of this process.
+        contents: Watches the tensors from which merged weights and 8-bit copies were computed.
+        spot_checks: Chooses graphs in use that are compared with eager again.
     """
 
     rules: Sequence[WrapperRule]
@@ -35,29 +37,50 @@ class KindRegistry(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Differs after any moment in which weights may have changed without a trace."""
+        """Number of the image being drawn.
+
+        It changes whenever weights may have been written in a way that torch does not count.
+        """
 
     @property
     def moment(self) -> Hashable:
-        """Equal for calls within one forward of a model, in which no code is replaced; None
-        outside of one."""
+        """Identifies the running forward of a model, in which no code is replaced.
+
+        None outside of a forward.
+        """
         return None
 
     @abstractmethod
     def key_entries(self, device: torch.device) -> dict[str, str]:
-        """The parts of a key that machine and backend give."""
+        """Return the parts of a key that the machine and the backend decide."""
 
     @abstractmethod
     def find(self, key: KindKey, device: torch.device, make: Callable[[], BlockKind]) -> BlockKind:
-        """The kind of this key on a device, made (and its graph loaded, if stored) when it is
-        new."""
+        """Return the kind with this key on a device.
+
+        Args:
+            key: The kind's key.
+            device: Where its blocks live.
+            make: Makes the kind when it is new. A stored graph is loaded into it.
+        """
 
     def rejected(self, kind: BlockKind) -> None:  # noqa: B027
-        """Hear that a kind's graph was wrong in this process."""
+        """Note that a kind's graph failed, or that its first output differs from eager's."""
 
     def found_wrong(self, what: str, problem: str, key: KindKey | None = None) -> None:  # noqa: B027
-        """Hear that something that had passed its comparison differed from eager in use."""
+        """Note that a spot check found a difference from eager.
+
+        Args:
+            what: Label of the kind, or class of the model.
+            problem: The difference, in plain words.
+            key: The kind's key; None for the CUDA graph of a model.
+        """
 
     @abstractmethod
     def fell_back(self, what: str, reason: str) -> None:
-        """Count one call that ran eager although a graph was wanted."""
+        """Count one call that ran eager although a graph was wanted.
+
+        Args:
+            what: Label of the kind or of the block family.
+            reason: The eager reason.
+        """

@@ -1,4 +1,4 @@
-"""What the transformer blocks of all packages have in common."""
+"""The base of all families of transformer blocks, with the text KV cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from onediff_ext.engine.blocks.family import CONTEXT, NOTHING, TOKENS, BlockCall, BlockFamily
+from onediff_ext.engine.blocks.family import (
+    CONTEXT,
+    NOTHING,
+    TOKENS,
+    BlockCall,
+    BlockFamily,
+    LinearWeights,
+)
 
-# What stands for the context in a call whose keys and values are computed already.
+# The value of the static "context" in a call with a text KV cache. It is part of stored keys.
 _PROJECTED = "projected"
 
 
@@ -31,22 +38,33 @@ class TransformerBlocks(BlockFamily):
         context: torch.Tensor | None,
         statics: Mapping[str, Hashable],
     ) -> torch.Tensor:
-        """Call the block's own method: x [B, N, D], context [B, M, C] or None."""
+        """Call the block's own method.
 
-    def bound(
+        Args:
+            block: The host's module, or its copy that is traced.
+            x: [B, N, D].
+            context: [B, M, C] or None.
+            statics: As `BlockCall.statics`, by name.
+
+        Returns:
+            [B, N, D].
+        """
+
+    def token_call(
         self,
         x: torch.Tensor,
         context: torch.Tensor | None,
         ahead: bool,
         *statics: tuple[str, Hashable],
     ) -> BlockCall:
-        """A call with tokens and perhaps a context.
+        """Return a call with tokens and perhaps a context, for `bind`.
 
         Args:
             x: [B, H*W, D].
             context: [B, 77n, C] or None.
-            ahead: Only the `prompt_layers` read the context, which may happen ahead of the graph.
-            statics: More of them.
+            ahead: Whether the text KV cache may be computed ahead of the graph, since only the
+                `prompt_layers` read the context.
+            statics: Further statics.
         """
         named = (("context", context is not None), *statics)
         if context is None:
@@ -63,11 +81,11 @@ class TransformerBlocks(BlockFamily):
         if statics["context"] != _PROJECTED:
             return self.call(block, x, others[0] if others else None, statics)
         keys, values = others
-        with _given(block.attn2.to_k, keys), _given(block.attn2.to_v, values):
+        with _returning(block.attn2.to_k, keys), _returning(block.attn2.to_v, values):
             return self.call(block, x, keys, statics)
 
-    def project(
-        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, torch.Tensor] = NOTHING
+    def text_kv(
+        self, block: Any, prompt: torch.Tensor, merged: Mapping[str, LinearWeights] = NOTHING
     ) -> tuple[torch.Tensor, ...]:
         # keys and values [B, M, heads * width]
         return tuple(
@@ -75,10 +93,10 @@ class TransformerBlocks(BlockFamily):
             for name in self.prompt_layers
         )
 
-    def projected(self, call: BlockCall, projections: tuple[torch.Tensor, ...]) -> BlockCall:
+    def with_text_kv(self, call: BlockCall, text_kv: tuple[torch.Tensor, ...]) -> BlockCall:
         others = tuple((name, value) for name, value in call.statics if name != "context")
         return BlockCall(
-            (call.tensors[0], *projections),
+            (call.tensors[0], *text_kv),
             (TOKENS, CONTEXT, CONTEXT),
             (("context", _PROJECTED), *others),
         )
@@ -87,17 +105,17 @@ class TransformerBlocks(BlockFamily):
         return 8 * call.tensors[0].numel()  # GEGLU's projection: 2 x 4 x width
 
 
-def _linear(layer: Any, x: torch.Tensor, merged: torch.Tensor | None) -> torch.Tensor:
-    """A layer's own output, or that of the layer within with a merged weight."""
+def _linear(layer: nn.Module, x: torch.Tensor, merged: LinearWeights | None) -> torch.Tensor:
+    """Return a layer's output, computed with merged weights where there are any."""
     if merged is None:
         output: torch.Tensor = layer(x)
         return output
-    return linear(x, merged, layer.get_base_layer().bias)
+    return linear(x, *merged)
 
 
 @contextmanager
-def _given(layer: nn.Module, output: torch.Tensor) -> Iterator[None]:
-    """Have a layer return this, whatever it is called with."""
+def _returning(layer: nn.Module, output: torch.Tensor) -> Iterator[None]:
+    """Make a layer return `output`, whatever its arguments."""
     vars(layer)["forward"] = lambda *_: output
     try:
         yield

@@ -1,4 +1,4 @@
-"""The weights that a block computes with: the host's own, or those that a wrapper makes of them."""
+"""The weights that a block computes with: the host's own, and those that a wrapper merges."""
 
 from __future__ import annotations
 
@@ -12,73 +12,78 @@ from torch import nn
 from onediff_ext.core.errors import WeightsChangedError
 from onediff_ext.engine.graph_calls import is_observed
 
+# What a graph assumes of a weight: dtype, shape, strides in elements.
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 def layout_of(weight: torch.Tensor) -> Layout:
-    """What a graph takes for granted of a weight: dtype, shape and strides."""
+    """Return a weight's dtype, shape and strides."""
     return weight.dtype, weight.shape, weight.stride()
 
 
 class WrapperRule(ABC):
-    """A module that stands around another one and changes its weight, as LoRA layers do."""
+    """Expresses modules that wrap a layer and change its weight, such as LoRA layers."""
 
     @abstractmethod
     def matches(self, module: nn.Module) -> bool:
-        """Whether `module` is such a wrapper."""
+        """Return whether `module` is such a wrapper."""
 
     @abstractmethod
     def base(self, module: nn.Module) -> nn.Module:
-        """The wrapped module, whose graph serves."""
+        """Return the wrapped layer. The block's graph is that of the bare layer."""
 
     @abstractmethod
     def refusal_reason(self, module: nn.Module) -> str | None:
-        """Why this wrapper cannot be expressed as another weight, or None."""
+        """Say why another weight cannot express this wrapper, or None."""
 
     @abstractmethod
     def state(self, module: nn.Module) -> Hashable:
-        """A value that differs whenever `effective` would return something else, except for what
-        was written into tensors without a trace."""
+        """Return a value that differs when `merged_weight` would return something else.
+
+        Writes that torch does not count, such as those through ``.data``, are left to
+        `TensorContents`.
+        """
 
     @abstractmethod
     def sources(self, module: nn.Module) -> Sequence[torch.Tensor]:
-        """The tensors that `effective` reads."""
+        """Return the tensors that `merged_weight` reads."""
 
     @abstractmethod
-    def effective(
-        self, module: nn.Module, weight: torch.Tensor, room: Callable[[], torch.Tensor]
+    def merged_weight(
+        self, module: nn.Module, weight: torch.Tensor, allocate: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The weight with which the bare base computes what the wrapper computes.
+        """Return the weight with which the bare layer computes what the wrapper computes.
 
         Args:
             module: The wrapper.
-            weight: Of its base.
-            room: A tensor of the weight's form to write the result into.
+            weight: The bare layer's weight.
+            allocate: Returns the tensor to write the result into, of the weight's dtype, shape
+                and strides.
 
         Returns:
-            `weight` itself where the wrapper changes nothing, else what `room` returned.
+            `weight` itself where the wrapper changes nothing, otherwise what `allocate` returned.
         """
 
 
 class WeightSlot:
-    """One weight of a block, read at every call since hosts replace Parameters.
+    """One weight of a block. It is read at every call, since hosts replace Parameters.
 
-    A weight that a wrapper makes has one place, and is made again there when the wrapper changes:
-    CUDA graphs that read it go on being right.
+    A merged weight stays at one address. It is written again there when its wrapper changes, so
+    that CUDA graphs which read it stay right.
 
     Args:
         path: Full name within the block.
-        holder: The module's dictionary that has it.
-        name: Its name there.
-        wrapped: By which wrapper, if any.
+        holder: The dictionary of the module that has the weight.
+        name: The weight's name in `holder`.
+        wrapped: The rule and the wrapper that decide the weight, if any.
 
     Attributes:
-        layout: What a graph takes for granted; None until it was described.
-        made_from: Of what a wrapper's weight was made; None for others.
-        changed: Called after a wrapper's weight was written, with what it was made of.
+        layout: The layout that graphs are built for; None until the block is described.
+        made_from: Identifies what the merged weight was computed from; None without a wrapper.
+        on_merge: Called with the source tensors after a merged weight was written.
     """
 
-    __slots__ = ("_value", "_wrapped", "changed", "holder", "layout", "made_from", "name", "path")
+    __slots__ = ("_merged", "_wrapped", "holder", "layout", "made_from", "name", "on_merge", "path")
 
     def __init__(
         self,
@@ -88,56 +93,63 @@ class WeightSlot:
         wrapped: tuple[WrapperRule, nn.Module] | None,
     ) -> None:
         self.path, self.holder, self.name, self._wrapped = path, holder, name, wrapped
-        self._value: torch.Tensor | None = None
+        self._merged: torch.Tensor | None = None
         self.layout: Layout | None = None
         self.made_from: Hashable = None
-        self.changed: Callable[[Sequence[torch.Tensor]], None] | None = None
+        self.on_merge: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether a wrapper decides what it is."""
+        """Whether a wrapper decides the weight."""
         return self._wrapped is not None
 
-    def outline(self) -> torch.Tensor | None:
-        """The weight, or another one of the same form."""
+    def unmerged(self) -> torch.Tensor | None:
+        """Return the host's own weight, which has the merged weight's layout."""
         return self.holder.get(self.name)
 
     def would_be_made_from(self, generation: int) -> Hashable:
-        """What `made_from` would be if the weight were read now."""
+        """Return what `made_from` would be if the weight were read now."""
         if self._wrapped is None:
             return None
         rule, wrapper = self._wrapped
         return (generation, rule.state(wrapper))
 
-    def place(self) -> int:
-        """The address of what was read last from a wrapper, or 0."""
-        return 0 if self._value is None else self._value.data_ptr()
+    def merged_address(self) -> int:
+        """Return the address of the last merged weight, or 0."""
+        return 0 if self._merged is None else self._merged.data_ptr()
 
     def read(self, generation: int) -> torch.Tensor | None:
-        """The weight as it is now; None if there is none, or it can't be a weight any more.
+        """Return the weight as it is now.
 
         Args:
-            generation: Of `TensorContents`.
+            generation: From `TensorContents.current_generation`.
+
+        Returns:
+            The weight; None when it is gone or its wrapper can no longer be merged.
+
+        Raises:
+            WeightsChangedError: A CUDA graph is being recorded, and the weight has to be merged.
         """
         weight: torch.Tensor | None = self.holder.get(self.name)
         if weight is None or self._wrapped is None:
             return weight
         rule, wrapper = self._wrapped
         made_from = (generation, rule.state(wrapper))
-        if self._value is None or made_from != self.made_from:
+        if self._merged is None or made_from != self.made_from:
             if rule.refusal_reason(wrapper) is not None:
                 return None
             if is_observed():
                 raise WeightsChangedError("A weight has changed since the forward before it.")
-            self.made_from = None  # nothing is known until all of it has happened
-            self._value = rule.effective(wrapper, weight, lambda: self._room(weight))
+            self.made_from = None  # stays None when the merge fails halfway
+            self._merged = rule.merged_weight(wrapper, weight, lambda: self._allocate(weight))
             self.made_from = made_from
-            if self.changed is not None:
-                self.changed(rule.sources(wrapper))
-        return self._value
+            if self.on_merge is not None:
+                self.on_merge(rule.sources(wrapper))
+        return self._merged
 
-    def _room(self, like: torch.Tensor) -> torch.Tensor:
-        kept = self._value
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the last merged tensor where it fits, otherwise a new one."""
+        kept = self._merged
         if (
             kept is not None
             and kept is not like
@@ -146,7 +158,7 @@ class WeightSlot:
             and kept.untyped_storage().data_ptr() != like.untyped_storage().data_ptr()
         ):
             return kept
-        with torch.inference_mode(False):  # or it could not be written outside of it
+        with torch.inference_mode(False):  # inference tensors can't be written to outside of it
             return torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device
             )

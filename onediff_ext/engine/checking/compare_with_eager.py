@@ -1,4 +1,4 @@
-"""Whether a graph's result is eager's result, within what the dtype's rounding explains."""
+"""Compares a graph's output with eager's, within the rounding of the dtype."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from dataclasses import dataclass
 
 import torch
 
-# Relative error allowed to a reordered computation, ‖graph - eager‖ / ‖eager‖. Ten times what
-# was seen on SD1.5, SD2 and SDXL blocks; a wrong shape, stride or weight gives 0.1 and more.
+# Allowed relative error of a reordered computation, ‖graph - eager‖ / ‖eager‖: ten times the
+# errors measured on SD1.5, SD2 and SDXL blocks. A wrong shape, stride or weight has 0.1 and more.
 TOLERANCE = {
     torch.float64: 1e-8,
     torch.float32: 2e-5,
     torch.float16: 1e-2,
     torch.bfloat16: 4e-2,
 }
-# A block whose linear layers compute in 8 bits. With three binary digits of mantissa (fp8) each
-# product has an error of 4e-2, the sum with the block's input less; a wrong scale or weight gives
-# 3e-1 and more.
+# For a block whose linear layers compute in 8 bits. With three bits of mantissa (fp8) a product
+# has an error of 4e-2, its sum with the block's input less. A wrong scale or weight has 3e-1 and
+# more.
 QUANTIZED_TOLERANCE = 1e-1
-# Convolutions in float32 use TF32 on a GPU unless told otherwise, with three digits; which
-# kernel takes a convolution, and with it the rounding, may differ from call to call.
+# Convolutions in float32 use TF32 on a GPU by default, with three digits. The kernel of a
+# convolution, and so its rounding, may differ from call to call.
 _TF32_TOLERANCE = 5e-3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of one check.
+    """The result of one comparison.
 
     Args:
         error: Relative error, in the norm over the whole output.
-        problem: What is wrong, or None when the graph may be used.
-        decided: False when eager's own result is unusable (NaN), so nothing was learnt.
+        problem: The difference in plain words, or None when the graph may be used.
+        decided: False when eager's own output is NaN or infinite, so nothing is known.
     """
 
     error: float
@@ -41,10 +41,13 @@ class Comparison:
 def compare(
     graph_output: torch.Tensor, eager_output: torch.Tensor, allowed: float | None = None
 ) -> Comparison:
-    """Compare a graph's output with eager's, within `allowed` or what the dtype explains.
+    """Compare a graph's output with eager's.
 
-    Both are of one shape and dtype when all is well; accumulation is in float32
-    or better, so that large images do not overflow float16.
+    Norms accumulate in float32 or float64, so that large images do not overflow float16.
+
+    Args:
+        graph_output, eager_output: Tensors of any shape; other shapes or dtypes are a difference.
+        allowed: Relative error; None takes the tolerance of eager's dtype.
     """
     if graph_output.shape != eager_output.shape or graph_output.dtype != eager_output.dtype:
         return Comparison(float("inf"), f"gave {_form(graph_output)} for {_form(eager_output)}")
@@ -76,10 +79,17 @@ def _tf32_is_on() -> bool:
 def as_exact_as(
     graph_output: torch.Tensor, eager_output: torch.Tensor, exact: torch.Tensor
 ) -> Comparison:
-    """Judge a graph that differs from eager by the result in float64.
+    """Judge a graph that differs from eager by the exact result.
 
-    Eager's own kernels can be the ones that are off: GroupNorm in NHWC on a CPU lost four
-    digits on a half-masked picture (torch 2.13), which a graph must not be blamed for.
+    The error may be eager's: its GroupNorm in NHWC on a CPU lost four digits on a half-masked
+    image (torch 2.13).
+
+    Args:
+        graph_output, eager_output: The two outputs, of one shape.
+        exact: The same in float64.
+
+    Returns:
+        A comparison without a problem when the graph is at least as exact as eager.
     """
     wide, ours, theirs = exact.double(), graph_output.double(), eager_output.double()
     scale = torch.linalg.vector_norm(wide).item()

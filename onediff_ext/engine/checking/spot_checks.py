@@ -1,4 +1,4 @@
-"""The check that never ends: now and then a graph in use is compared with eager again."""
+"""Spot checks: graphs in use are compared with eager again, at random."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-# Of the time that forwards take.
+# Share of the time of all forwards.
 SHARE = 0.01
-# What the first check may take; later ones are as dear as the last one was.
+# Assumed cost of the first check; later ones are assumed to cost what the last one did.
 _FIRST_COST_S = 0.02
 
 
 class SpotChecks:
-    """Chooses, at random, a block whose graph is compared with eager in the forward that comes.
+    """Chooses a random block whose graph is compared with eager in the next forward.
 
-    A forward that is replayed as a whole is compared as a whole then.
+    A forward that a CUDA graph replays is compared as a whole.
 
     Args:
         enabled: False chooses none.
-        seed: For tests.
+        seed: Of the random choice, for tests.
 
     Attributes:
         chosen: The runner chosen for this forward, or None.
-        done: How many comparisons were made.
+        done: Number of comparisons so far.
     """
 
     def __init__(self, enabled: bool = True, seed: int | None = None) -> None:
@@ -38,7 +38,11 @@ class SpotChecks:
 
     @contextmanager
     def forward(self, runners: Sequence[object]) -> Iterator[None]:
-        """One forward of a model with these runners."""
+        """Time one forward of a model, and perhaps choose one of its runners.
+
+        Args:
+            runners: The runners of the model's blocks.
+        """
         start, spent = time.perf_counter(), self._spent_s
         if self.enabled and runners and not self._depth:
             saved = SHARE * self._forwards_s - self._spent_s
@@ -56,7 +60,7 @@ class SpotChecks:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """What the ``with`` block does is a comparison that nothing else needs."""
+        """Time the comparison within the ``with`` block."""
         self.chosen = None
         start = time.perf_counter()
         try:

@@ -371,9 +371,9 @@ class CapturedForward:
         return snapshot
 
     def _derived_now(self) -> tuple[object, object]:
-        runners = [runner for runner in self._runners if runner.derives]
-        now = [runner.derived_from_now() for runner in runners]
-        return now, [runner.derived_from() for runner in runners]
+        runners = [runner for runner in self._runners if runner.weights.has_derived]
+        now = [runner.weights.derived_from_now() for runner in runners]
+        return now, [runner.weights.derived_from() for runner in runners]
 
     def _note_derived(self, form: Hashable) -> None:
         self._derived[self.variant, form] = self._derived_now()
@@ -384,7 +384,7 @@ class CapturedForward:
         return self._derived.get((self.variant, form)) == self._derived_now()
 
     def _derived_places(self) -> list[object]:
-        return [runner.derived_places() for runner in self._runners]
+        return [runner.weights.merged_addresses() for runner in self._runners]
 
     def _graphs(self) -> list[object]:
         """What each block runs through now: an eager block that has got a graph is a change."""
@@ -427,8 +427,8 @@ def _same_state(
 def _projects_outside(runner: BlockRunner) -> bool:
     """Whether what a block makes of a prompt is the same within the model's forward and outside
     of it."""
-    now, made = runner.derived_from_now(), runner.derived_from()
-    return not runner.derives or now == made
+    weights = runner.weights
+    return not weights.has_derived or weights.derived_from_now() == weights.derived_from()
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -9,14 +9,11 @@ from typing import Any
 from torch import nn
 
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
-from onediff_ext.engine.validity.module_state import ModuleState, interfering_in
-from onediff_ext.engine.validity.python_code import (
-    PythonCode,
-    foreign_class,
-    foreign_methods,
-    home_of,
-    surroundings_reason,
-)
+from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.model_state import ModelState, attention_processors
+from onediff_ext.engine.validity.python_code import PythonCode
+
+_DYNAMIC_WEIGHTS = "a layer changes its weights at each call"
 
 
 @dataclass(frozen=True)
@@ -63,81 +60,71 @@ def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> st
         return None
     function = getattr(forward, "__func__", None)
     own = function is not None and function is type(model).forward
-    if own and f"{home_of(function)}.".startswith(known.prefixes):
+    if own and f"{defining_module(function)}.".startswith(known.prefixes):
         return None
     return f"another extension runs the {type(model).__qualname__} itself"
 
 
 class Snapshot:
-    """Everything of a model that a capture of its forward freezes, at one moment.
+    """Everything of a model that a CUDA graph of its forward freezes, at one moment.
 
-    A GPU is busy with the replay while this is looked at.
-    Values of weights are not looked at: a capture reads them where they lie, so those
-    written into the same storage (a merged LoRA, another checkpoint) are seen.
+    A CUDA graph is stale when its model's `ModelState` or the addresses of its weights have
+    changed. Values of weights do not count: a CUDA graph reads weights at their addresses, so
+    values written into the same storage (a merged LoRA, another checkpoint) take effect. `holds`
+    runs while the GPU is busy with the replay.
 
     Args:
         model: The host's module.
-        known: What its modules may be.
+        known: The host's modules that are known.
 
     Attributes:
-        refusal_reason: Why no capture of this model would be safe, or None.
+        refusal_reason: Why no CUDA graph of this model would be safe, or None.
         is_per_image: Whether the images of a batch do not depend on each other.
     """
 
     def __init__(self, model: nn.Module, known: TrustedModules) -> None:
         modules = list(model.modules())
-        processors = [vars(m).get("processor") for m in modules]
-        classes = {type(m) for m in modules} | {type(p) for p in processors if p is not None}
+        processors = attention_processors(modules)
         wrappers = [m for m in modules if any(rule.matches(m) for rule in known.rules)]
         wrapped = {id(inner) for m in wrappers for inner in m.modules()}
-        bare = [m for m in modules if id(m) in wrapped]
-        self._code, self._hook_reason = known.code, surroundings_reason()
-        self._code.watch(classes)
-        self._generation = self._code.look()
-        self._state = ModuleState(
-            modules, model, ignored=known.ignored_attrs, parameters=True, bare=bare
+        self._state = ModelState(
+            modules,
+            model,
+            known.code,
+            ignored_attrs=known.ignored_attrs,
+            dynamic_weight_attrs=known.dynamic_weight_attrs,
+            bare=[m for m in modules if id(m) in wrapped],
+            parameters=True,
         )
-        self._modules, self._interfering = modules, tuple(known.dynamic_weight_attrs)
-        self._interferes = interfering_in(modules, self._interfering)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._places = self._where()
         self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, id(m) in wrapped) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
-            or next(
-                filter(None, (foreign_class(cls, known.trusted_patchers) for cls in classes)), None
-            )
-            or self._code.torch_reason(known.trusted_patchers)
-            or self._hook_reason
-            or ("a layer changes its weights at each call" if any(self._interferes) else None)
+            or self._state.foreign_code_reason(known.trusted_patchers)
+            or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
         )
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         # Processors of pipelines attend from one image of a batch to another (text to video).
         self.is_per_image = name in known.per_image and not any(
-            ".pipelines." in f"{type(p).__module__}." for p in processors if p is not None
+            ".pipelines." in f"{type(p).__module__}." for p in processors
         )
 
     def weights_lie_where_they_did(self) -> bool:
-        """Whether a recording that reads the weights may be launched: they are kept alive here,
-        also those that the model has lost, but some may have moved or been given up."""
+        """Return whether a recording that reads the weights may be launched.
+
+        The snapshot keeps the weights alive, also those that the model has lost. Some may have
+        moved or been freed.
+        """
         return self._where() == self._places
 
     def holds(self, moment: Hashable = None) -> bool:
-        """Whether nothing has changed.
+        """Return whether nothing has changed.
 
         Args:
-            moment: As `PythonCode.look` takes it.
+            moment: As for `PythonCode.current_generation`.
         """
-        return (
-            self._code.look(moment) == self._generation
-            and surroundings_reason() == self._hook_reason
-            and self._where() == self._places
-            and self._state.holds()
-            and (
-                not self._interfering
-                or interfering_in(self._modules, self._interfering) == self._interferes
-            )
-        )
+        return self._where() == self._places and self._state.holds(moment)
 
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""
@@ -155,11 +142,11 @@ def _refusal(
         return f"{cls.__qualname__} is not known as free of side effects"
     if module is model:
         # Its own hooks run around the capture; its forward is `foreign_forward`'s to judge.
-        replaced = [name for name in foreign_methods(module) if name != "forward"]
+        replaced = [name for name in replaced_methods(module) if name != "forward"]
     elif module._forward_hooks or module._forward_pre_hooks:
         return f"a {cls.__qualname__} has a hook of another extension"
     else:
-        replaced = list(foreign_methods(module))
+        replaced = list(replaced_methods(module))
     if replaced:
         return f"a {cls.__qualname__} has the {replaced[0]} of another extension"
     return None

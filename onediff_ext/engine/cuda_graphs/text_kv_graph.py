@@ -52,10 +52,12 @@ class TextKvGraph:
         self._prompt: weakref.ref[torch.Tensor] | None = None
         self._stamp: Hashable = None
         source = self.source
-        self._weights = [weight for runner in self.runners for weight in runner.prompt_weights()]
+        self._weights = [
+            weight for runner in self.runners for weight in runner.text_kv.layer_weights()
+        ]
         self.recording, reads = record_and_look(
             recorder,
-            lambda: [runner.project(source) for runner in self.runners],
+            lambda: [runner.text_kv.compute(source) for runner in self.runners],
             device,
             lasting=True,
         )
@@ -66,7 +68,7 @@ class TextKvGraph:
         return (
             self.snapshot is snapshot
             and self.runners == tuple(runners)
-            and [w.data_ptr() for runner in runners for w in runner.prompt_weights()]
+            and [w.data_ptr() for runner in runners for w in runner.text_kv.layer_weights()]
             == [w.data_ptr() for w in self._weights]
         )
 
@@ -86,8 +88,8 @@ class TextKvGraph:
         """While a capture is recorded: blocks called with `source` take the projections."""
         with ExitStack() as stack:
             for runner, tensors in zip(self.runners, self.recording.output, strict=True):
-                stack.callback(setattr, runner, "projections", None)
-                runner.projections = PinnedTextKv(self.source, tensors)
+                stack.callback(setattr, runner.text_kv, "cached", None)
+                runner.text_kv.cached = PinnedTextKv(self.source, tensors)
             yield
 
 
@@ -98,7 +100,8 @@ def readers(
     found: dict[int, list[BlockRunner]] = {}
     places = {id(tensor): i for i, tensor in enumerate(tensors)}
     for runner in runners:
-        prompt = runner.projections.prompt if runner.projections is not None else None
+        cached = runner.text_kv.cached
+        prompt = cached.prompt if cached is not None else None
         if prompt is not None and id(prompt) in places:
             found.setdefault(places[id(prompt)], []).append(runner)
     return found

@@ -1,10 +1,10 @@
-"""Autocast's rules for CUDA as plain casts, for tracing a block where there is no CUDA.
+"""Autocast's rules for CUDA as explicit casts, to trace a block on the CPU.
 
-Autocast's rules belong to a kind of device: on a CPU, LayerNorm stays in 16 bits and a product
-of float32 tensors may not. A forked child cannot touch the GPU, so it traces on the CPU, and
-under autocast for a GPU it writes down the casts that the GPU's rules would make.
+Autocast has rules for each device type: on a CPU, LayerNorm stays in 16 bits and some products
+stay in float32. A forked child cannot use the GPU. It traces on the CPU, and inserts the casts that
+autocast would make on the GPU.
 
-Source: torch's ATen/autocast_mode.h (2.8 to 2.13), of which only what blocks call is here.
+Source: torch's ATen/autocast_mode.h (2.8 to 2.13), limited to the functions that blocks call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import ExportError
 
-# Functions of torch by their names, as modules and tensors call them.
+# Names of torch's functions, as modules and tensors call them.
 LOWER_PRECISION = frozenset(
     {
         "conv2d",
@@ -36,9 +36,9 @@ LOWER_PRECISION = frozenset(
 FLOAT32 = frozenset(
     {"layer_norm", "group_norm", "exp", "log", "pow", "__pow__", "reciprocal", "rsqrt"}
 )
-# Which take the type of their result as an argument, if none is given.
+# These get float32 only when the caller passes no dtype for the result.
 FLOAT32_RESULT = frozenset({"softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"})
-# Autocast leaves these alone.
+# Autocast does not change these.
 AS_THEY_ARE = frozenset(
     {
         *("__get__", "__getitem__", "__set__", "dim", "size", "stride", "numel", "is_contiguous"),
@@ -56,13 +56,13 @@ AS_THEY_ARE = frozenset(
 
 
 class CudaAutocast(TorchFunctionMode):
-    """While a block is traced: what ``torch.autocast("cuda", dtype)`` would do.
+    """Does what ``torch.autocast("cuda", dtype)`` would do, while a block is traced on the CPU.
 
     Args:
-        dtype: What products are computed in, ``torch.float16`` or ``torch.bfloat16``.
+        dtype: The dtype of products, ``torch.float16`` or ``torch.bfloat16``.
 
     Raises:
-        ExportError: In the block, when it calls a function whose rule is not known here.
+        ExportError: Inside the block, when it calls a function whose rule is unknown here.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -87,7 +87,7 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _cast(given: Any, dtype: torch.dtype) -> Any:
-    """Tensors of floating point, but for float64, as this type."""
+    """Cast tensors of floating point, except float64, to this dtype."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         eligible = tensor.is_floating_point() and tensor.dtype != torch.float64

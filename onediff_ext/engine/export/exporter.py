@@ -1,4 +1,4 @@
-"""From a block to an exported program that takes its weights as arguments."""
+"""Exports a block as a program that takes the block's weights as arguments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from onediff_ext.core.words import first_line
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.blocks.weight_slots import Layout, layout_of
 from onediff_ext.engine.export.autocast import CudaAutocast
-from onediff_ext.engine.quantization import Quantization, QuantizedLinears
+from onediff_ext.engine.quantization import Quantization
+from onediff_ext.engine.quantized_linears import QuantizedLinears
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
 
+# Device type and dtype of an active autocast; None when it is off.
 Autocast = tuple[str, torch.dtype] | None
 
 # Elements of one image's activation in the outermost blocks of SDXL at 1024x1024.
@@ -26,8 +28,18 @@ _HINT_ELEMENTS = 320 * 128 * 128
 
 
 class BlockFunction(nn.Module):
-    """A block as a function of (weights, *inputs); the block is no submodule, so nothing is
-    baked into the graph."""
+    """A block as a function of (weights, *inputs).
+
+    The block is not a submodule, so that no weight becomes a constant of the graph.
+
+    Args:
+        block: A structural copy (`BlockTree.copy`).
+        family: The family of the block.
+        names: Names of the weights.
+        statics: As `BlockCall.statics`, by name.
+        autocast: The autocast to trace with.
+        quantization: Which weights are 8-bit copies; None for none.
+    """
 
     def __init__(
         self,
@@ -43,16 +55,16 @@ class BlockFunction(nn.Module):
         object.__setattr__(self, "_caller", caller)
         self._caller: nn.Module
         self._names = [f"block.{name}" for name in names]
-        self._autocast, self._quantisation = autocast, quantization
+        self._autocast, self._quantization = autocast, quantization
 
     def forward(self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         linears: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if self._quantisation is not None:
+        if self._quantization is not None:
             computes_in = None if self._autocast is None else self._autocast[1]
-            linears = QuantizedLinears(self._quantisation, weights, computes_in)
-            weights = weights[: len(self._names)]  # scales stand behind
+            linears = QuantizedLinears(self._quantization, weights, computes_in)
+            weights = weights[: len(self._names)]  # the rest are scales
         named = dict(zip(self._names, weights, strict=True))
-        # Tracing under an outer autocast does not record it, so it stands inside.
+        # Tracing does not record an outer autocast, so it is entered here.
         with _autocast_context(self._autocast, tensors[0].device), linears:
             output: torch.Tensor = torch.func.functional_call(self._caller, named, tensors)
             return output
@@ -84,19 +96,24 @@ def export_block(
 
     Args:
         block: A structural copy (`BlockTree.copy`), never the live block.
-        names, weights: The block's weights; their shapes become constants.
-        call: Gives dtypes, layouts and fixed dims; its sizes do not matter, and its
-            tensors may be on the meta device.
-        device: Where the block is traced: where it runs, or the CPU.
-        examples: From `make_examples`, when they are made already.
-        quantisation: Which of the weights are 8-bit copies.
+        family: The family of the block.
+        names, weights: The block's weights. Their shapes become constants.
+        call: A call as the graph takes it. Its dtypes, layouts and fixed dims count, its sizes do
+            not; the tensors may be on the meta device.
+        device: Where the block is traced: its own device, or the CPU.
+        autocast: The autocast to trace with.
+        examples: From `make_examples`; None makes them.
+        quantization: Which of the weights are 8-bit copies; None for none.
+
+    Returns:
+        A program that takes (weights, *tensors of the call).
 
     Raises:
         ExportError: The block cannot be traced, or tracing froze a dim that must vary.
     """
-    # Whole-number dims of one tensor must not be taken for those of another that happen to
-    # be equal (duck shapes), and a batch of 1 would be taken for a constant.
-    import torch.fx.experimental._config as symbolic_config  # its `patch` is made at import
+    # Without duck shapes, dims of two tensors that happen to be equal are separate symbols, and a
+    # batch of 1 is no constant.
+    import torch.fx.experimental._config as symbolic_config  # adds `patch` when imported
 
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
     pure = BlockFunction(block, family, names, dict(call.statics), autocast, quantization)
@@ -125,18 +142,23 @@ def export_block(
 
 
 def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
-    """Tensors of the sizes that a kind's graph is tuned for. They hold no memory."""
+    """Return tensors without memory, of the sizes that a kind's graph is tuned for.
+
+    Args:
+        call: A call as the graph takes it.
+        device: Where the block is traced.
+    """
     found = []
     for tensor, dims in zip(call.tensors, call.dims, strict=True):
         with torch.inference_mode(False):
             example = _example(tensor, dims, device)
-        example.untyped_storage().resize_(0)  # tracing looks at sizes and strides only
+        example.untyped_storage().resize_(0)  # tracing reads only sizes and strides
         found.append(example)
     return found
 
 
 def save_program(program: torch.export.ExportedProgram) -> bytes:
-    """Serialise an exported block, without any weight."""
+    """Serialise an exported block. The result contains no weight."""
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     return buffer.getvalue()
@@ -145,12 +167,13 @@ def save_program(program: torch.export.ExportedProgram) -> bytes:
 def load_program(
     serialised: bytes, device: torch.device | None = None
 ) -> torch.export.ExportedProgram:
-    """The inverse of `save_program`.
+    """Load what `save_program` returned.
 
     Args:
-        device: Where it shall run, if not where it was traced.
+        serialised: From `save_program`.
+        device: Where the program shall run; None for where it was traced.
     """
-    from torch.export.passes import move_to_device_pass  # torch < 2.6 has none, and exports nothing
+    from torch.export.passes import move_to_device_pass  # new in torch 2.6
 
     program = torch.export.load(io.BytesIO(serialised))
     if device is None or all(fake.device.type == device.type for fake in input_fakes(program)):
@@ -158,26 +181,28 @@ def load_program(
     program = move_to_device_pass(program, device)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
-            module.recompile()  # the pass changes nodes only (torch 2.13)
+            module.recompile()  # the pass changes only the nodes (torch 2.13)
     return program
 
 
 def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """The program's inputs as its own fake tensors: weights first, then the block's tensors."""
+    """Return the program's inputs as its own fake tensors: weights, then the call's tensors."""
     nodes = program.graph_module.graph.nodes
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
 
 
 def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the same form on this device that can be traced, which those made under
-    inference mode cannot: they have no version counter."""
+    """Return a tensor of the weight's form on this device that can be traced.
+
+    Inference tensors have no version counter, so they cannot be traced.
+    """
     if not weight.is_inference() and weight.device == device:
         return weight.detach()
     return outline_of(layout_of(weight), device)
 
 
 def outline_of(layout: Layout, device: torch.device) -> torch.Tensor:
-    """A tensor of this form that can be traced and has no memory."""
+    """Return a tensor of this layout that can be traced and has no memory."""
     dtype, shape, stride = layout
     with torch.inference_mode(False):
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -186,7 +211,7 @@ def outline_of(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor at the sizes for which a kind's graph is tuned."""
+    """Return an uninitialised tensor of the sizes that a kind's graph is tuned for."""
     channels = tensor.shape[1] if tensor.ndim == 4 else tensor.shape[-1]
     shape = [
         n if name is None else _hint(name, channels)
@@ -197,10 +222,14 @@ def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Te
 
 
 def _hint(name: str, channels: int) -> int:
-    """The size that compilers tune for: the same whatever size a user comes with first.
+    """Return the size that compilers tune for, which does not depend on the user's first size.
 
-    All hints of one block differ, since a compiler that traces again takes equal hints for
-    one symbol: a graph whose example was square then served squares only (torch 2.11).
+    All hints of one block differ. A compiler that traces again takes equal hints for one symbol: a
+    graph with a square example then served only squares (torch 2.11).
+
+    Args:
+        name: Name of the dim.
+        channels: Channels of the image, or width of the tokens.
     """
     if name == "batch":
         return 2
@@ -214,7 +243,7 @@ def _hint(name: str, channels: int) -> int:
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an image batch [B, C, H, W] in NHWC order."""
+    """Return whether a tensor is an image batch [B, C, H, W] in NHWC order."""
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -227,6 +256,7 @@ def _dynamic_dims(dims: Dims) -> dict[int, object]:
 def _check_dims_vary(
     program: torch.export.ExportedProgram, call: BlockCall, weight_count: int
 ) -> None:
+    """Raise `ExportError` when a dim that must vary became a constant or another dim's symbol."""
     names: dict[sympy.Basic, str] = {}
     for fake, dims in zip(input_fakes(program)[weight_count:], call.dims, strict=True):
         for size, name in zip(fake.shape, dims, strict=True):
@@ -248,6 +278,6 @@ def _autocast_context(
     if autocast is None:
         return contextlib.nullcontext()
     device_type, dtype = autocast
-    if device_type == "cuda" and device.type == "cpu":  # traced for another place
+    if device_type == "cuda" and device.type == "cpu":  # traced for the GPU
         return CudaAutocast(dtype)
     return torch.autocast(device_type, dtype=dtype)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 
-from onediff_ext.engine.blocks.family import BlockCall
+from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall
 from onediff_ext.engine.export.exporter import Autocast, is_channels_last
 from onediff_ext.engine.torch_versions import autocast_dtype
 
 
 def work(call: BlockCall, weights: Sequence[torch.Tensor]) -> float:
-    """About how many multiplications a call costs: each weight at each place of the image."""
+    """Estimate the multiplications of a call: each weight once for each place of the image."""
     image = call.tensors[0]
     places = image.numel() / (image.shape[1] if image.ndim == 4 else image.shape[-1])
     return places * sum(weight.numel() for weight in weights)
 
 
 def normalise(tensor: torch.Tensor) -> torch.Tensor:
-    """The one layout that graphs are built for: NHWC images, everything else contiguous."""
+    """Return a tensor in the layout that graphs are built for: NHWC images, others contiguous."""
     if tensor.ndim == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor.contiguous()
 
 
-def boundary_problem(
+def boundary_reason(
     inputs: Sequence[torch.Tensor], call: BlockCall, weights: Sequence[torch.Tensor]
 ) -> str | None:
-    """What a stored graph would not notice by itself, since it checks none of its inputs."""
+    """Say why a stored graph would compute nonsense, or None.
+
+    A stored graph checks none of its inputs.
+
+    Args:
+        inputs: The normalised tensors of the call.
+        call: Names their dims.
+        weights: The weights of the block.
+    """
     device = inputs[0].device
     sizes: dict[str, int] = {}
     for tensor, dims in zip(inputs, call.dims, strict=True):
@@ -46,12 +53,13 @@ def boundary_problem(
                 return f"{name} differs between inputs"
     if any(weight.device != device for weight in weights):
         return "weights are on another device (offloading)"
-    if sizes["batch"] > 63:
+    if sizes["batch"] > DIM_BOUNDS["batch"][1]:
         return "more than 63 images at once"
     return None
 
 
-def signature(call: BlockCall) -> tuple[Any, ...]:
+def signature(call: BlockCall) -> Hashable:
+    """Return what calls of one kind have in common: dtypes, devices, fixed dims, statics."""
     fixed = tuple(
         (t.dtype, t.device, *(n for n, name in zip(t.shape, dims, strict=True) if name is None))
         for t, dims in zip(call.tensors, call.dims, strict=True)
@@ -60,11 +68,13 @@ def signature(call: BlockCall) -> tuple[Any, ...]:
 
 
 def autocast_state(device_type: str) -> Autocast:
+    """Return the device type and dtype of the active autocast, or None."""
     dtype = autocast_dtype(device_type)
     return None if dtype is None else (device_type, dtype)
 
 
 def input_text(tensor: torch.Tensor, dims: Sequence[str | None]) -> str:
+    """Describe an input in a kind's key, such as ``"float16 [batch,320,height,width] nhwc"``."""
     shape = ",".join(name or str(n) for n, name in zip(tensor.shape, dims, strict=True))
     layout = " nhwc" if is_channels_last(tensor) else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]{layout}"

@@ -1,4 +1,4 @@
-"""Products of float16 that add up in float16, which GeForce GPUs do at twice the speed."""
+"""Products of float16 that accumulate in float16, at twice the speed on GeForce GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from onediff_ext.engine.torch_versions import fp16_accumulation
 
 @contextmanager
 def accumulation(precision: str) -> Iterator[None]:
-    """Let products add up as a precision of `CompileOptions` wants it, for a ``with`` block."""
+    """Accumulate float16 products as a precision asks, for a ``with`` block.
+
+    Args:
+        precision: As `CompileOptions.precision`. Only ``"fp16-accumulation"`` changes anything.
+    """
     matmul, before = torch.backends.cuda.matmul, fp16_accumulation()
     if precision != "fp16-accumulation" or before is None:
         yield

@@ -1,4 +1,4 @@
-"""What one block has computed from the prompt ahead of its graph, and how long that holds."""
+"""The text KV cache of one block: keys and values of a prompt, computed once for all steps."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import weakref
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch import nn
 
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
+from onediff_ext.engine.blocks.kind_registry import KindRegistry
+from onediff_ext.engine.running.block_weights import BlockWeights
 from onediff_ext.engine.torch_versions import autocast_dtype
 from onediff_ext.engine.validity.tensor_contents import content_of
 
 
 class TextKv:
-    """Tensors that a block's `prompt_layers` made of a prompt.
+    """Keys and values that a block's `prompt_layers` made of a prompt.
 
-    They serve the steps of one picture: the same tensor as the prompt, unchanged, weights
-    unchanged, and nothing in between that could have changed either unseen.
+    They serve the steps of one image: for the same prompt tensor and the same weights, neither
+    written since.
 
     Args:
-        prompt: The tensor they were made of.
-        tensors: What was made.
-        stamp: From `stamp_of`; None if a change would not be seen, so that they serve one call.
-        weights: Of the layers that made them.
+        prompt: The prompt, [B, M, C].
+        tensors: Keys and values, [B, M, D] each.
+        stamp: From `stamp_of`. With None a change would not be noticed, so they serve one call.
+        weights: The weights of the layers that made them.
     """
 
     def __init__(
@@ -32,16 +37,18 @@ class TextKv:
         weights: Sequence[torch.Tensor],
     ) -> None:
         self._prompt, self.tensors, self._stamp = weakref.ref(prompt), tensors, stamp
-        # Not kept alive: a host may have given them up for another checkpoint's.
+        # Weak: a host may have given the weights up for another checkpoint's.
         self._weights = [weakref.ref(weight) for weight in weights]
 
     @property
     def prompt(self) -> torch.Tensor | None:
-        """The tensor they were made of, while it lives."""
+        """The prompt, while the tensor lives."""
         return self._prompt()
 
-    def serve(self, prompt: torch.Tensor, stamp: Hashable, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether they are what these weights would make of this prompt now."""
+    def serves(
+        self, prompt: torch.Tensor, stamp: Hashable, weights: Sequence[torch.Tensor]
+    ) -> bool:
+        """Return whether these weights would make the same of this prompt now."""
         return (
             stamp is not None
             and stamp == self._stamp
@@ -52,13 +59,16 @@ class TextKv:
 
 
 class PinnedTextKv(TextKv):
-    """Projections that serve a tensor whatever happens to it: while a capture is recorded, the
-    prompt is the capture's own input, which whoever replays it keeps up to date."""
+    """Keys and values that serve one prompt tensor whatever is written to it.
+
+    While a CUDA graph is recorded, the prompt is the graph's static buffer, and the graph's owner
+    keeps the keys and values up to date.
+    """
 
     def __init__(self, prompt: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> None:
         super().__init__(prompt, tensors, None, ())
 
-    def serve(
+    def serves(
         self,
         prompt: torch.Tensor,
         stamp: Hashable,  # noqa: ARG002
@@ -67,16 +77,104 @@ class PinnedTextKv(TextKv):
         return self._prompt() is prompt
 
 
+class BlockTextKv:
+    """Computes one block's keys and values ahead of its graph, and keeps the last ones.
+
+    Args:
+        block: The host's module.
+        family: The family of the block.
+        weights: Reads the block's weights.
+        registry: Tells when weights may have been written.
+
+    Attributes:
+        cached: The keys and values of the last call with a graph.
+    """
+
+    def __init__(
+        self, block: nn.Module, family: BlockFamily, weights: BlockWeights, registry: KindRegistry
+    ) -> None:
+        self._block, self._family = block, family
+        self._weights, self._registry = weights, registry
+        self._layers: tuple[int, ...] = ()  # indices of the weights that the prompt's layers read
+        # The prompt's layers that have a wrapper → indices of their weight and bias.
+        self._wrapped: dict[str, tuple[int, int | None]] = {}
+        self.cached: TextKv | None = None
+
+    def use(self, tree: BlockTree) -> None:
+        """Find the weights of the prompt's layers in this tree."""
+        prefixes = tuple(f"{name}." for name in self._family.prompt_layers)
+        self._layers = tuple(
+            i for i, name in enumerate(tree.names) if prefixes and name.startswith(prefixes)
+        )
+        index = {tree.names[i]: i for i in self._layers}
+        self._wrapped = {
+            layer: (index[f"{layer}.weight"], index.get(f"{layer}.bias"))
+            for layer in self._family.prompt_layers
+            if f"{layer}.weight" in index and tree.slots[index[f"{layer}.weight"]].is_wrapped
+        }
+
+    def graph_call(self, call: BlockCall, weights: Sequence[torch.Tensor]) -> BlockCall:
+        """Return a call as its graph takes it, with keys and values in place of the prompt.
+
+        Args:
+            call: The host's call.
+            weights: All weights of the block.
+        """
+        prompt = call.prompt
+        if prompt is None:
+            return call
+        read = [weights[i] for i in self._layers]
+        stamp = stamp_of(self._registry.epoch, prompt, read)
+        known = self.cached
+        if known is None or not known.serves(prompt, stamp, read):
+            known = self.cached = TextKv(prompt, self._compute(prompt, weights), stamp, read)
+        return self._family.with_text_kv(call, known.tensors)
+
+    def compute(self, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute keys and values of a prompt with the weights as they are now.
+
+        Args:
+            prompt: [B, M, C].
+
+        Returns:
+            Keys and values, [B, M, D] each.
+
+        Raises:
+            WeightsChangedError: The weights no longer have the form that the graph reads.
+        """
+        return self._compute(prompt, self._weights.current())
+
+    def layer_weights(self) -> list[torch.Tensor]:
+        """Return the weights that `compute` reads.
+
+        Raises:
+            WeightsChangedError: The weights no longer have the form that the graph reads.
+        """
+        weights = self._weights.current()
+        return [weights[i] for i in self._layers]
+
+    def _compute(
+        self, prompt: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        merged = {
+            layer: (weights[weight], None if bias is None else weights[bias])
+            for layer, (weight, bias) in self._wrapped.items()
+        }
+        return self._family.text_kv(self._block, prompt, merged)
+
+
 def stamp_of(
     epoch: Hashable, prompt: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> Hashable | None:
-    """A value that differs when a prompt or weights have changed in place, or autocast would make
-    something else of them; None if that cannot be seen: tensors made under inference mode count no
-    versions.
+    """Identify what keys and values are computed from.
 
     Args:
-        epoch: Differs after any moment in which weights may have changed without a trace.
-        prompt, weights: What to look at.
+        epoch: As `KindRegistry.epoch`.
+        prompt, weights: The tensors that they are computed from.
+
+    Returns:
+        A value that differs when a tensor was written in place or autocast changed. None when a
+        write would not be noticed: tensors made under inference mode count no versions.
     """
     tensors = (prompt, *weights)
     if any(tensor.is_inference() for tensor in tensors):

@@ -10,8 +10,9 @@ import torch
 _CHUNK_BYTES = 1 << 18
 _THREADS = 256
 
-# Each block digests one chunk: 4 words of 32 bits at a time, each mixed with its place, so that
-# a change, an exchange and a changed sign all give another sum. No atomics: sums are exact.
+# Each CUDA block digests one chunk, 4 words of 32 bits at a time. Each word is mixed with its
+# index, so that a changed word, two exchanged words and a changed sign all change the sum. Sums
+# are exact: there are no atomics.
 _SOURCE = """
 extern "C" __global__ void digest_chunks(
     const unsigned long long* places, const int* sizes, unsigned long long* digests, int chunks)
@@ -54,8 +55,8 @@ extern "C" __global__ void digest_chunks(
 class ContentKernel:
     """Digests tensors on one GPU.
 
-    torch compiles the kernel with NVRTC, which is part of it, once in a
-    process; where this torch cannot (before 2.9, or ROCm), torch's own operators do it, slower.
+    torch compiles the kernel once in a process, with the NVRTC that it ships. Where this torch
+    cannot (before 2.9, or ROCm), torch's operators compute the digests, slower.
 
     Args:
         device: The GPU.
@@ -66,10 +67,13 @@ class ContentKernel:
         self._table: tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor] | None = None
 
     def digests(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One number for each chunk of each tensor, on the GPU: equal for equal contents.
+        """Return int64 digests on the GPU, equal for equal contents.
 
         Args:
             tensors: Contiguous, [N] each.
+
+        Returns:
+            [chunks of all tensors]; without the kernel [tensors].
         """
         if self._kernel is None:
             found = [_digest_by_operators(tensor) for tensor in tensors]
@@ -108,7 +112,7 @@ def _compiled(device: torch.device) -> Any:
 
 
 def _digest_by_operators(tensor: torch.Tensor) -> torch.Tensor:
-    """[N] → one number. Eight-bit pieces times weights by place, added up exactly."""
+    """Return the digest [] of a tensor [N]: the exact sum of its bytes times weights by index."""
     raw = tensor.view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     step = 1 << 24

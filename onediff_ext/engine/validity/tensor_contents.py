@@ -1,4 +1,4 @@
-"""Whether tensors still hold what they held, however they were written to."""
+"""Notices that tensors were written to, also by writes that torch does not count."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onediff_ext.engine.validity.content_kernel import ContentKernel
 
 
 def content_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's values lie and how often they were written in place; another pair after a
-    change. Writes through ``.data`` and of tensors made under inference mode are not counted:
-    `TensorContents` sees these."""
+    """Return a tensor's address and version counter, which differ after a counted write.
+
+    torch counts no writes through ``.data`` and none to tensors made under inference mode.
+    `TensorContents` notices these.
+    """
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 class TensorContents:
-    """Watches tensors from which something was computed that is kept: merged weights, copies in 8
-    bits. Their contents are compared once for each picture.
+    """Compares the contents of watched tensors once for each image.
 
-    Attributes:
-        generation: Another number after any of them has changed without a trace.
+    Watched are the tensors from which merged weights and 8-bit copies were computed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class TensorContents:
         self._known: dict[torch.device, _Digest] = {}
         self._is_new = False
         self._epoch: Hashable = None
-        self.generation = 0
+        self._generation = 0
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Watch tensors from which something has just been computed."""
@@ -44,19 +44,19 @@ class TensorContents:
                 self._is_new = True
 
     def settle(self) -> None:
-        """Note what newly watched tensors hold; after each forward that may have watched some."""
+        """Note the contents of newly watched tensors. Call it after each forward."""
         if self._is_new:
             self._is_new = False
             self._known = self._digests()
 
-    def look(self, epoch: Hashable) -> int:
-        """The generation now.
+    def current_generation(self, epoch: Hashable) -> int:
+        """Return a number that grows when the contents of a watched tensor have changed.
 
         Args:
-            epoch: Equal for calls of one picture.
+            epoch: Equal for the calls of one image; the contents are read once for them.
         """
         if epoch == self._epoch:
-            return self.generation
+            return self._generation
         self._epoch = epoch
         if self._known:
             found = self._digests()
@@ -64,12 +64,12 @@ class TensorContents:
                 not digest.equals(self._known[device]) for device, digest in found.items()
             )
             self._known, self._is_new = found, False
-            self.generation += changed
-        return self.generation
+            self._generation += changed
+        return self._generation
 
     def changed(self) -> None:
-        """Count what was computed from any of them as out of date."""
-        self.generation += 1
+        """Declare everything computed from watched tensors out of date."""
+        self._generation += 1
 
     def _digests(self) -> dict[torch.device, _Digest]:
         alive: dict[torch.device, list[torch.Tensor]] = {}
@@ -83,10 +83,10 @@ class TensorContents:
 
 
 class _Digest:
-    """What some tensors of one device hold."""
+    """The contents of some tensors of one device."""
 
     def __init__(self, tensors: list[torch.Tensor], device: torch.device) -> None:
-        # Places, so that a tensor that moved, or others in the list, count as a change.
+        # With addresses, so that a moved tensor, or another list, counts as a change.
         self._forms = [(t.data_ptr(), t.numel(), t.dtype) for t in tensors]
         with torch.no_grad():
             dense = [_dense(tensor) for tensor in tensors]
@@ -110,7 +110,7 @@ def _kernel(device: torch.device) -> ContentKernel:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers [N] in the order in which they lie in memory."""
+    """Return the same numbers as [N], in the order of their addresses."""
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.detach().permute(by_stride).contiguous().view(-1)
 

@@ -1,4 +1,4 @@
-"""Comparing what a module holds by value: a list changed in place is another value."""
+"""Compares attributes of modules by value: a list that was changed in place is another value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEPTH = 6
 
 
 class _Same:
-    """Equal to itself and to what stands for the very same object, which it keeps alive."""
+    """Compares an object by identity, and keeps the object alive."""
 
     __slots__ = ("_value",)
 
@@ -34,8 +34,10 @@ class _Same:
 
 
 def is_mutable(value: object) -> bool:
-    """Whether a value can change while it stays the same object, and is no module or tensor,
-    which are watched in other ways."""
+    """Return whether a value can change in place.
+
+    Modules and tensors do not count; they are watched in other ways.
+    """
     if isinstance(value, (*_PLAIN, *_FIXED, nn.Module, torch.Tensor)):
         return False
     if type(value).__module__.startswith("onediff_ext."):
@@ -46,14 +48,14 @@ def is_mutable(value: object) -> bool:
 
 
 def value_of(value: object, depth: int = _DEPTH) -> object:
-    """Something that is equal for equal values, contents of containers and objects included.
+    """Return an object that is equal for equal values, with the contents of containers and objects.
 
     Args:
-        value: Anything. Modules, functions and objects nested deeper than `depth` count by
-            identity.
+        value: Anything. Modules and functions count by identity.
+        depth: Objects that are nested deeper count by identity.
 
     Returns:
-        An object to compare with ``==``. It keeps alive what it compares by identity.
+        An object to compare with ``==``. It keeps the objects alive that it compares by identity.
     """
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -63,7 +65,7 @@ def value_of(value: object, depth: int = _DEPTH) -> object:
         return _Same(value)
     if isinstance(value, dict):
         return type(value), [(key, value_of(held, depth - 1)) for key, held in dict.items(value)]
-    if isinstance(value, Mapping):  # somebody else's code would have to be called
+    if isinstance(value, Mapping):  # reading it would call code of another package
         return _Same(value)
     if isinstance(value, (list, tuple)):
         return type(value), [value_of(item, depth - 1) for item in value]
@@ -84,12 +86,12 @@ def _tensor_value(tensor: torch.Tensor) -> object:
     if tensor.device.type == "cpu" and tensor.numel() <= _SMALL_TENSOR:
         content: Any = tensor.detach().tolist()
         return tensor.dtype, tensor.shape, content
-    # A recording reads it where it lies, and a copy on the GPU would have to be waited for.
+    # A recording reads it at its address; a copy from the GPU would have to be waited for.
     return _Same(tensor), tensor.data_ptr()
 
 
 def is_equal(ours: object, theirs: object) -> bool:
-    """Whether two things are equal; tensors and arrays have no single answer, and are not."""
+    """Return whether two values are equal; False where ``==`` has no single answer (arrays)."""
     try:
         return bool(ours == theirs)
     except (RuntimeError, ValueError, TypeError):

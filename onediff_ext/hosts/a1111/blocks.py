@@ -137,7 +137,7 @@ class TransformerFamily(TransformerBlocks, _LdmFamily):
         if reason is not None:
             return Refusal(reason)
         ahead = not getattr(block, "disable_self_attn", False)
-        return self.bound(x, context, ahead, ("upcast", self.attention.upcast()))
+        return self.token_call(x, context, ahead, ("upcast", self.attention.upcast()))
 
     def prepare(self, block: Any) -> None:
         # The host's own attention may slice by free memory, or cannot be traced at all.

@@ -36,6 +36,14 @@ PURE_PROCESSORS = frozenset({"AttnProcessor", "AttnProcessor2_0", "FusedAttnProc
 class _DiffusersFamily(BlockFamily):
     path: str  # "package.module:Class"
     sources = ("diffusers.",)
+    redundant_attrs = frozenset(
+        {
+            "_chunk_dim",
+            "_from_deprecated_attn_block",
+            "_gradient_checkpointing_func",
+            "_internal_dict",
+        }
+    )
     per_image = (
         "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
         "diffusers.models.controlnets.controlnet.ControlNetModel",
@@ -142,7 +150,7 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
         context = named.get("encoder_hidden_states")
         if isinstance(context, tuple):
             return Refusal("IP-Adapter embeddings among the context")
-        return self.bound(named["hidden_states"], context, _projects_alone(block))
+        return self.token_call(named["hidden_states"], context, _projects_alone(block))
 
     def call(
         self,

@@ -225,7 +225,7 @@ class ForgeTransformer(TransformerBlocks, _ForgeFamily):
         wanted = getattr(block.attn1, "attn_precision", None)
         upcast = x.dtype != torch.float32 and self.attention.upcasts(wanted, x.dtype)
         ahead = not getattr(block, "disable_self_attn", False)
-        return self.bound(x, context, ahead, ("upcast", upcast))
+        return self.token_call(x, context, ahead, ("upcast", upcast))
 
     def prepare(self, block: Any) -> None:
         super().prepare(block)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from onediff_ext.engine.export.autocast import CudaAutocast
-from onediff_ext.engine.quantization import QuantizedLinears, QuantizedWeights, plan
+from onediff_ext.engine.quantization import QuantizedWeights, plan
+from onediff_ext.engine.quantized_linears import QuantizedLinears
 from tests.support.ldm_stand_in import BasicTransformerBlock, CrossAttention, ResBlock
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, is not installed")

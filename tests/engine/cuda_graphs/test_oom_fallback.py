@@ -12,7 +12,7 @@ import torch
 
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.engine.running import block_runner
+from onediff_ext.engine.running import graph_check
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.session.session import Session
@@ -220,7 +220,7 @@ def test_a_comparison_that_does_not_fit_waits(
     if short == "graph":
         fill(kinds, 0)
     else:
-        monkeypatch.setattr(block_runner, "compare", _no_room)
+        monkeypatch.setattr(graph_check, "compare", _no_room)
     assert torch.allclose(decode(pipe, latents()), expected, atol=1e-4)
     assert {kind.state for kind in kinds} == {KindState.UNCHECKED}
     assert {f.reason for f in session.fallbacks()} == {

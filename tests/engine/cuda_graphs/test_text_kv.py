@@ -20,21 +20,21 @@ Step = dict[str, Any]
 
 
 class CountedProjections:
-    """Stands for `TransformerFamily.project`, and counts."""
+    """Stands for `TransformerFamily.text_kv`, and counts."""
 
     def __init__(self) -> None:
-        self.count, self._project = 0, TransformerFamily.project
+        self.count, self._text_kv = 0, TransformerFamily.text_kv
 
     def __call__(self, family: Any, block: Any, *given: Any) -> Any:
         self.count += 1
-        return self._project(family, block, *given)
+        return self._text_kv(family, block, *given)
 
 
 @pytest.fixture
 def projections(monkeypatch: pytest.MonkeyPatch) -> CountedProjections:
     counted = CountedProjections()
     monkeypatch.setattr(
-        TransformerFamily, "project", lambda family, block, *given: counted(family, block, *given)
+        TransformerFamily, "text_kv", lambda family, block, *given: counted(family, block, *given)
     )
     return counted
 

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from onediff_ext.core.errors import ExportError
+from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.export import autocast
 from onediff_ext.engine.export.autocast import CudaAutocast
 from onediff_ext.engine.export.exporter import export_block, load_program, save_program
-from onediff_ext.engine.running.block_identity import look_at
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
 
@@ -145,7 +145,7 @@ def exported(
     family: BlockFamily, block: nn.Module, call: BlockCall, dtype: torch.dtype
 ) -> tuple[bytes, list[torch.Tensor]]:
     """The program of a block under a GPU's autocast, traced on the CPU, and its weights."""
-    tree = look_at(block, family, ())
+    tree = BlockTree.of(block, family)
     weights = tree.weights()
     assert weights is not None
     autocast = ("cuda", dtype)

@@ -61,8 +61,8 @@ class PeftLoraRule(WrapperRule):
         adapters = [layers[name].weight for name in live for layers in factors]
         return (module.get_base_layer().weight, *adapters)
 
-    def effective(
-        self, module: Any, weight: torch.Tensor, room: Callable[[], torch.Tensor]
+    def merged_weight(
+        self, module: Any, weight: torch.Tensor, allocate: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         live = self._live(module)
         if not live:
@@ -71,7 +71,7 @@ class PeftLoraRule(WrapperRule):
             merged = weight.detach().float()
             for name in live:
                 merged = merged + module.get_delta_weight(name).to(merged)
-            return room().copy_(merged)
+            return allocate().copy_(merged)
 
     @staticmethod
     def _live(module: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether modules still are what they were: children, hooks, attributes; by value."""
+"""Compares modules with what they were: children, hooks and attributes, by value."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import nn
 
 from onediff_ext.engine.validity.values import is_equal, is_mutable, value_of
 
-# What torch itself keeps in every module.
+# The attributes that torch itself keeps in every module.
 INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
 
 
-class ModuleState:
-    """All that decides what modules compute, besides their code and the values of weights.
+class ModuleAttributes:
+    """Children, hooks and attributes of modules at one moment.
 
-    A look compares the attributes of all modules as one list; what can change in place is
+    `hold` compares the attributes of all modules as one list. Values that can change in place are
     compared by content.
 
     Args:
-        modules: To look at, in order.
-        outer: One of them whose own hooks and forward do not count: they run around the rest.
+        modules: The modules, in order.
+        outer: One of the modules. Its own hooks and ``forward`` run around the rest and do not
+            count.
         ignored: Names of attributes that decide nothing.
         parameters: Whether a replaced Parameter counts.
-        bare: Those of the modules whose attributes do not count, only their children and hooks.
+        bare: Modules of which only children and hooks count.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class ModuleState:
         empty = set(map(id, self._empty))
         self._contents = [(value, value_of(value)) for value in held if id(value) not in empty]
 
-    def holds(self) -> bool:
-        """Whether nothing has changed."""
+    def hold(self) -> bool:
+        """Return whether they are what they were."""
         if list(map(type, self._modules)) != self._types or any(self._empty):
             return False
         values = self._read()
@@ -81,13 +82,15 @@ class ModuleState:
         return names
 
     def _decides_the_same(self, values: list[Any]) -> bool:
-        """Whether all but the ignored attributes is what it was: A1111 names each layer again with
-        every checkpoint, and notes what it has merged into it."""
+        """Return whether everything except the ignored attributes is what it was.
+
+        A1111 renames each layer with every checkpoint, and notes what it merged into the layer.
+        """
         names = self._read_names()
         ours, theirs = self._deciding(self._names, self._values), self._deciding(names, values)
         if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
             return False
-        self._names, self._values = names, values  # the quickest to compare with next time
+        self._names, self._values = names, values  # makes the next comparison quick
         return True
 
     def _deciding(self, names: list[str], values: list[Any]) -> list[tuple[str, Any]]:
@@ -103,11 +106,6 @@ class ModuleState:
             for name, value in module.__dict__.items()
             if name not in ignored and is_mutable(value)
         ]
-
-
-def interfering_in(modules: Sequence[nn.Module], names: Sequence[str]) -> list[bool]:
-    """For each module and name: whether it has such an attribute that is not empty."""
-    return [bool(module.__dict__.get(name)) for module in modules for name in names]
 
 
 def _same(ours: tuple[str, Any], theirs: tuple[str, Any]) -> bool:

@@ -1,0 +1,113 @@
+"""The weights that one block's graph reads: the block's own, merged ones, 8-bit copies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.blocks.kind_registry import KindRegistry
+from onediff_ext.engine.blocks.weight_slots import WeightSlot
+from onediff_ext.engine.quantization import Quantization, QuantizedWeights
+
+
+class BlockWeights:
+    """Reads one block's weights at each call.
+
+    Merged weights (a LoRA) and 8-bit copies are *derived*: computed from other weights, kept at one
+    address and written again there when their sources change. CUDA graphs read them.
+
+    Args:
+        registry: Watches the sources of derived weights.
+
+    Attributes:
+        tree: The block they belong to; None before the first call.
+        wrapped_slots: The weights that a wrapper decides.
+    """
+
+    def __init__(self, registry: KindRegistry) -> None:
+        self._registry = registry
+        self.tree: BlockTree | None = None
+        self.wrapped_slots: list[WeightSlot] = []
+        self._quantized: QuantizedWeights | None = None
+
+    def use(self, tree: BlockTree) -> None:
+        """Read the weights of this tree from now on."""
+        self.tree = tree
+        self.wrapped_slots = [slot for slot in tree.slots if slot.is_wrapped]
+        for slot in self.wrapped_slots:
+            slot.on_merge = self._registry.contents.watch
+
+    def read(self, tree: BlockTree) -> list[torch.Tensor] | None:
+        """Return the weights of a tree in the order of `BlockTree.names`, with wrappers merged.
+
+        Returns:
+            The weights; None when their form has changed since the tree was made.
+        """
+        return tree.weights(self._generation())
+
+    def current(self) -> list[torch.Tensor]:
+        """Return the weights that the last call's graph read, as they are now.
+
+        Raises:
+            WeightsChangedError: The weights no longer have the form that the graph reads.
+        """
+        weights = None if self.tree is None else self.read(self.tree)
+        if weights is None:
+            raise WeightsChangedError("A block has other weights than it had a moment ago.")
+        return weights
+
+    def for_graph(
+        self, weights: list[torch.Tensor], quantization: Quantization | None
+    ) -> list[torch.Tensor]:
+        """Return the weights as a kind's graph takes them.
+
+        Args:
+            weights: From `read`.
+            quantization: Which of them are 8-bit copies in the graph; None for none.
+
+        Returns:
+            `weights`, or with 8-bit copies the list that `QuantizedWeights.apply` describes.
+        """
+        if quantization is None:
+            self._quantized = None
+            return weights
+        if self._quantized is None or self._quantized.quantization != quantization:
+            self._quantized = QuantizedWeights(quantization)
+        taken = self._quantized.apply(weights, self._generation())
+        if self._quantized.was_made:
+            assert self.tree is not None
+            slots = zip(self.tree.slots, weights, strict=True)
+            self._registry.contents.watch(
+                weight for slot, weight in slots if not slot.is_wrapped and weight.ndim > 1
+            )
+        return taken
+
+    @property
+    def has_derived(self) -> bool:
+        """Whether the graph reads weights that were computed from others."""
+        return self._quantized is not None or bool(self.wrapped_slots)
+
+    def derived_from_now(self) -> Hashable:
+        """Identify what the derived weights would be computed from now."""
+        generation = self._generation()
+        return (
+            tuple(slot.would_be_made_from(generation) for slot in self.wrapped_slots),
+            None if self._quantized is None else self._quantized.would_be_made_from(generation),
+        )
+
+    def derived_from(self) -> Hashable:
+        """Identify what the derived weights were last computed from."""
+        return (
+            tuple(slot.made_from for slot in self.wrapped_slots),
+            None if self._quantized is None else self._quantized.made_from,
+        )
+
+    def merged_addresses(self) -> tuple[int, ...]:
+        """Return the addresses of the merged weights; 0 for one that was not computed yet."""
+        return tuple(slot.merged_address() for slot in self.wrapped_slots)
+
+    def _generation(self) -> int:
+        return self._registry.contents.current_generation(self._registry.epoch)

@@ -1,0 +1,189 @@
+"""Code of another extension in a model: replaced methods, functions of torch, hooks and modes.
+
+Extensions replace functions at run time. A graph must not contain such a function: the graph
+would carry it into the next process.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+# Packages whose functions may be part of classes of other packages.
+_TRUSTED = ("torch.", "huggingface_hub.", "accelerate.", "peft.", "onediff_ext.")
+_STANDARD = frozenset(
+    {
+        *("_abc", "_functools", "_operator", "abc", "builtins", "collections", "contextlib"),
+        *("copy", "dataclasses", "enum", "functools", "importlib", "inspect", "itertools"),
+        *("math", "operator", "types", "typing", "warnings", "weakref"),
+    }
+)
+# Methods that no forward calls.
+_IGNORED = frozenset(
+    {
+        *("__init__", "__init_subclass__", "__repr__", "__dir__", "__setstate__", "__getstate__"),
+        *("__reduce__", "__del__", "to", "cpu", "cuda", "xpu", "half", "float", "double"),
+        *("bfloat16", "train", "eval", "apply", "state_dict", "load_state_dict", "extra_repr"),
+        *("requires_grad_", "zero_grad", "share_memory", "type", "compile", "reset_parameters"),
+        *("_apply", "_init_weights", "set_attn_processor"),
+    }
+)
+_IGNORED_PREFIXES = ("load_", "_load", "save_", "_save", "from_", "push_", "register_", "named_")
+# Of `nn.Module` only what runs when a module is called.
+_CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+# Descriptors of compiled code.
+_SLOTS = (
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.ClassMethodDescriptorType,
+    type(None),
+)
+
+# The functions of torch that compute. The names are torch's own, whatever replaced them since.
+TORCH_OPERATORS = sorted(set(dir(torch._C._VariableFunctions)) & set(vars(torch)))
+
+
+def functional_names() -> list[str]:
+    """The names of the callables in `torch.nn.functional` now."""
+    return [name for name, value in vars(torch.nn.functional).items() if callable(value)]
+
+
+def defining_module(value: object) -> str:
+    """Full name of the module that defines a callable.
+
+    A wrapper made by `functools.wraps` has its original's ``__module__``. Its globals name the
+    module that it was written in.
+
+    Args:
+        value: A function, method, descriptor, class or callable object.
+
+    Returns:
+        The module's name; "" for compiled code.
+    """
+    while True:
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, (functools.partial, functools.cached_property)):
+            value = value.func
+        else:
+            break
+    globals_ = getattr(value, "__globals__", None)
+    if isinstance(globals_, dict):
+        return str(globals_.get("__name__", "?"))
+    if isinstance(value, type):
+        return value.__module__
+    if isinstance(value, (types.BuiltinFunctionType, *_SLOTS)):
+        return ""
+    return type(value).__module__
+
+
+def is_ours(value: object) -> bool:
+    """Whether this package defines the value's class."""
+    return type(value).__module__.startswith("onediff_ext.")
+
+
+def patched_class_reason(cls: type, trusted: Sequence[str] = ()) -> str | None:
+    """Say which method of a class comes from another extension, or None.
+
+    Args:
+        cls: Class of a block, a layer or an attention processor.
+        trusted: Prefixes of modules whose patches are known.
+
+    Returns:
+        One line for people, or None when every method is the class's own.
+    """
+    for base in cls.__mro__[:-1]:
+        names = _CALLING if base is nn.Module else vars(base)
+        own = base.__module__.partition(".")[0] + "."
+        for name in names:
+            method = vars(base).get(name)
+            if method is None or name in _IGNORED or name.startswith(_IGNORED_PREFIXES):
+                continue
+            if not (callable(method) or isinstance(method, (staticmethod, classmethod, property))):
+                continue
+            module = defining_module(method)
+            if _is_foreign(module, (own, *trusted)):
+                return f"{cls.__qualname__} is patched by {module} ({name})"
+    return None
+
+
+def replaced_methods(module: nn.Module) -> Iterator[str]:
+    """Yield the names of methods that an instance overrides with attributes of its own.
+
+    Methods that no forward calls and those of this package are left out. A class's method that
+    was put back by hand counts as unchanged: ControlNet for A1111 does this.
+    """
+    cls = type(module)
+    for name, value in module.__dict__.items():
+        if name in _IGNORED or name.startswith(_IGNORED_PREFIXES) or not callable(value):
+            continue
+        if isinstance(value, nn.Module) or not callable(getattr(cls, name, None)):
+            continue
+        if not is_ours(value) and not is_own_method(module, name):
+            yield name
+
+
+def is_own_method(module: nn.Module, name: str) -> bool:
+    """Whether an instance attribute is the very method of the instance's class."""
+    function = getattr(module.__dict__.get(name), "__func__", None)
+    return function is not None and function is getattr(type(module), name, None)
+
+
+def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
+    """Say which function of torch comes from another extension, or None.
+
+    Args:
+        trusted: Prefixes of modules whose patches are known.
+    """
+    tables: tuple[tuple[str, Mapping[str, Any], Sequence[str]], ...] = (
+        ("torch", vars(torch), TORCH_OPERATORS),
+        ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
+        ("torch.Tensor", vars(torch.Tensor), list(vars(torch.Tensor))),
+    )
+    for owner, namespace, names in tables:
+        for name in names:
+            value = namespace.get(name)
+            if callable(value) and _is_foreign(module := defining_module(value), trusted):
+                return f"{owner}.{name} is replaced by {module}"
+    return None
+
+
+def global_hook_reason() -> str | None:
+    """Say which global hook or torch mode of another extension is active, or None.
+
+    These run around every module or operator, whatever the code of a module says.
+    """
+    module: Any = torch_module
+    if module._global_forward_hooks or module._global_forward_pre_hooks:
+        return "a hook of another extension runs in all modules"
+    bindings: Any = torch._C
+    if bindings._len_torch_function_stack() or bindings._len_torch_dispatch_stack():
+        functions: Any = _get_current_function_mode_stack  # has no type hints
+        modes = [*functions(), *_get_current_dispatch_mode_stack()]
+        for mode in modes:
+            if not (getattr(mode, "observes_only", False) or _is_known_mode(type(mode))):
+                return f"a {type(mode).__qualname__} of another extension sees each operator"
+    return None
+
+
+def _is_known_mode(cls: type) -> bool:
+    """Whether a mode is torch's (a default device, a profiler) or belongs to our exports."""
+    return f"{cls.__module__}.".startswith(("torch.", "onediff_ext."))
+
+
+def _is_foreign(module: str, trusted: Sequence[str]) -> bool:
+    if not module or module.partition(".")[0] in _STANDARD:
+        return False
+    return not f"{module}.".startswith((*_TRUSTED, *trusted))

@@ -1,0 +1,54 @@
+"""Replaced code is noticed, and named after the module that defines it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onediff_ext.engine.validity.foreign_code import (
+    defining_module,
+    patched_class_reason,
+    replaced_methods,
+)
+from onediff_ext.engine.validity.python_code import PythonCode
+
+
+def test_replaced_code_is_another_generation_until_it_is_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = PythonCode()
+    code.watch([nn.Conv2d])
+    first = code.current_generation()
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Conv2d, "_conv_forward", lambda *args: None)
+        second = code.current_generation()
+        assert second != first
+        assert "Conv2d is patched by" in str(patched_class_reason(nn.Conv2d))
+        assert code.current_generation(1) == second
+    assert code.current_generation(1) == second  # one moment: nothing is replaced within it
+    assert code.current_generation(2) == first  # as it was
+    assert patched_class_reason(nn.Conv2d) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", functools.wraps(torch.cat)(lambda *args: None))
+        assert code.current_generation() != first
+        assert code.torch_reason() == f"torch.cat is replaced by {__name__}"
+        assert code.torch_reason((__name__,)) is None
+    assert code.current_generation() == first
+    assert code.torch_reason() is None
+
+
+def test_functools_wraps_does_not_hide_the_defining_module() -> None:
+    @functools.wraps(nn.Linear.forward)
+    def wrapper(*args: Any) -> Any:
+        return nn.Linear.forward(*args)
+
+    assert wrapper.__module__ == "torch.nn.modules.linear"
+    assert defining_module(wrapper) == __name__
+    layer = nn.Linear(2, 2)
+    layer.forward = wrapper
+    layer.to = wrapper  # no forward calls it
+    assert list(replaced_methods(layer)) == ["forward"]
