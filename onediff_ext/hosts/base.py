@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
@@ -37,10 +38,10 @@ class HostCheckpoint:
     path: str = ""
 
 
-def control_components(networks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The ControlNets of one job as components with their names."""
-    for number, network in enumerate(networks, 1):
-        yield ("controlnet" if number == 1 else f"controlnet {number}"), network
+def control_components(networks: Iterable[Any]) -> Iterator[tuple[ComponentId, Any]]:
+    """The ControlNets of one job, in order, as components."""
+    for index, network in enumerate(networks):
+        yield ComponentId(Role.CONTROLNET, index), network
 
 
 class WebUIHost(ABC):
@@ -51,9 +52,9 @@ class WebUIHost(ABC):
     """
 
     name: str
-    # Beginnings of the names of components that the host, or an extension, may give up after any
-    # job: nothing is kept of them unless they have an owner, so that their memory is free then.
-    host_owned: tuple[str, ...] = ()
+    # Roles of components that the host, or an extension, may give up after any job. Nothing is kept
+    # of them unless they have an owner, so their memory is free then.
+    host_owned: frozenset[Role] = frozenset()
 
     @abstractmethod
     def families(self) -> Sequence[BlockFamily]:
@@ -68,8 +69,12 @@ class WebUIHost(ABC):
         """What is loaded now, or None before the first load."""
 
     @abstractmethod
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
-        """The modules that draw now, by component name (`onediff_ext.core.options.COMPONENTS`)."""
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
+        """The modules that draw now.
+
+        Args:
+            ignores: Roles to leave out, as `onediff_ext.core.options.parse_ignores` returns them.
+        """
 
     @abstractmethod
     def refusal_reason(self, job: Any) -> str | None:
@@ -80,7 +85,7 @@ class WebUIHost(ABC):
         """
 
     @abstractmethod
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         """Make whatever further changes this host needs while `model` runs through graphs,
         such as having pending LoRA weights merged before each forward."""
 
@@ -96,7 +101,7 @@ class WebUIHost(ABC):
         checkpoint = self.checkpoint()
         return None if checkpoint is None else (checkpoint.name, checkpoint.digest)
 
-    def owner(self, component: str, model: nn.Module) -> object | None:  # noqa: ARG002
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
         """What dies when the host gives up a model that it draws with now; None if it keeps that
         for the next checkpoint, or does not say. Only weak references to it are kept."""
         return None

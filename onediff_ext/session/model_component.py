@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward, retry_of
@@ -32,13 +33,15 @@ class Component:
     """Puts a runner into each known block of a model, reversibly.
 
     Args:
-        name: One of `onediff_ext.core.options.COMPONENTS`, with a number when there are several.
+        identity: Its role, and its number where several share the role.
         model: The host's module; its own forward keeps running in Python.
         session: Who owns the kinds.
         channels_last: Bring convolution weights into that order, if the session's options say so.
 
     Attributes:
-        session: As given.
+        identity, session: As given.
+        role: Of `identity`.
+        name: `identity` as text.
         runners: One for each block.
         captured: The model's forward as a CUDA graph, or its parts as several, while installed.
             None for a VAE, which runs once for a picture, and at large sizes needs all the
@@ -49,9 +52,14 @@ class Component:
     """
 
     def __init__(
-        self, name: str, model: nn.Module, session: Session, channels_last: bool = False
+        self,
+        identity: ComponentId,
+        model: nn.Module,
+        session: Session,
+        channels_last: bool = False,
     ) -> None:
-        self.name, self.model, self.session = name, model, session
+        self.identity, self.model, self.session = identity, model, session
+        self.role, self.name = identity.role, str(identity)
         families = session.families
         self._known = TrustedModules(
             sorted({source for family in families for source in family.sources}),
@@ -94,7 +102,7 @@ class Component:
                 self.runners.append(runner)
         eager, captures = self.model.forward, self.session.captures
         reason = foreign_forward(self.model, eager, self._known)
-        if self.name.startswith("vae"):
+        if self.role.is_vae:
             ladder = OomFallback(eager, captures, self._retry, self._without_graphs)
             forward = _ModelForward(eager, ladder, self)
         elif reason is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
@@ -274,9 +275,9 @@ class Acceleration:
             return
         session, state = self._session_for(entry.options), self.host.state()
         wanted = [
-            (name, model)
-            for name, model in self.host.models(entry.ignores)
-            if sampling or name.startswith("vae")
+            (identity, model)
+            for identity, model in self.host.models(entry.ignores)
+            if sampling or identity.role.is_vae
         ]
         for attachment in list(self._attached):
             if not any(attachment.fits(session, *item, state) for item in wanted):
@@ -295,7 +296,7 @@ class Acceleration:
         """Let DeepCache decide about the calls of the UNet that follow."""
         job = getattr(getattr(parameters, "denoiser", None), "p", None)
         entry = self._find(job) or self._jobs[-1]
-        unet = next((a for a in self._attached if a.component.name == "unet"), None)
+        unet = next((a for a in self._attached if a.component.role is Role.UNET), None)
         if unet is not None:
             checkpoint = self.host.checkpoint()
             unet.reuse.begin_evaluation(
@@ -313,7 +314,9 @@ class Acceleration:
         for attachment in self._attached:
             attachment.reuse.end_run()
 
-    def _tell_checkpoint(self, session: Session, wanted: list[tuple[str, nn.Module]]) -> bool:
+    def _tell_checkpoint(
+        self, session: Session, wanted: list[tuple[ComponentId, nn.Module]]
+    ) -> bool:
         """Have the session count and record what this checkpoint uses; whether it is another."""
         checkpoint = self.host.checkpoint()
         if checkpoint is None or not checkpoint.content_hash or not wanted:
@@ -330,11 +333,14 @@ class Acceleration:
         )
         return True
 
-    def _attach(self, session: Session, name: str, model: nn.Module, state: Hashable) -> None:
-        attachment = next((a for a in self._parked if a.fits(session, name, model, state)), None)
+    def _attach(
+        self, session: Session, identity: ComponentId, model: nn.Module, state: Hashable
+    ) -> None:
+        fitting = (a for a in self._parked if a.fits(session, identity, model, state))
+        attachment = next(fitting, None)
         if attachment is None:
             self._drop_parked(lambda a: a.session is not session or a.is_gone())
-            attachment = Attachment(self.host, session, name, model, state)
+            attachment = Attachment(self.host, session, identity, model, state)
             owner = attachment.owner
             if owner is not None:
                 weakref.finalize(owner, self._let_go, weakref.ref(attachment)).atexit = False
@@ -362,7 +368,7 @@ class Acceleration:
         with self._lock:
             self.begin(job, options, ignores, picture=False)
             self.before_sampling(job)
-            unets = [a.component for a in self._attached if not a.component.name.startswith("vae")]
+            unets = [a.component for a in self._attached if not a.component.role.is_vae]
         parameter = next((p for unet in unets for p in unet.model.parameters()), None)
         if parameter is None:
             if not self._reasons:
@@ -376,7 +382,7 @@ class Acceleration:
 
     def _park(self, attachment: Attachment) -> None:
         self._attached.remove(attachment)
-        if attachment.owner is None and attachment.component.name.startswith(self.host.host_owned):
+        if attachment.owner is None and attachment.component.role in self.host.host_owned:
             attachment.undo()
             return
         attachment.suspend()

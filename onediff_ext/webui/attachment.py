@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import WebUIHost
@@ -21,7 +22,7 @@ class Attachment:
     Args:
         host: Adds what it needs itself, such as the merging of a pending LoRA.
         session: Who owns the kinds.
-        name: The component, as `WebUIHost.models` gives it.
+        identity: Of the component, from `WebUIHost.models`.
         model: The host's module.
         state: `WebUIHost.state` for which this is right.
 
@@ -32,12 +33,17 @@ class Attachment:
     """
 
     def __init__(
-        self, host: WebUIHost, session: Session, name: str, model: nn.Module, state: Hashable
+        self,
+        host: WebUIHost,
+        session: Session,
+        identity: ComponentId,
+        model: nn.Module,
+        state: Hashable,
     ) -> None:
         self._host, self.session, self._state = host, session, state
         self._patches = Patches()
-        self.component = Component(name, model, session)
-        owner = host.owner(name, model)
+        self.component = Component(identity, model, session)
+        owner = host.owner(identity, model)
         self._owner = None if owner is None else weakref.ref(owner)
         self.reuse = WebUIDeepCache(model)
 
@@ -45,12 +51,14 @@ class Attachment:
     def owner(self) -> object | None:
         return None if self._owner is None else self._owner()
 
-    def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
+    def fits(
+        self, session: Session, identity: ComponentId, model: nn.Module, state: Hashable
+    ) -> bool:
         """Whether this is what that model needs now."""
         return (
             session is self.session
             and model is self.component.model
-            and name == self.component.name
+            and identity == self.component.identity
             and state == self._state
         )
 
@@ -62,7 +70,7 @@ class Attachment:
         """Put the graphs under the model."""
         try:
             self.component.install()
-            self._host.attach(self._patches, self.component.model, self.component.name)
+            self._host.attach(self._patches, self.component.model, self.component.identity)
         except BaseException:
             self.undo()
             raise

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
@@ -28,7 +29,7 @@ class A1111Host(WebUIHost):
     """AUTOMATIC1111 1.10: one model object whose weights change under it."""
 
     name = "a1111"
-    host_owned = ("controlnet",)
+    host_owned = frozenset({Role.CONTROLNET})
 
     def __init__(self) -> None:
         self._pending: WeakKeyDictionary[nn.Module, PendingNetworks] = WeakKeyDictionary()
@@ -58,29 +59,30 @@ class A1111Host(WebUIHost):
             path=info.filename,
         )
 
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
         model = _loaded_model()
-        found: list[tuple[str, nn.Module]] = []
         if model is None:
-            return found
+            return []
+        unet = getattr(model.model, "diffusion_model", None)
         vae = getattr(model, "first_stage_model", None)
-        candidates = (
-            ("unet", getattr(model.model, "diffusion_model", None)),
-            ("vae_encoder", getattr(vae, "encoder", None)),
-            ("vae_decoder", getattr(vae, "decoder", None)),
-        )
-        for name, module in candidates:
-            if name not in ignores and isinstance(module, nn.Module):
-                found.append((name, module))
-        if "controlnet" not in ignores:
-            found += control_components(control_models(model.model.diffusion_model))
-        return found
+        candidates: list[tuple[ComponentId, Any]] = [
+            (ComponentId(Role.UNET), unet),
+            (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
+            (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
+        ]
+        if Role.CONTROLNET not in ignores:
+            candidates += control_components(control_models(unet))
+        return [
+            (component, module)
+            for component, module in candidates
+            if component.role not in ignores and isinstance(module, nn.Module)
+        ]
 
     def refusal_reason(self, job: Any) -> str | None:
         return job_refusal(_loaded_model(), job)
 
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
-        if component == "unet":
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
+        if component.role is Role.UNET:
             # The same hook in each job: captures are given up when a model has got another one.
             pending = self._pending.setdefault(model, PendingNetworks())
             pending.find_layers(model)
@@ -106,8 +108,8 @@ class A1111Host(WebUIHost):
         networks = [(n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in loaded]
         return super().weights(), tuple(networks)
 
-    def owner(self, component: str, model: nn.Module) -> object | None:
-        return keeper(model) if component.startswith(self.host_owned) else None
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:
+        return keeper(model) if component.role in self.host_owned else None
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices

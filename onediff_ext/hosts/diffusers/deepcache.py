@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
@@ -173,9 +174,9 @@ class _Switch:
             ended = _EndingPicture(pipe.maybe_free_model_hooks, self)
             self._pipes.set(pipe, "maybe_free_model_hooks", ended)
         controlnet = getattr(pipe, "controlnet", None)
-        for number, net in enumerate(getattr(controlnet, "nets", None) or [controlnet]):
+        for index, net in enumerate(getattr(controlnet, "nets", None) or [controlnet]):
             if isinstance(net, nn.Module):
-                hook = _NoteControl(f"controlnet {number}", self.cache)
+                hook = _NoteControl(str(ComponentId(Role.CONTROLNET, index)), self.cache)
                 self._hooks.append(net.register_forward_pre_hook(hook, with_kwargs=True))
 
     def end_picture(self) -> None:

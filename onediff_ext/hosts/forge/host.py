@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
@@ -56,21 +57,23 @@ class ForgeHost(WebUIHost):
             path=info.filename,
         )
 
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
         objects = _objects(self.loaded_model())
         if objects is None:
             return []
-        candidates: list[tuple[str, Any]] = [("unet", objects.unet.model.diffusion_model)]
         vae = objects.vae.first_stage_model
-        for part in ("encoder", "decoder"):
-            candidates.append((f"vae_{part}", getattr(vae, part, None)))
-        if "controlnet" not in ignores:
+        candidates: list[tuple[ComponentId, Any]] = [
+            (ComponentId(Role.UNET), objects.unet.model.diffusion_model),
+            (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
+            (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
+        ]
+        if Role.CONTROLNET not in ignores:
             controls = objects.unet.list_controlnets()  # of this job, the latest first
             candidates += control_components(getattr(c, "control_model", None) for c in controls)
         return [
-            (name, module)
-            for name, module in candidates
-            if name not in ignores and isinstance(module, nn.Module)
+            (component, module)
+            for component, module in candidates
+            if component.role not in ignores and isinstance(module, nn.Module)
         ]
 
     def refusal_reason(self, job: Any) -> str | None:  # noqa: ARG002
@@ -88,9 +91,9 @@ class ForgeHost(WebUIHost):
             return "the LoRA is applied at each call (fp16 LoRA)"
         return None
 
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         # Nothing for LoRAs: they are merged before the first call, and weights are read at each.
-        if component == "unet":
+        if component.role is Role.UNET:
             self.make_capturable(patches, model)
 
     def weights(self) -> Hashable:
@@ -100,7 +103,7 @@ class ForgeHost(WebUIHost):
         loras = tuple(getattr(unet, "lora_patches", None) or ())
         return super().weights(), loras, getattr(unet, "patches_uuid", None)
 
-    def owner(self, component: str, model: nn.Module) -> object | None:  # noqa: ARG002
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
         loaded = self.loaded_model()
         return loaded if _objects(loaded) is not None else None
 

@@ -267,7 +267,7 @@ def test_a_forward_that_changes_from_call_to_call_is_found_out(
     class Counting(nn.Module):
         calls = 0
 
-        def captured_forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             type(self).calls += 1
             return x * type(self).calls
 
@@ -343,7 +343,7 @@ class Hungry(nn.Module):
         super().__init__()
         self.most, self.failures = most, failures
 
-    def captured_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.failures or x.shape[0] > self.most:
             self.failures = max(0, self.failures - 1)
             raise torch.OutOfMemoryError("no room")
@@ -483,10 +483,10 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
 AUDITED = """
 import sys
 import torch
-from onediff_ext.engine.cuda_graphs.staleness import Known, Snapshot
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
 
 model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
-snapshot, count = Snapshot(model, Known()), 0
+snapshot, count = Snapshot(model, TrustedModules()), 0
 
 
 def listen(event, arguments):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.a1111.host import A1111Host
@@ -156,7 +157,7 @@ def test_a_layer_that_is_new_is_looked_after(host: A1111StandIn) -> None:
     hooks = []
     for _ in range(2):
         with Patches() as patches:
-            ours.attach(patches, unet, "unet")
+            ours.attach(patches, unet, ComponentId(Role.UNET))
             (hook,) = unet._forward_pre_hooks.values()
             hooks.append(hook)
             assert {id(layer) for layer in hook._layers} >= {id(unet.out), id(unet.time_embed)}
@@ -172,7 +173,7 @@ def test_timesteps_are_embedded_exactly_as_by_the_host(
 
     devices, home = sys.modules["modules.devices"], sys.modules[HOME]
     with Patches() as patches:
-        A1111Host().attach(patches, host.model.model.diffusion_model, "unet")
+        A1111Host().attach(patches, host.model.model.diffusion_model, ComponentId(Role.UNET))
         ours = vars(home)["timestep_embedding"]
         assert isinstance(ours, TimestepEmbedding)
         for unet_dtype in (dtype, torch.bfloat16):  # a checkpoint or a setting may change it
