@@ -14,9 +14,9 @@ from torch import nn
 from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
-from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward, retry_of
+from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
-from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry
+from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, foreign_forward
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner
@@ -100,11 +100,11 @@ class Component:
                 runner = BlockRunner(block, family, getattr(block, family.method), self.session)
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
-        eager, captures = self.model.forward, self.session.captures
+        eager, cuda_graphs = self.model.forward, self.session.cuda_graphs
         reason = foreign_forward(self.model, eager, self._known)
         if self.role.is_vae:
-            ladder = OomFallback(eager, captures, self._retry, self._without_graphs)
-            forward = _ModelForward(eager, ladder, self)
+            fallback = OomFallback(eager, cuda_graphs, self._retry, self._without_graphs)
+            forward = _ModelForward(eager, fallback, self)
         elif reason is None:
             forward = self._whole_forward(eager)
             self.captured = forward.captured
@@ -121,7 +121,7 @@ class Component:
             self._forget_whole()
         if self._whole is None:
             captured = CapturedForward(
-                self.model, eager, self.runners, self.session.captures, self._known
+                self.model, eager, self.runners, self.session.cuda_graphs, self._known
             )
             self._whole = _ModelForward(eager, captured, self)
         return self._whole
@@ -144,9 +144,9 @@ class Component:
             for part in parts:
                 inside = set(part.modules())
                 runners = [runner for runner in self.runners if runner.block in inside]
-                captures, share = self.session.captures, 1 / len(parts)
+                cuda_graphs, share = self.session.cuda_graphs, 1 / len(parts)
                 self._parts.append(
-                    CapturedForward(part, part.forward, runners, captures, self._known, share)
+                    CapturedForward(part, part.forward, runners, cuda_graphs, self._known, share)
                 )
         for captured in self._parts:
             self._patches.set(captured.model, "forward", captured)

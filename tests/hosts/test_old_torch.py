@@ -106,12 +106,12 @@ def test_eager_is_captured(
     acceleration.begin(p, options)
     session = acceleration.session
     assert session is not None
-    session.captures = CudaGraphCache(AgainRecorder())
+    session.cuda_graphs = CudaGraphCache(AgainRecorder())
     acceleration.before_sampling(p)
     for _ in range(5):
         assert torch.equal(host.unet(), expected[0])
         assert torch.equal(host.unet(height=17, width=25), expected[1])
-    assert session.captures.made == len(session.captures) == 2
+    assert session.cuda_graphs.made == len(session.cuda_graphs) == 2
     status = acceleration.status()
     assert status.line().startswith("captured: torch ")
     assert status.captures == 2

@@ -21,10 +21,10 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.acceleration import Acceleration
-from tests.hosts.forge.test_forge_captures import StrictRecorder
 from tests.support import ldm_stand_in
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 from tests.support.forge_blocks_stand_in import embed_from_the_cpu
+from tests.support.strict_recorder import StrictRecorder
 
 HOME = "ldm.modules.diffusionmodules.openaimodel"
 
@@ -78,8 +78,8 @@ def draw(
     p = FakeProcessing()
     acceleration.begin(p, options)
     assert acceleration.session is not None
-    if acceleration.session.captures._recorder is not recorder:
-        acceleration.session.captures = CudaGraphCache(recorder)
+    if acceleration.session.cuda_graphs._recorder is not recorder:
+        acceleration.session.cuda_graphs = CudaGraphCache(recorder)
     acceleration.before_sampling(p)
     for _ in range(steps):
         found = host.unet().clone()
@@ -101,7 +101,7 @@ def test_a_capture_serves_the_next_jobs(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert recorder.recorded == 1
     assert acceleration.session is not None
-    assert list(acceleration.session.captures.dropped) == []
+    assert list(acceleration.session.cuda_graphs.dropped) == []
 
 
 def test_a_capture_draws_with_another_checkpoints_weights(

@@ -24,9 +24,9 @@ from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.session.model_component import Component
 from onediff_ext.webui.acceleration import Acceleration
-from tests.hosts.forge.test_forge_captures import StrictRecorder
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 from tests.support.ldm_stand_in import BasicTransformerBlock, ResBlock, live_in
+from tests.support.strict_recorder import StrictRecorder
 
 HOME = "ldm.modules.diffusionmodules.openaimodel"
 PARTS, NETWORK_PARTS = 4, 3  # that hold blocks
@@ -176,8 +176,8 @@ def draw(
         p = FakeProcessing()
         acceleration.begin(p, options, **more)
         assert acceleration.session is not None
-        if acceleration.session.captures._recorder is not recorder:
-            acceleration.session.captures = CudaGraphCache(recorder)
+        if acceleration.session.cuda_graphs._recorder is not recorder:
+            acceleration.session.cuda_graphs = CudaGraphCache(recorder)
         if controlled:
             script.hook(unet, network)
         acceleration.before_sampling(p)
@@ -224,7 +224,7 @@ def test_parts_are_recorded_once_for_all_jobs(
     assert parts_of(acceleration) is parts
     assert recorder.recorded == PARTS + 1  # and the whole forward without a ControlNet
     assert acceleration.session is not None
-    assert list(acceleration.session.captures.dropped) == []
+    assert list(acceleration.session.cuda_graphs.dropped) == []
     assert [dict(vars(module)) for module in unet.modules()] == before
 
 
@@ -233,18 +233,18 @@ def test_a_size_counts_as_one_capture(
 ) -> None:
     draw(steps=1)
     assert acceleration.session is not None
-    captures = acceleration.session.captures = CudaGraphCache(recorder, limit=2)
+    cuda_graphs = acceleration.session.cuda_graphs = CudaGraphCache(recorder, limit=2)
     acceleration.close()
     draw(steps=1)
     assert acceleration.session is not None
-    acceleration.session.captures = captures
+    acceleration.session.cuda_graphs = cuda_graphs
     for part in parts_of(acceleration):
-        part._captures = captures
+        part._cuda_graphs = cuda_graphs
     for width in (8, 9, 10):
         draw(width=width)
-        assert len(captures) == PARTS * min(2, width - 7)
+        assert len(cuda_graphs) == PARTS * min(2, width - 7)
     draw(width=10)
-    assert captures.made == 3 * PARTS
+    assert cuda_graphs.made == 3 * PARTS
 
 
 def test_a_part_with_a_hook_of_another_extension_is_left_alone(

@@ -17,25 +17,13 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.engine.cuda_graphs.recorder import Recording
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.acceleration import Acceleration
-from tests.support.forge_blocks_stand_in import Device, embed_from_the_cpu
+from tests.support.forge_blocks_stand_in import embed_from_the_cpu
 from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
-from tests.support.frozen_recorder import FrozenRecorder
-
-
-class StrictRecorder(FrozenRecorder):
-    """Lets nothing be copied from the CPU while it records."""
-
-    def record(self, *args: Any, **kwargs: Any) -> Recording:
-        Device.is_recording = True
-        try:
-            return super().record(*args, **kwargs)
-        finally:
-            Device.is_recording = False
+from tests.support.strict_recorder import StrictRecorder
 
 
 @pytest.fixture(params=["forge", "reforge"])
@@ -63,7 +51,7 @@ def recorded_job(
     p = FakeProcessing()
     acceleration.begin(p, options)
     assert acceleration.session is not None
-    acceleration.session.captures = CudaGraphCache(recorder)
+    acceleration.session.cuda_graphs = CudaGraphCache(recorder)
     acceleration.before_sampling(p)
     yield p
     acceleration.end(p)

@@ -59,13 +59,13 @@ class DeviceMemory:
     def bytes_of_captures(self) -> int:
         """What CUDA graphs hold, which can be made again."""
         state = compiled_state(self._pipe)
-        return 0 if state is None else state.session.captures.size_bytes
+        return 0 if state is None else state.session.cuda_graphs.size_bytes
 
     def give_up_captures(self) -> None:
         """Drop CUDA graphs for their memory."""
         state = compiled_state(self._pipe)
         if state is not None:
-            state.session.captures.drop_all("the VAE needs their memory")
+            state.session.cuda_graphs.drop_all("the VAE needs their memory")
 
     def free_caches(self) -> None:
         """After something did not fit: give back whatever only waits to be used again."""
