@@ -1,4 +1,4 @@
-"""The adapter of AUTOMATIC1111: its models, its refusals, its pending LoRAs."""
+"""The adapter of AUTOMATIC1111's Stable Diffusion WebUI."""
 
 from __future__ import annotations
 
@@ -15,14 +15,26 @@ from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.a1111.blocks import AttentionSetting, ldm_families
-from onediff_ext.hosts.a1111.controlnet import control_models, keeper
-from onediff_ext.hosts.a1111.eager_reasons import attention_refusal, job_refusal
-from onediff_ext.hosts.a1111.lora import LAYER_STATE, PendingNetworks, lora_module
+from onediff_ext.hosts.a1111.controlnet import control_models, owner_of
+from onediff_ext.hosts.a1111.eager_reasons import attention_eager_reason, job_eager_reason
+from onediff_ext.hosts.a1111.lora import LAYER_ATTRS, PendingNetworks, loaded_loras
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
-# How large the VAE is tried while warming up, in latent cells.
+# Height and width of the VAE's warm-up, in latent cells.
 _VAE_CELLS = (16, 24)
+# What others than Lora keep on layers and blocks: fp8 storage, and ControlNet, which never takes
+# away what its reference mode has noted.
+_OTHER_LAYER_ATTRS = frozenset(
+    {
+        "fp16_weight",
+        "fp16_bias",
+        "bank",
+        "style_cfgs",
+        "attn_weight",
+        "lllite_list",
+    }
+)
 
 
 class A1111Host(WebUIHost):
@@ -39,9 +51,9 @@ class A1111Host(WebUIHost):
         from modules import shared
 
         setting = AttentionSetting(
-            upcast=lambda: bool(shared.opts.upcast_attn), refusal_reason=attention_refusal
+            upcast=lambda: bool(shared.opts.upcast_attn), refusal_reason=attention_eager_reason
         )
-        return ldm_families(LAYER_STATE, setting)
+        return ldm_families(LAYER_ATTRS | _OTHER_LAYER_ATTRS, setting)
 
     def rules(self) -> Sequence[WrapperRule]:
         return ()  # LoRAs are merged into the weights
@@ -79,11 +91,11 @@ class A1111Host(WebUIHost):
         ]
 
     def refusal_reason(self, job: Any) -> str | None:
-        return job_refusal(_loaded_model(), job)
+        return job_eager_reason(_loaded_model(), job)
 
     def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         if component.role is Role.UNET:
-            # The same hook in each job: captures are given up when a model has got another one.
+            # The same hook in each job: another hook would be a change that drops CUDA graphs.
             pending = self._pending.setdefault(model, PendingNetworks())
             pending.find_layers(model)
             patches.hook(model.register_forward_pre_hook(pending), model)
@@ -104,12 +116,10 @@ class A1111Host(WebUIHost):
         )
 
     def weights(self) -> Hashable:
-        loaded = getattr(lora_module(), "loaded_networks", ())
-        networks = [(n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in loaded]
-        return super().weights(), tuple(networks)
+        return super().weights(), loaded_loras()
 
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:
-        return keeper(model) if component.role in self.host_owned else None
+        return owner_of(model) if component.role in self.host_owned else None
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices
