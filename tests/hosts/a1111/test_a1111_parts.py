@@ -1,6 +1,6 @@
-"""A UNet whose forward is ControlNet's: its parts are captured, and the network's beside it.
+"""A UNet whose forward is ControlNet's: its parts and the network's become CUDA graphs.
 
-CUDA graphs need a GPU; a recorder stands in that sees what they see.
+CUDA graphs need a GPU; a recorder for CPUs records what they record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Captures of Forge's and reForge's UNets: what a GPU cannot record, and what nobody could compare.
+"""CUDA graphs of Forge's and reForge's UNets: what a GPU cannot record, and what none can compare.
 
-CUDA graphs need a GPU; a recorder stands in that sees what they see, and the stand-in's UNet
-fails while it is recorded where a GPU would.
+CUDA graphs need a GPU. A recorder for CPUs records what they record, and the stand-in's UNet fails
+while it is recorded where a GPU would.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Full and shallow forwards captured: two captures a shape, whose feature stays where it is.
+"""Full and shallow forwards as CUDA graphs: two for each shape, whose feature stays in its place.
 
-As in `test_captures.py`, a recorder for CPUs stands in for CUDA graphs.
+As in `test_captured_forward.py`, a recorder for CPUs takes the place of CUDA graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Captures of A1111's UNet: they outlive a job, and what a GPU cannot record is done otherwise.
+"""CUDA graphs of A1111's UNet: they outlive a job, and what a GPU cannot record is replaced.
 
-CUDA graphs need a GPU; a recorder stands in that sees what they see, and the
-timestep embedding fails while it is recorded where a GPU would.
+CUDA graphs need a GPU. A recorder for CPUs records what they record, and the timestep embedding
+fails while it is recorded where a GPU would.
 """
 
 from __future__ import annotations

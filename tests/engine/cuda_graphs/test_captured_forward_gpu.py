@@ -1,4 +1,4 @@
-"""Captures on a real GPU: the rules of `test_captures.py`, with CUDA graphs."""
+"""Captured forwards on a real GPU: the rules of `test_captured_forward.py`, with CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Captures: what is replayed, what makes one invalid, and what happens without memory.
+"""Captured forwards: what is replayed, what makes a CUDA graph stale, and running out of memory.
 
-CUDA graphs need a GPU; here a recorder stands in that sees what they see.
-`test_captures_gpu.py` has the real ones.
+CUDA graphs need a GPU; here a recorder for CPUs records what they record.
+`test_captured_forward_gpu.py` has the real ones.
 """
 
 from __future__ import annotations
