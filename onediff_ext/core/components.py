@@ -15,9 +15,22 @@ class Role(str, Enum):
     CONTROLNET = "controlnet"
 
     @property
+    def label(self) -> str:
+        """Such as "VAE decoder", for messages."""
+        return _LABELS[self]
+
+    @property
     def is_vae(self) -> bool:
         """Whether it is a half of the VAE, which runs once for an image and not at each step."""
         return self in (Role.VAE_ENCODER, Role.VAE_DECODER)
+
+
+_LABELS = {
+    Role.UNET: "UNet",
+    Role.VAE_ENCODER: "VAE encoder",
+    Role.VAE_DECODER: "VAE decoder",
+    Role.CONTROLNET: "ControlNet",
+}
 
 
 @dataclass(frozen=True, order=True)

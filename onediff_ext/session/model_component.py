@@ -211,7 +211,7 @@ class Component:
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
         """`paused`, told."""
-        self.session.fell_back(self.name.replace("vae_", "VAE "), MEMORY_IS_SHORT)
+        self.session.fell_back(self.role.label, MEMORY_IS_SHORT)
         with self.paused():
             yield
         for runner in self.runners:
