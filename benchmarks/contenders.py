@@ -88,8 +88,8 @@ class Ours(Contender):
             "kinds": len(self.session.kinds),
             "built": self.session.count("built"),
             "loaded": self.session.count("loaded"),
-            "captures": self.session.captures.made,
-            "dropped": list(self.session.captures.dropped),
+            "captures": self.session.cuda_graphs.made,
+            "dropped": list(self.session.cuda_graphs.dropped),
             "states": sorted({kind.state.value for kind in self.session.kinds}),
             "fallbacks": [vars(f) for f in self.session.fallbacks()],
         }

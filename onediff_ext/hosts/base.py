@@ -1,4 +1,4 @@
-"""What the extension needs from a WebUI; one adapter for each host implements it."""
+"""The port to a WebUI; one adapter for each host implements it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
@@ -23,7 +24,7 @@ class HostCheckpoint:
 
     Args:
         name: As the host shows it.
-        digest: The host's short hash, or ``""`` when it has none yet.
+        digest: The host's short hash, or ``""`` while it has none.
         architecture: ``"sd1"``, ``"sd2"``, ``"sdxl"``, ``"sdxl-refiner"`` or ``"unknown"``.
         content_hash: SHA-256 of its file, 64 hexadecimal digits, or ``""`` when the host has
             not computed it.
@@ -37,23 +38,23 @@ class HostCheckpoint:
     path: str = ""
 
 
-def control_components(networks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The ControlNets of one job as components with their names."""
-    for number, network in enumerate(networks, 1):
-        yield ("controlnet" if number == 1 else f"controlnet {number}"), network
+def control_components(networks: Iterable[Any]) -> Iterator[tuple[ComponentId, Any]]:
+    """The ControlNets of one job, in order, as components."""
+    for index, network in enumerate(networks):
+        yield ComponentId(Role.CONTROLNET, index), network
 
 
 class WebUIHost(ABC):
     """One WebUI: which models draw, how they are called, and what makes them run eager.
 
-    Only an adapter imports the host's own packages, inside its methods. All changes
-    to the host go through `Patches`, and are undone when a job ends, however it ends.
+    Only an adapter imports the host's own packages, inside its methods. All changes to the host go
+    through `Patches`, and are undone whenever a job ends or fails.
     """
 
     name: str
-    # Beginnings of the names of components that the host, or an extension, may give up after any
-    # job: nothing is kept of them unless they have an owner, so that their memory is free then.
-    host_owned: tuple[str, ...] = ()
+    # Roles of components that the host, or an extension, may give up after any job. Nothing is kept
+    # of them unless they have an owner, so their memory is free then.
+    host_owned: frozenset[Role] = frozenset()
 
     @abstractmethod
     def families(self) -> Sequence[BlockFamily]:
@@ -65,62 +66,93 @@ class WebUIHost(ABC):
 
     @abstractmethod
     def checkpoint(self) -> HostCheckpoint | None:
-        """What is loaded now, or None before the first load."""
+        """The checkpoint that is loaded now, or None before the first load."""
 
     @abstractmethod
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
-        """The modules that draw now, by component name (`onediff_ext.core.options.COMPONENTS`)."""
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
+        """The modules that draw now.
+
+        Args:
+            ignores: Roles to leave out, as `onediff_ext.core.options.parse_ignores` returns them.
+        """
 
     @abstractmethod
     def refusal_reason(self, job: Any) -> str | None:
-        """Why the whole of a job has to run eager (offloading, quantised weights), or None.
+        """Why a whole job has to run eager (offloading, quantised weights), or None.
 
         Args:
             job: The host's processing object ``p``; None outside a job.
         """
 
     @abstractmethod
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
-        """Make whatever further changes this host needs while `model` runs through graphs,
-        such as having pending LoRA weights merged before each forward."""
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
+        """Make the further changes that this host needs while a model runs through graphs.
+
+        Such as a hook that merges pending LoRAs before each forward.
+
+        Args:
+            patches: Makes the changes and undoes them.
+            model: The host's module.
+            component: What it is.
+        """
 
     def state(self) -> Hashable:
-        """Whatever else decides what the models compute, beside themselves and their weights:
-        settings that reach into layers, class-level patches. When it changes, blocks are
-        looked at anew and captures are dropped. Cheap, since it is asked before each step."""
+        """What decides the models' results besides the models themselves and their weights.
+
+        Such as settings that reach into layers, and class-level patches. When it changes, blocks
+        are inspected again and CUDA graphs are dropped. Cheap, since it is asked before each step.
+        """
         return None
 
     def weights(self) -> Hashable:
-        """Whose weights the models have just now, as far as the host says: checkpoint and LoRAs.
-        Cheap, since it is asked before each step."""
+        """A value that differs when the models have other weights: checkpoint and LoRAs.
+
+        Says what the host knows. Cheap, since it is asked before each step.
+        """
         checkpoint = self.checkpoint()
         return None if checkpoint is None else (checkpoint.name, checkpoint.digest)
 
-    def owner(self, component: str, model: nn.Module) -> object | None:  # noqa: ARG002
-        """What dies when the host gives up a model that it draws with now; None if it keeps that
-        for the next checkpoint, or does not say. Only weak references to it are kept."""
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
+        """The object that dies when the host gives a model up.
+
+        Only weak references to it are kept.
+
+        Args:
+            component: What the model is.
+            model: The host's module, which it draws with now.
+
+        Returns:
+            The object; None if the host keeps the model for the next checkpoint, or if nothing
+            tells.
+        """
         return None
 
     @abstractmethod
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.
 
-        All inputs are others at each call. Must not change what the host draws next.
+        Must not change what the host draws next.
+
+        Args:
+            shape: Of the image.
+            noise: Makes inputs that differ at each call.
         """
 
     @abstractmethod
     def vae_step(self) -> None:
-        """One small encoding and decoding by the VAE, for warm-up: its kinds do not depend on the
-        size."""
+        """One small encoding and decoding by the VAE, for warm-up.
+
+        The size is fixed, since the VAE's block kinds do not depend on it.
+        """
 
     def run_exclusively(self, task: Callable[[], None]) -> None:
-        """Run a task as one of the host's own jobs: none beside it, on a thread that may.
+        """Run a task as one of the host's own jobs: alone, and on a thread that the host allows.
 
-        The default has no queue to wait in and just runs it.
+        The default has no queue and runs it at once.
         """
         task()
 
     def is_waited_for(self) -> bool:
-        """Whether others wait for the job that runs now to end."""
+        """Whether other jobs wait for the current one to end."""
         queue = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None)
-        return bool(getattr(queue, "_pending_threads", ()))  # of the FIFOLock that all hosts have
+        return bool(getattr(queue, "_pending_threads", ()))  # a FIFOLock in all hosts

@@ -1,4 +1,4 @@
-"""Which WebUI this is."""
+"""Which WebUI runs, and its adapter."""
 
 from __future__ import annotations
 

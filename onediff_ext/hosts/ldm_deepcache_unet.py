@@ -1,11 +1,11 @@
-"""UNets with input_blocks, middle_block and output_blocks: compvis, sgm, Forge, reForge.
+"""DeepCache for UNets with input_blocks, middle_block and output_blocks: ldm, sgm, Forge, reForge.
 
-Block i of the encoder leaves skip connection i; the decoder's blocks take them in reverse. At
-depth n the first n + 1 blocks of the encoder and the last n + 1 of the decoder run.
+Block i of the encoder makes skip connection i; the decoder's blocks take them in reverse. At depth
+n the first n + 1 blocks of the encoder and the last n + 1 of the decoder run.
 
-The lists keep their length, with stand-ins for skipped blocks that return zeros of the right
-shape: extensions go by a block's number, and ControlNet's residuals by their order. The last
-stand-in returns the feature, which is all that counts of what they return.
+The lists keep their length, because extensions count blocks, and ControlNet's residuals follow
+their order. Stand-ins for skipped blocks return zeros of the right shape. The last stand-in returns
+the feature; the other outputs have no effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Zeros(nn.Module):
         self._shape = shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Real memory: hosts add to it in place. The batch may be a half of that which was noted.
+        # Real memory, since hosts add to it in place. The batch may be half of the noted one.
         return x.new_zeros((x.shape[0], *self._shape[1:]))
 
 
@@ -51,7 +51,7 @@ class _Feature(nn.Module):
 
 
 class _StandIn(nn.Sequential):
-    """A block of one layer. Some hosts call a block, others go through its layers."""
+    """A block of one layer. Some hosts call a block, others call its layers."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         output: torch.Tensor = self[0](input)
@@ -59,11 +59,13 @@ class _StandIn(nn.Sequential):
 
 
 class LdmUNet(UNetAdapter):
-    """Args:
+    """The adapter for one such UNet.
+
+    Args:
         unet: A UNet of this form.
 
     Raises:
-        OptionError: It is of another form.
+        OptionError: It has another form.
     """
 
     def __init__(self, unet: Any) -> None:
@@ -85,7 +87,7 @@ class LdmUNet(UNetAdapter):
         for name in _MODIFIERS:
             if options.get(name):
                 return Uncached("an extension changes what goes from block to block")
-        # Forge says which of its calls are for the prompt and which for the negative one.
+        # Forge marks its calls as those for the prompt and those for the negative prompt.
         parts = tuple(options.get("cond_or_uncond") or ())
         kind = (x.shape, x.dtype, x.device, getattr(context, "shape", None), parts)
         state = (
@@ -125,7 +127,7 @@ class LdmUNet(UNetAdapter):
         control = kwargs.get("control")
         if not control:
             return tuple(args), dict(kwargs)
-        # Each block takes the last of what is left in its list.
+        # Each block takes the last element that is left in its list.
         kept = {name: list(values) for name, values in control.items()}
         for name, values in kept.items():
             for i in range(len(values)):
@@ -190,7 +192,7 @@ def _last(block: Any) -> nn.Module:
 
 
 def _lengths(lists: Mapping[str, Any] | None) -> tuple[tuple[str, int], ...]:
-    """What there is in each list, not counting what is None."""
+    """How many elements of each list are not None."""
     return tuple(
         (name, sum(value is not None for value in values))
         for name, values in sorted((lists or {}).items())

@@ -1,7 +1,8 @@
-"""What hosts do in a UNet's forward that a CUDA graph cannot record, done in another way.
+"""Timestep embeddings that a CUDA graph can record, in place of the hosts' own function.
 
-Without this such a UNet would run through its blocks' graphs, one after another: right, but
-slower where launching takes longer than computing.
+The hosts' function copies from the CPU, which cannot be recorded. Without this, such a UNet runs
+through its blocks' graphs one after another. That is correct, but slower where launching takes
+longer than computing.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from onediff_ext.engine.patches import Patches
 
 
 class TimestepEmbedding:
-    """Stands for the host's ``timestep_embedding``, which makes its frequencies on the CPU and
-    copies them to the GPU at each call; here they are copied once.
+    """Replaces a host's ``timestep_embedding``.
 
-    The result is the host's own, bit for bit: for each device and width the host's function is
-    called too the first time, and goes on being called where it gives anything else.
+    The host's function makes its frequencies on the CPU and copies them to the GPU at each call.
+    This copies them once. The result is the host's own, bit for bit: the first call for each device
+    and width also runs the host's function, and later calls go on running it where the two differ.
 
     Source: timestep_embedding in Forge's backend/nn/unet.py and in sgm's diffusionmodules/util.py.
 
     Args:
         own: The host's function.
-        settings: What of the host's settings decides its result.
+        settings: Returns the settings of the host that decide the function's result.
     """
 
     def __init__(
         self, own: Callable[..., torch.Tensor], settings: Callable[[], Hashable] = tuple
     ) -> None:
         self.own, self._settings = own, settings
-        # Captures point into these, so they live as long as the extension.
+        # CUDA graphs point into these, so they live as long as the extension.
         self._known: dict[Hashable, tuple[torch.Tensor, torch.dtype] | None] = {}
 
     def __call__(
@@ -64,7 +65,7 @@ class TimestepEmbedding:
 
 
 class TimestepEmbeddings:
-    """One for each function of a host, whatever models come and go.
+    """One `TimestepEmbedding` for each function of a host, across models that come and go.
 
     Args:
         settings: As `TimestepEmbedding` takes them.
@@ -75,7 +76,7 @@ class TimestepEmbeddings:
         self._made: dict[Callable[..., Any], TimestepEmbedding] = {}
 
     def install(self, patches: Patches, unet: nn.Module) -> None:
-        """Have the module of a UNet's class call ours; `patches` takes it back."""
+        """Replace the function in the Python module of a UNet's class; `patches` undoes it."""
         home = sys.modules[type(unet).__module__]
         own = vars(home).get("timestep_embedding")
         if callable(own) and not isinstance(own, TimestepEmbedding):

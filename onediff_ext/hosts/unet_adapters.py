@@ -1,4 +1,4 @@
-"""The adapter for a UNet."""
+"""The DeepCache adapter for a UNet of any host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def adapter_for(unet: Any) -> UNetAdapter:
     """The adapter that knows a UNet's class.
 
     Raises:
-        OptionError: None does.
+        OptionError: No adapter knows it.
     """
     return LdmUNet(unet) if is_ldm_unet(unet) else DiffusersUNet(unet)

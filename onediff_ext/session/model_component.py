@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
-from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward, retry_of
+from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
-from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry
+from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, foreign_forward
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner
@@ -32,13 +33,15 @@ class Component:
     """Puts a runner into each known block of a model, reversibly.
 
     Args:
-        name: One of `onediff_ext.core.options.COMPONENTS`, with a number when there are several.
+        identity: Its role, and its number where several share the role.
         model: The host's module; its own forward keeps running in Python.
         session: Owns the kinds.
         channels_last: Change convolution weights to channels last, if the session's options say so.
 
     Attributes:
-        name, model, session: As given.
+        identity, session: As given.
+        role: Of `identity`.
+        name: `identity` as text.
         runners: One for each block.
         captured: The model's forward as a CUDA graph, or its parts as several, while installed.
             None for a VAE: it runs once for a picture, and at large sizes it needs all free memory.
@@ -48,9 +51,14 @@ class Component:
     """
 
     def __init__(
-        self, name: str, model: nn.Module, session: Session, channels_last: bool = False
+        self,
+        identity: ComponentId,
+        model: nn.Module,
+        session: Session,
+        channels_last: bool = False,
     ) -> None:
-        self.name, self.model, self.session = name, model, session
+        self.identity, self.model, self.session = identity, model, session
+        self.role, self.name = identity.role, str(identity)
         families = session.families
         self._known = TrustedModules(
             sorted({source for family in families for source in family.sources}),
@@ -91,11 +99,11 @@ class Component:
                 runner = BlockRunner(block, family, getattr(block, family.method), self.session)
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
-        eager, captures = self.model.forward, self.session.captures
+        eager, cuda_graphs = self.model.forward, self.session.cuda_graphs
         reason = foreign_forward(self.model, eager, self._known)
-        if self.name.startswith("vae"):
-            oom_fallback = OomFallback(eager, captures, self._retry, self._without_graphs)
-            forward = _ModelForward(eager, oom_fallback, self)
+        if self.role.is_vae:
+            fallback = OomFallback(eager, cuda_graphs, self._retry, self._without_graphs)
+            forward = _ModelForward(eager, fallback, self)
         elif reason is None:
             forward = self._whole_forward(eager)
             self.captured = forward.captured
@@ -112,7 +120,7 @@ class Component:
             self._forget_whole()
         if self._whole is None:
             captured = CapturedForward(
-                self.model, eager, self.runners, self.session.captures, self._known
+                self.model, eager, self.runners, self.session.cuda_graphs, self._known
             )
             self._whole = _ModelForward(eager, captured, self)
         return self._whole
@@ -135,9 +143,9 @@ class Component:
             for part in parts:
                 inside = set(part.modules())
                 runners = [runner for runner in self.runners if runner.block in inside]
-                captures, share = self.session.captures, 1 / len(parts)
+                cuda_graphs, share = self.session.cuda_graphs, 1 / len(parts)
                 self._parts.append(
-                    CapturedForward(part, part.forward, runners, captures, self._known, share)
+                    CapturedForward(part, part.forward, runners, cuda_graphs, self._known, share)
                 )
         for captured in self._parts:
             self._patches.set(captured.model, "forward", captured)
@@ -201,8 +209,8 @@ class Component:
 
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
-        """The same as `paused`, counted as a fallback for lack of memory."""
-        self.session.fell_back(self.name.replace("vae_", "VAE "), MEMORY_IS_SHORT)
+        """`paused`, told."""
+        self.session.fell_back(self.role.label, MEMORY_IS_SHORT)
         with self.paused():
             yield
         for runner in self.runners:

@@ -100,7 +100,7 @@ class Session(KindRegistry):
         self.background = self._builds.background
         self.stage, self.sizes_done = "", (0, 0)
         self.checkpoint: CheckpointUse | None = None
-        self.captures = CudaGraphCache(
+        self.cuda_graphs = CudaGraphCache(
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
             options.capture_limit_bytes,

@@ -37,7 +37,7 @@ class StatusSource(Protocol):
     @property
     def read_ahead(self) -> ReadAhead: ...
     @property
-    def captures(self) -> Sized: ...
+    def cuda_graphs(self) -> Sized: ...
     @property
     def checkpoint(self) -> CheckpointUse | None: ...
     @property
@@ -71,7 +71,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     missing = len(kinds) - ready - failed
     run = session.builder.run
     building = session.background.is_building or run is not None
-    captures = len(session.captures)
+    captures = len(session.cuda_graphs)
     cancelled = any(map(session.background.is_cancelled, session.missing()))
     compiled, eager_blocks = _blocks(session)
     needed = compiled + sum(eager_blocks.values())

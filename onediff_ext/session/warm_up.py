@@ -145,7 +145,7 @@ class WarmUp:
             self._tell(stage, len(self._shapes), len(self._shapes), "", 0.0)
 
     def _capture(self, shape: BatchShape) -> None:
-        if self._session.captures.unavailable_reason(self._device) is not None:
+        if self._session.cuda_graphs.unavailable_reason(self._device) is not None:
             return
         for _ in range(_MOST_FORWARDS):
             if self._stops():

@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.session.session import Session
 from onediff_ext.webui.attachment import Attachment
 from onediff_ext.webui.deepcache import DeepCacheTally, Evaluation
 
-NamedModel = tuple[str, nn.Module]
-"""A component's name and the host's module."""
+ComponentModel = tuple[ComponentId, nn.Module]
+"""A component and the host's module."""
 
 # The current checkpoint's models, and those of other checkpoints that the host keeps in memory.
 _MAX_SUSPENDED = 8
@@ -44,9 +45,9 @@ class AttachedModels:
     @property
     def denoisers(self) -> list[Attachment]:
         """The attached UNet and ControlNets."""
-        return [a for a in self.attached if not a.component.name.startswith("vae")]
+        return [a for a in self.attached if not a.component.role.is_vae]
 
-    def attach_only(self, wanted: Sequence[NamedModel], session: Session) -> None:
+    def attach_only(self, wanted: Sequence[ComponentModel], session: Session) -> None:
         """Attach these models and suspend all others.
 
         Args:
@@ -58,9 +59,9 @@ class AttachedModels:
             if not any(attachment.fits(session, *model, state) for model in wanted):
                 self._suspend(attachment)
         changed = self._use_checkpoint(session, wanted)
-        for name, model in wanted:
-            if not any(a.fits(session, name, model, state) for a in self.attached):
-                self._attach(session, name, model, state)
+        for identity, model in wanted:
+            if not any(a.fits(session, identity, model, state) for a in self.attached):
+                self._attach(session, identity, model, state)
                 changed = True
         if changed:
             # Blocks that already know their kind do not report it again; these are in use too.
@@ -91,7 +92,7 @@ class AttachedModels:
             options: What the user chose for the job.
             tally: Counts what DeepCache does for the job.
         """
-        unet = next((a for a in self.attached if a.component.name == "unet"), None)
+        unet = next((a for a in self.attached if a.component.role is Role.UNET), None)
         if unet is None:
             if options.is_on:
                 tally.reason = "DeepCache needs the UNet among the components"
@@ -111,7 +112,7 @@ class AttachedModels:
         for attachment in self.attached:
             attachment.deepcache.end_run()
 
-    def _use_checkpoint(self, session: Session, wanted: Sequence[NamedModel]) -> bool:
+    def _use_checkpoint(self, session: Session, wanted: Sequence[ComponentModel]) -> bool:
         """Tell the session which checkpoint draws now; returns whether it is another one."""
         checkpoint = self._host.checkpoint()
         if checkpoint is None or not checkpoint.content_hash or not wanted:
@@ -128,12 +129,14 @@ class AttachedModels:
         )
         return True
 
-    def _attach(self, session: Session, name: str, model: nn.Module, state: Hashable) -> None:
-        fitting = (a for a in self.suspended if a.fits(session, name, model, state))
+    def _attach(
+        self, session: Session, identity: ComponentId, model: nn.Module, state: Hashable
+    ) -> None:
+        fitting = (a for a in self.suspended if a.fits(session, identity, model, state))
         attachment = next(fitting, None)
         if attachment is None:
             self._drop_suspended(lambda a: a.session is not session or a.is_gone())
-            attachment = Attachment(self._host, session, name, model, state)
+            attachment = Attachment(self._host, session, identity, model, state)
             owner = attachment.owner
             if owner is not None:
                 reference = weakref.ref(attachment)
@@ -145,7 +148,7 @@ class AttachedModels:
 
     def _suspend(self, attachment: Attachment) -> None:
         self.attached.remove(attachment)
-        if attachment.owner is None and attachment.component.name.startswith(self._host.host_owned):
+        if attachment.owner is None and attachment.component.role in self._host.host_owned:
             attachment.undo()
             return
         attachment.suspend()

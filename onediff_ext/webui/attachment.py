@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import WebUIHost
@@ -19,9 +20,9 @@ class Attachment:
     """Graphs under one model. While suspended, every attribute is the host's own.
 
     Args:
-        host: Adds patches of its own, such as the merging of a pending LoRA.
-        session: The owner of the block kinds.
-        name: The component's name from `WebUIHost.models`.
+        host: Adds what it needs itself, such as the merging of a pending LoRA.
+        session: Who owns the kinds.
+        identity: Of the component, from `WebUIHost.models`.
         model: The host's module.
         state: The `WebUIHost.state` for which these graphs are valid.
 
@@ -31,12 +32,17 @@ class Attachment:
     """
 
     def __init__(
-        self, host: WebUIHost, session: Session, name: str, model: nn.Module, state: Hashable
+        self,
+        host: WebUIHost,
+        session: Session,
+        identity: ComponentId,
+        model: nn.Module,
+        state: Hashable,
     ) -> None:
         self._host, self.session, self._state = host, session, state
         self._patches = Patches()
-        self.component = Component(name, model, session)
-        owner = host.owner(name, model)
+        self.component = Component(identity, model, session)
+        owner = host.owner(identity, model)
         self._owner = None if owner is None else weakref.ref(owner)
         self.deepcache = WebUIDeepCache(model)
 
@@ -45,12 +51,14 @@ class Attachment:
         """The object that dies with the model (`WebUIHost.owner`); None without one."""
         return None if self._owner is None else self._owner()
 
-    def fits(self, session: Session, name: str, model: nn.Module, state: Hashable) -> bool:
-        """Whether this attachment is valid for these arguments."""
+    def fits(
+        self, session: Session, identity: ComponentId, model: nn.Module, state: Hashable
+    ) -> bool:
+        """Whether this is what that model needs now."""
         return (
             session is self.session
             and model is self.component.model
-            and name == self.component.name
+            and identity == self.component.identity
             and state == self._state
         )
 
@@ -62,7 +70,7 @@ class Attachment:
         """Put the graphs under the model."""
         try:
             self.component.install()
-            self._host.attach(self._patches, self.component.model, self.component.name)
+            self._host.attach(self._patches, self.component.model, self.component.identity)
         except BaseException:
             self.undo()
             raise

@@ -218,9 +218,9 @@ class GraphsForJobs:
             return
         session = self._sessions.session_for(job.options)
         wanted = [
-            (name, model)
-            for name, model in self.host.models(job.ignores)
-            if sampling or name.startswith("vae")
+            (identity, model)
+            for identity, model in self.host.models(job.ignores)
+            if sampling or identity.role.is_vae
         ]
         self.models.attach_only(wanted, session)
 

@@ -17,7 +17,9 @@ from onediff_ext.engine import streams
 from onediff_ext.engine.blocks import block_tree
 from onediff_ext.engine.cuda_graphs import (
     captured_forward,
+    forward_recorder,
     memory_reads,
+    model_tracker,
     oom_fallback,
     staleness,
     text_kv_graph,
@@ -66,10 +68,10 @@ def writes_past_the_version_counter(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def merged_weights_belong_to_nobody(patch: pytest.MonkeyPatch) -> None:
     """A capture does not own what it reads, nor are there places for merged weights to stay in."""
-    patch.setattr(captured_forward, "owned", _always([]))
-    patch.setattr(text_kv_graph, "owned", _always([]))
-    patch.setattr(captured_forward.CapturedForward, "_derived_places", _always([]))
-    patch.setattr(captured_forward.CapturedForward, "_is_derived_from_the_same", _always(True))
+    patch.setattr(forward_recorder, "owned_storages", _always([]))
+    patch.setattr(text_kv_graph, "owned_storages", _always([]))
+    patch.setattr(model_tracker.ModelTracker, "derived_places", _always([]))
+    patch.setattr(model_tracker.ModelTracker, "has_current_derived_weights", _always(True))
 
 
 @_plant
@@ -90,8 +92,8 @@ def casts_of_autocast_are_recorded(patch: pytest.MonkeyPatch) -> None:
             return getattr(real, name)
 
     patch.setattr(memory_reads, "torch", Torch())
-    patch.setattr(captured_forward, "owned", _always([]))
-    patch.setattr(text_kv_graph, "owned", _always([]))
+    patch.setattr(forward_recorder, "owned_storages", _always([]))
+    patch.setattr(text_kv_graph, "owned_storages", _always([]))
 
 
 @_plant
@@ -134,8 +136,8 @@ def global_hooks(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def the_scale_of_a_call(patch: pytest.MonkeyPatch) -> None:
     """The prompt's part ignores ``cross_attention_kwargs={"scale": …}``."""
-    patch.setattr(captured_forward, "_projects_outside", _always(True))
-    patch.setattr(captured_forward.CapturedForward, "_is_derived_from_the_same", _always(True))
+    patch.setattr(forward_recorder, "_projects_outside", _always(True))
+    patch.setattr(model_tracker.ModelTracker, "has_current_derived_weights", _always(True))
 
 
 @_plant

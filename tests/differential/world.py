@@ -148,7 +148,7 @@ class World:
         )
         if not self.on_gpu:
             recorder = FrozenRecorder()
-            session.captures = CudaGraphCache(recorder, limit=self.limit)
+            session.cuda_graphs = CudaGraphCache(recorder, limit=self.limit)
             self.recorders.append(recorder)
         self.session = session
         self.sessions.append(session)

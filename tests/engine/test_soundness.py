@@ -70,7 +70,7 @@ class Twins:
 @pytest.fixture
 def twins(make_session: Callable[..., Session]) -> Iterator[Twins]:
     recorder, session = FrozenRecorder(), make_session(spot_checks=False)
-    session.captures = CudaGraphCache(recorder, limit=8)
+    session.cuda_graphs = CudaGraphCache(recorder, limit=8)
     twins = Twins(session, recorder)
     compile_pipe(twins.pipe, session=session, ignores=["vae"])
     yield twins

@@ -107,12 +107,12 @@ def test_eager_is_captured(
     graphs.begin(p, options)
     session = graphs.session
     assert session is not None
-    session.captures = CudaGraphCache(AgainRecorder())
+    session.cuda_graphs = CudaGraphCache(AgainRecorder())
     graphs.before_sampling(p)
     for _ in range(5):
         assert torch.equal(host.unet(), expected[0])
         assert torch.equal(host.unet(height=17, width=25), expected[1])
-    assert session.captures.made == len(session.captures) == 2
+    assert session.cuda_graphs.made == len(session.cuda_graphs) == 2
     status = graphs.status()
     assert status.line().startswith("captured: torch ")
     assert status.captures == 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
@@ -122,13 +123,13 @@ class EagerHost(WebUIHost):
     def checkpoint(self) -> HostCheckpoint | None:
         return None
 
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
         return []
 
     def refusal_reason(self, job: Any) -> str | None:
         return self.reason
 
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         """Nothing is attached."""
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""All captures of a session: how many there may be, and which go first."""
+"""The CUDA graphs of a session: how many may be alive, and which are evicted first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from onediff_ext.core.words import counted
 from onediff_ext.engine.checking.spot_checks import SpotChecks
+from onediff_ext.engine.cuda_graphs.model_tracker import FrozenState
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.cuda_graphs.static_buffers import StaticBuffers
@@ -22,27 +24,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class CapturedGraph:
-    """One forward of one shape.
+    """The CUDA graph of one forward of one shape.
 
     Args:
-        recording: To replay.
+        recording: The work to replay.
         inputs: The tensors that the recording reads; a call's tensors are copied into them.
-        snapshot: What the model was when it was recorded.
-        graphs: What each block ran through; kept alive, since the recording points into them.
-        prompts: What was computed ahead from some of the inputs, by the input's index.
-        owns: All memory that it reads and that is neither its own nor a weight of the model.
+        state: What the model was when it was recorded. Keeps the graphs of its blocks alive, since
+            the recording points into them.
+        text_kv_graphs: By the index of an input, the graph that computes keys and values from it.
+        owned_storages: All memory that the recording reads, except its own memory pool and the
+            weights of the model.
         derived_places: Where weights lie that were made from others.
-        keeps: What else it points into.
-        checks: Comparisons with the model's own forward that it has passed.
-        share: How much of a model's forward it is.
+        keeps: What else the recording points into.
+        checks: How many comparisons with the model's own forward it has passed.
+        share: Which part of a model's forward it is, above 0 and up to 1.
+        replays: How often it was replayed for a call.
     """
 
     recording: Recording
     inputs: list[torch.Tensor]
-    snapshot: Snapshot
-    graphs: list[object]
-    prompts: dict[int, TextKvGraph]
-    owns: Sequence[torch.UntypedStorage] = ()
+    state: FrozenState
+    text_kv_graphs: dict[int, TextKvGraph]
+    owned_storages: Sequence[torch.UntypedStorage] = ()
     derived_places: Sequence[object] = ()
     keeps: object = None
     checks: int = 0
@@ -50,29 +53,37 @@ class CapturedGraph:
     replays: int = 0
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the recording read these: the tensors of a call, in order."""
+        """Copy the tensors of a call into the inputs.
+
+        Args:
+            tensors: In the order of `inputs`, of the same shapes and dtypes.
+        """
         for i, (target, source) in enumerate(zip(self.inputs, tensors, strict=True)):
-            if i in self.prompts:
-                self.prompts[i].bring(source)
+            if i in self.text_kv_graphs:
+                self.text_kv_graphs[i].update(source)
             else:
                 target.copy_(source)
 
 
 class CudaGraphCache:
-    """Bounded by number and by the memory that their shared pool has grown to.
+    """Holds CUDA graphs, bounded by their number and by the memory of their shared pool.
 
     Args:
-        recorder: Makes them.
-        limit: Most captures of whole forwards alive; 0 switches captures off.
-        limit_bytes: Growth of the pool after which all are dropped, since a pool gives memory
-            back only as a whole; None is a quarter of the device's memory.
+        recorder: Makes recordings.
+        limit: Most whole forwards alive as CUDA graphs; 0 switches CUDA graphs off.
+        limit_bytes: When the pool has grown by more, all CUDA graphs are dropped, since a pool
+            releases memory only as a whole. None is a quarter of the device's memory.
+        spot_checks: Choose which replays in use are compared with eager again.
+        found_wrong: Called with a model's class name and a reason when a replay that had passed
+            its comparisons differs from eager.
 
     Attributes:
-        slots: What they read and write.
-        lock: Held by who records or replays.
-        order: Of their work on a GPU, whichever streams it is launched on.
-        spot_checks: Choose what is compared again.
-        found_wrong: Told of a model whose replay had passed its comparisons and differs now.
+        static_buffers: What the recordings read and write.
+        lock: Held while recording and replaying.
+        order: Orders the work of recordings and replays on a GPU across streams.
+        spot_checks, found_wrong: As given.
+        made: How many CUDA graphs were recorded.
+        dropped: One line for each of the last drops, with its reason.
     """
 
     def __init__(
@@ -87,7 +98,7 @@ class CudaGraphCache:
         self.found_wrong = found_wrong
         self._recorder, self._limit, self._limit_bytes = recorder, limit, limit_bytes
         self._alive: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
-        self.slots = StaticBuffers()
+        self.static_buffers = StaticBuffers()
         self.lock = threading.RLock()
         self.order = StreamOrder()
         self.made = 0
@@ -98,25 +109,25 @@ class CudaGraphCache:
 
     @property
     def size_bytes(self) -> int:
-        """How much the pool has grown for the captures alive."""
-        captures = self._alive.values()
-        parts = {id(part): part for capture in captures for part in capture.prompts.values()}
-        recordings = [capture.recording for capture in captures]
-        recordings += [part.recording for part in parts.values()]
+        """How much the pool has grown for the CUDA graphs alive."""
+        alive = self._alive.values()
+        shared = {id(graph): graph for each in alive for graph in each.text_kv_graphs.values()}
+        recordings = [captured.recording for captured in alive]
+        recordings += [graph.recording for graph in shared.values()]
         return sum(recording.size_bytes for recording in recordings)
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why nothing is captured on this device, or None."""
+        """Why nothing is recorded on this device, or None."""
         if self._limit < 1:
-            return "captures are switched off"
+            return "CUDA graphs are switched off"
         return self._recorder.unavailable_reason(device)
 
     def find(self, key: Hashable) -> CapturedGraph | None:
-        """The capture of this key, now the most recently used."""
-        capture = self._alive.get(key)
-        if capture is not None:
+        """The CUDA graph of this key, which becomes the most recently used one."""
+        captured = self._alive.get(key)
+        if captured is not None:
             self._alive.move_to_end(key)
-        return capture
+        return captured
 
     def record(
         self,
@@ -125,13 +136,16 @@ class CudaGraphCache:
         device: torch.device,
         share: float = 1.0,
     ) -> CapturedGraph:
-        """Make a capture and keep it.
+        """Make a CUDA graph and keep it. The least recently used ones make room for it.
 
         Args:
-            key: Of the capture.
-            make: Makes it.
+            key: Of the CUDA graph; a tuple that begins with the id of its model.
+            make: Records it.
             device: Where it runs.
-            share: How much of a model's forward it will be.
+            share: Which part of a model's forward it will be, above 0 and up to 1.
+
+        Returns:
+            What `make` returned.
 
         Raises:
             CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
@@ -140,43 +154,60 @@ class CudaGraphCache:
             self.drop(next(iter(self._alive)), f"there were {self._limit} already")
         if self.size_bytes > self._bytes_allowed(device):
             self.drop_all("their memory pool has reached its limit")
-        capture = make(self._recorder)
-        self._alive[key] = capture
+        captured = make(self._recorder)
+        self._alive[key] = captured
         self.made += 1
-        return capture
+        return captured
 
     def drop(self, key: Hashable, reason: str) -> None:
-        """Forget one capture."""
+        """Drop one CUDA graph; nothing happens if there is none of this key.
+
+        Args:
+            key: As `record` had it.
+            reason: For the log.
+        """
         if self._alive.pop(key, None) is not None:
-            self._note(f"1 capture dropped: {reason}")
+            self._note(1, reason)
         if not self._alive:
-            self._forget()
+            self._release_memory()
 
     def drop_snapshot(self, snapshot: Snapshot, reason: str) -> None:
-        """Forget the captures of a model that has lost the weights that they read."""
-        for key in [k for k, capture in self._alive.items() if capture.snapshot is snapshot]:
+        """Drop all CUDA graphs of one model state.
+
+        Args:
+            snapshot: Of that state.
+            reason: For the log.
+        """
+        for key in [k for k, each in self._alive.items() if each.state.snapshot is snapshot]:
             self.drop(key, reason)
 
-    def drop_model(self, owner: int) -> None:
-        """Forget the captures whose keys begin with this owner."""
-        for key in [k for k in self._alive if isinstance(k, tuple) and k[0] == owner]:
+    def drop_model(self, model_id: int) -> None:
+        """Drop all CUDA graphs whose keys begin with the id of this model."""
+        for key in [k for k in self._alive if isinstance(k, tuple) and k[0] == model_id]:
             self.drop(key, "their model is no longer in use")
 
     def drop_all(self, reason: str) -> int:
-        """Forget all captures and give their memory back; returns how many there were."""
+        """Drop all CUDA graphs and release their memory.
+
+        Args:
+            reason: For the log.
+
+        Returns:
+            How many there were.
+        """
         with self.lock:
             count = len(self._alive)
             self._alive.clear()
-            self._forget()
+            self._release_memory()
             if count:
-                self._note(f"{count} captures dropped: {reason}")
+                self._note(count, reason)
             return count
 
     def _shares(self) -> float:
-        return sum(capture.share for capture in self._alive.values())
+        return sum(captured.share for captured in self._alive.values())
 
-    def _forget(self) -> None:
-        self.slots.forget()
+    def _release_memory(self) -> None:
+        self.static_buffers.release()
         self._recorder.forget()
 
     def _bytes_allowed(self, device: torch.device) -> int:
@@ -184,6 +215,7 @@ class CudaGraphCache:
             self._limit_bytes = torch.cuda.get_device_properties(device).total_memory // 4
         return self._limit_bytes if self._limit_bytes is not None else 2**62
 
-    def _note(self, text: str) -> None:
+    def _note(self, count: int, reason: str) -> None:
+        text = f"{counted(count, 'CUDA graph')} dropped: {reason}"
         self.dropped.append(text)
         logger.info("%s", text)

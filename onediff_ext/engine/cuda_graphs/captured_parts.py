@@ -1,7 +1,7 @@
-"""A model that cannot be captured as a whole: its parts are, one by one.
+"""CUDA graphs of a model's parts, for a model whose forward cannot be recorded as a whole.
 
-ControlNet for A1111 calls a UNet's parts from a forward of its own, which waits for the GPU and
-follows a schedule that its arguments do not show. What it calls are still the model's own modules.
+ControlNet for A1111 calls a UNet's parts from a forward of its own. That forward waits for the GPU
+and follows a schedule that its arguments do not show, but the parts are the model's own modules.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 
 
 def parts_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that a model's forward most likely calls one after another: its children, and
-    those in its lists, as far as any of these blocks lies within one."""
+    """The modules that a model's forward most likely calls one after another.
+
+    Args:
+        model: The host's module.
+        blocks: Blocks within it that run through graphs.
+
+    Returns:
+        The model's children, and those in its module lists, that contain one of the blocks.
+    """
     wanted = set(map(id, blocks))
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -26,12 +33,12 @@ def parts_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Mod
 
 
 class CapturedParts:
-    """Stands for a forward that is not the model's own, while that calls the model's parts.
+    """Replaces a forward that is not the model's own and calls the model's parts.
 
     Args:
         forward: What runs as the model's forward.
-        parts: Stand for the forwards of its parts, each of which gives way when memory is short.
-        reason: Why the forward itself is not captured.
+        parts: Replace the forwards of its parts. Each has an OOM fallback of its own.
+        reason: Why the forward itself is not recorded.
 
     Attributes:
         active: False lets every call through.
@@ -48,10 +55,10 @@ class CapturedParts:
         self.active = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Once only, also when memory is short: it may count its calls.
+        # Called once, also when memory is short: it may count its calls.
         return self._forward(*args, **kwargs)
 
     @property
     def replayed(self) -> bool:
-        """Whether each part's last call was replayed, and needed no comparison any more."""
+        """Whether each part's last call was replayed and needed no comparison."""
         return all(part.replayed for part in self._parts)

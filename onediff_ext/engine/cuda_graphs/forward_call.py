@@ -1,4 +1,4 @@
-"""The arguments of one forward, split into tensors and what else decides the computation."""
+"""The arguments of one forward, split into tensors and everything else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onediff_ext.engine.torch_versions import (
 )
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-# Who asks, not what for: reForge gives each prompt a number, other ones in each picture.
+# They name a prompt and change no computation: reForge gives each prompt a new one in each image.
 _NAMES = (uuid.UUID,)
 
 
@@ -26,11 +26,11 @@ class ForwardCall:
     """One call of a model's forward.
 
     Args:
-        key: Equal for calls that one capture can serve: structure, sizes, dtypes, plain values
+        key: Equal for calls that one CUDA graph can serve: structure, sizes, dtypes, plain values
             and torch's modes.
         tensors: The tensors among the arguments, in order.
-        device: Of the largest tensor, which is the model's.
-        modes: What of torch's global state a capture freezes; part of `key`.
+        device: Of the largest tensor, which lies on the model's device.
+        modes: The part of torch's global state that a CUDA graph freezes; part of `key`.
         form: `key` without the sizes of tensors.
     """
 
@@ -43,9 +43,14 @@ class ForwardCall:
     _structure: pytree.TreeSpec
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with other tensors in the places of `tensors`.
+        """The call's arguments with other tensors.
 
-        Containers are new ones each time, so a forward may change them.
+        Args:
+            tensors: Take the places of `self.tensors`, in the same order.
+
+        Returns:
+            Positional and keyword arguments. Containers are new at each call, so that a forward
+            may change them.
         """
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self._leaves]
@@ -54,7 +59,11 @@ class ForwardCall:
 
 
 def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
-    """Sort the arguments of a forward, or say why no capture can serve it."""
+    """Sort the arguments of a forward.
+
+    Returns:
+        The call, or a text that says why no CUDA graph can serve it.
+    """
     leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
     tensors: list[torch.Tensor] = []
     forms: list[Hashable] = []
@@ -86,8 +95,13 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     return ForwardCall(key, tuple(tensors), device, modes, form, tuple(leaves), structure)
 
 
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors in a forward's output, in order."""
+    return [leaf for leaf in pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+
+
 def _modes(device: torch.device) -> Hashable:
-    """What of torch's global state is frozen into a capture."""
+    """The part of torch's global state that a CUDA graph freezes."""
     cuda: Any = torch.backends.cuda
     return (
         autocast_dtype(device.type),

@@ -1,4 +1,4 @@
-"""One forward as two of half the batch, for when memory is short."""
+"""One forward run as two of half the batch, for when memory is short."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ def run_in_halves(
     kwargs: dict[str, Any],
     error: RuntimeError,
 ) -> Any:
-    """Run a forward on both halves of its batch; images of a batch do not depend on each other.
+    """Run a forward on both halves of its batch.
+
+    The images of the batch must not depend on each other. The batch is the first dimension of the
+    4-dimensional tensors among the arguments.
+
+    Args:
+        forward: The model's own.
+        args, kwargs: Of the whole batch.
+        error: What the whole batch has raised.
+
+    Returns:
+        The outputs of both halves, joined along the first dimension.
 
     Raises:
-        torch.OutOfMemoryError: `error`, when there is no batch to halve; or one of a half.
+        torch.OutOfMemoryError: `error`, when the batch cannot be halved; or that of a half.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

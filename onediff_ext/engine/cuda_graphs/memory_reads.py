@@ -1,4 +1,4 @@
-"""Which memory a recording reads that it did not allocate itself."""
+"""The memory that a recording reads and has not allocated itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from onediff_ext.engine.graph_calls import GraphObserver, observed_by
 
 
 class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-call]
-    """While a forward is recorded: sees each operator and each graph, and what they read.
+    """Observes each operator and each graph while a forward is recorded, and notes what they read.
 
     Attributes:
-        storages: Storages that were read and not allocated meanwhile, by address.
+        storages: By address, the storages that were read and were not allocated meanwhile.
     """
 
     observes_only = True
@@ -36,7 +36,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._in_graph:  # its own memory; whatever else it reads are its arguments
+        if self._in_graph:  # reads its own memory and its arguments, which are noted already
             return func(*args, **(kwargs or {}))
         self._note_read((args, kwargs))
         output = func(*args, **(kwargs or {}))
@@ -65,13 +65,19 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
                 self._made.add(storage._cdata)
 
 
-def record_and_look(
+def record_and_observe(
     recorder: Recorder, function: Callable[[], Any], device: torch.device, *, lasting: bool = False
 ) -> tuple[Recording, MemoryReads]:
-    """Record what a function does, and see what that reads.
+    """Record a function, and observe what it reads.
 
-    Autocast keeps weights that it has cast until its ``with`` block ends: a recording would go on
-    reading the copies, so there are none while it is made.
+    Autocast caches the weights that it has cast until its ``with`` block ends. A recording would
+    read these copies after they are gone, so the cache is off while it is made.
+
+    Args:
+        recorder, function, device, lasting: As `Recorder.record` takes them.
+
+    Returns:
+        The recording, and what it reads.
 
     Raises:
         CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
@@ -90,16 +96,18 @@ def record_and_look(
     return recorder.record(watched, device, lasting), reads
 
 
-def owned(
+def owned_storages(
     reads: MemoryReads, places: Collection[int], own: Sequence[torch.Tensor]
 ) -> list[torch.UntypedStorage]:
-    """What a capture keeps alive itself: all that it reads but for the model's weights, whose
-    places are compared before each replay.
+    """The storages that a CUDA graph has to keep alive itself.
+
+    These are all that it reads, except the model's weights: their places are compared before each
+    replay.
 
     Args:
         reads: Of the recording.
-        places: Of the model's weights.
-        own: Tensors that the capture has anyway.
+        places: Addresses of the storages of the model's weights.
+        own: Tensors that the CUDA graph holds anyway.
     """
     held = {tensor.untyped_storage().data_ptr() for tensor in own}
     return [s for place, s in reads.storages.items() if place not in places and place not in held]

@@ -1,4 +1,4 @@
-"""What is given up, step by step, when a model's forward runs out of memory."""
+"""What a forward gives up, step by step, when it runs out of memory (the OOM fallback)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.forward_call import read_call
 from onediff_ext.engine.cuda_graphs.half_batches import run_in_halves
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -21,43 +23,46 @@ logger = logging.getLogger(__name__)
 class Retry(Enum):
     """How a forward that ran out of memory may be tried again."""
 
-    NOT = "not"  # somebody else's code runs in it, and may count its calls
-    WHOLE = "whole"  # it has no side effects
-    IN_HALVES = "in halves"  # and the images of its batch do not depend on each other
+    NOT = "not"  # another extension's code runs in it and may count its calls
+    WHOLE = "whole"  # the forward has no side effects
+    IN_HALVES = "in halves"  # and the images of a batch do not depend on each other
 
 
 class OomFallback:
-    """A forward that gives way when memory is short, and raises only when nothing is left.
+    """A forward that frees memory and runs again when memory is short.
 
-    Captures go first, since they can be made again; then the batch is halved; at last the
-    blocks run without graphs, which need a little more than eager where layouts are copied.
-    What is raised then is what the model would have raised by itself, so that a host's own
-    way out (tiles, another device) is open as ever.
+    First all CUDA graphs are dropped, since they can be recorded again. Then the batch is halved.
+    At last the blocks run without graphs, which take a little more memory than eager where layouts
+    are copied. If that fails too, the model's own error is raised, so that a host's own fallback
+    (tiles, another device) works as without this.
 
     Args:
         forward: The model's own.
-        captures: Where captures are kept.
-        retry: How a call with these arguments may be tried again.
-        eager: Within it, the model runs without graphs; None if that is no way out.
+        cuda_graphs: Holds the CUDA graphs of the session.
+        retry: Tells how a call with these arguments may be tried again.
+        eager: A context in which the model runs without graphs; None if that saves nothing.
+
+    Raises:
+        torch.OutOfMemoryError: By a call, when nothing is left to give up.
     """
 
     def __init__(
         self,
         forward: Callable[..., Any],
-        captures: CudaGraphCache,
+        cuda_graphs: CudaGraphCache,
         retry: Callable[[Sequence[Any], dict[str, Any]], Retry],
         eager: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._forward, self._captures = forward, captures
+        self._forward, self._cuda_graphs = forward, cuda_graphs
         self._retry, self._eager = retry, eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
-            error = _alone(exc)
-        dropped = self._captures.drop_all("memory is short")
-        logger.info("Short of memory: %d captures dropped, once more", dropped)
+            error = _without_frames(exc)
+        dropped = self._cuda_graphs.drop_all("memory is short")
+        logger.info("Memory is short: %d CUDA graphs dropped, trying again", dropped)
         _free_caches()
         retry = self._retry(args, kwargs)
         if retry is Retry.NOT:
@@ -65,7 +70,7 @@ class OomFallback:
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
-            error = _alone(exc)
+            error = _without_frames(exc)
         try:
             if retry is not Retry.IN_HALVES:
                 raise error
@@ -73,16 +78,28 @@ class OomFallback:
         except OutOfMemoryError as exc:
             if self._eager is None:
                 raise
-            _alone(exc)
-        logger.info("Short of memory: once more without graphs")
+            _without_frames(exc)
+        logger.info("Memory is short: trying again without graphs")
         _free_caches()
         with self._eager():
             return self._forward(*args, **kwargs)
 
 
-def _alone(error: RuntimeError) -> RuntimeError:
-    """An error without the frames that it came through, and those of the error that it was raised
-    for: they hold the activations."""
+def retry_of(snapshot: Snapshot, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
+    """How a forward may be tried again when it ran out of memory.
+
+    Args:
+        snapshot: Of its model.
+        args, kwargs: Of the call.
+    """
+    if snapshot.refusal_reason is not None:
+        return Retry.NOT
+    is_known = not isinstance(read_call(args, kwargs), str)
+    return Retry.IN_HALVES if is_known and snapshot.is_per_image else Retry.WHOLE
+
+
+def _without_frames(error: RuntimeError) -> RuntimeError:
+    """An error without its traceback and its causes, whose frames hold the activations."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

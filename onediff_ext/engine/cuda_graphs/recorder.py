@@ -1,4 +1,4 @@
-"""Recording a function's GPU work, to be replayed without Python."""
+"""Recordings of GPU work that are replayed without Python: the port, and CUDA graphs behind it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from onediff_ext.engine.torch_versions import OutOfMemoryError, end_recording_to
 
 
 class Recording(ABC):
-    """The recorded work of one call."""
+    """The recorded work of one call.
+
+    Attributes:
+        output: What the function returned; each replay writes its tensors again.
+        size_bytes: Device memory that the recording has added to its pool.
+    """
 
     output: Any
     size_bytes: int
 
     @abstractmethod
     def replay(self) -> None:
-        """Do the work again; the tensors in `output` are written anew."""
+        """Do the work again, which overwrites the tensors in `output`."""
 
 
 class Recorder(ABC):
@@ -36,12 +41,15 @@ class Recorder(ABC):
     def record(
         self, function: Callable[[], Any], device: torch.device, lasting: bool = False
     ) -> Recording:
-        """Record what `function` does; it must have run before with the same sizes.
+        """Record a function, which must have run before with the same sizes.
 
         Args:
             function: Does the work.
-            device: Where.
-            lasting: Whether what it gives has to outlast replays of other recordings.
+            device: Where it does it.
+            lasting: Whether its output has to outlast replays of other recordings.
+
+        Returns:
+            The recording. Its output holds nothing before the first replay.
 
         Raises:
             CaptureError: It cannot be recorded.
@@ -50,14 +58,14 @@ class Recorder(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Give back the memory of all recordings; none of them may be replayed again."""
+        """Release the memory of all recordings; none of them may be replayed again."""
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs, all of one device in one memory pool, but for those that are `lasting`.
+    """Records CUDA graphs. Those of one device share a memory pool, except `lasting` ones.
 
-    Sharing a pool means that a replay overwrites whatever was recorded after it, so outputs are
-    copied at once; in return more sizes need hardly more memory.
+    In a shared pool a replay overwrites what was recorded after it, so callers copy outputs at
+    once. In return, more sizes take hardly more memory.
     """
 
     def __init__(self) -> None:
@@ -65,15 +73,15 @@ class CudaRecorder(Recorder):
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         if device.type != "cuda":
-            return "captures need a CUDA device"
+            return "CUDA graphs need a CUDA device"
         if torch.cuda.is_current_stream_capturing():
-            return "somebody else is capturing"
+            return "another CUDA graph is being recorded"
         return None
 
     def record(
         self, function: Callable[[], Any], device: torch.device, lasting: bool = False
     ) -> Recording:
-        # A recording that fails leaves its own stream behind as the current one.
+        # A recording that fails leaves its own stream as the current one.
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
             pool = None if lasting else self._pools.get(device)
             if pool is None:
@@ -98,9 +106,9 @@ class CudaRecorder(Recorder):
         return _CudaRecording(graph, output, size_bytes)
 
     def _abandon(self, device: torch.device, pool: Any) -> None:
-        """Leave the pool of a recording that failed, which the allocator keeps on recording to.
+        """Leave the pool of a recording that failed: the allocator still records into it.
 
-        Captures made in it before stay alive and right.
+        Earlier CUDA graphs in this pool stay alive and valid.
         """
         if self._pools.get(device) == pool:
             del self._pools[device]
@@ -109,7 +117,7 @@ class CudaRecorder(Recorder):
             end_recording_to_pool(index, pool)
 
     def forget(self) -> None:
-        # A pool without any graph alive cannot be captured into again: the next is a new one.
+        # CUDA cannot record again into a pool whose graphs are all gone, so the next pool is new.
         self._pools.clear()
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use

@@ -1,4 +1,4 @@
-"""Whether a model still is what it was: modules, code, places of weights, hooks, attributes."""
+"""Whether a CUDA graph is stale: its model's modules, code, weight addresses, hooks, attributes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ _DYNAMIC_WEIGHTS = "a layer changes its weights at each call"
 
 @dataclass(frozen=True)
 class TrustedModules:
-    """What is known of the modules of a host's models.
+    """The modules of a host's models that CUDA graphs may contain.
 
     Args:
         sources: Prefixes of the full names of classes without side effects, besides torch's own.
-        rules: Wrappers around layers, whose state is followed.
-        patchers: As `BlockFamily.patchers`.
-        transient: Names of attributes that decide nothing, as `BlockFamily.transient`.
-        interfering: As `BlockFamily.interfering`.
-        per_image: Full names of models whose images of one batch do not depend on each other, as
-            `BlockFamily.per_image`.
-        code: What is watched of the code of this process.
+        rules: Wrappers around layers, whose state is tracked.
+        trusted_patchers: As `BlockFamily.trusted_patchers`.
+        ignored_attrs: As `BlockFamily.ignored_attrs`.
+        dynamic_weight_attrs: As `BlockFamily.dynamic_weight_attrs`.
+        per_image: As `BlockFamily.per_image`.
+        code: Watches the Python code of this process.
     """
 
     sources: Sequence[str] = ()
@@ -41,20 +40,23 @@ class TrustedModules:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """`sources` and what needs no naming."""
+        """`sources`, torch's own modules and this package."""
         return ("torch.nn.modules", "onediff_ext.", *self.sources)
 
 
 def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> str | None:
-    """Why a model's forward is not the one that its class has, or None.
+    """Why a model's forward belongs to another extension, or None.
 
-    What another extension put in its place may do something else at each step, unseen by its
-    arguments: ControlNet for A1111 has its own schedule there.
+    Such a forward may do something else at each step without having it as an argument: ControlNet
+    for A1111 follows its own schedule there.
 
     Args:
         model: The host's module.
         forward: What runs as its forward, bound.
-        known: Whose forwards may be captured.
+        known: The modules whose forwards may be recorded.
+
+    Returns:
+        None if the forward is that of the model's class, or of this package.
     """
     if type(forward).__module__.startswith("onediff_ext."):
         return None

@@ -1,8 +1,8 @@
-"""The part of a model's forward that depends on the prompt alone, recorded by itself.
+"""The text KV cache of a CUDA graph: keys and values of a prompt, recorded by themselves.
 
-Keys and values of all cross-attention are the same at every step of a picture and at every size.
-They have one recording, which is replayed when the prompt or the weights may be others, and the
-captures of all sizes read what it wrote last.
+Keys and values of all cross-attention are the same at every step of an image and at every size. One
+recording computes them. It is replayed when the prompt or the weights may have changed, and the
+CUDA graphs of all sizes read what it wrote last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from onediff_ext.engine.cuda_graphs.memory_reads import owned, record_and_look
+from onediff_ext.engine.cuda_graphs.memory_reads import owned_storages, record_and_observe
 from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.running.block_runner import BlockRunner
@@ -21,17 +21,18 @@ from onediff_ext.engine.running.text_kv import PinnedTextKv, stamp_of
 
 
 class TextKvGraph:
-    """Projections of one prompt tensor for all blocks that read it.
+    """Computes the keys and values of one prompt tensor for all blocks that read it.
 
     Args:
         recorder: Makes the recording.
-        prompt: What the blocks were called with last; the part has a tensor like it.
+        prompt: What the blocks were called with last, [2B, 77n, D].
         runners: Of these blocks.
-        snapshot: What the model is; captures that were made of another one must not use it.
+        snapshot: What the model is; CUDA graphs of another state must not use this.
+        device: Where the blocks run.
 
     Attributes:
-        source: The tensor that the recording reads.
-        recording: Writes the projections.
+        source: The tensor that the recording reads, of the prompt's shape.
+        recording: Writes the keys and values.
 
     Raises:
         CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
@@ -46,7 +47,7 @@ class TextKvGraph:
         device: torch.device,
     ) -> None:
         self.snapshot, self.runners = snapshot, tuple(runners)
-        with torch.inference_mode(False):  # or it could not be written outside of it
+        with torch.inference_mode(False):  # or it could not be written to outside of it
             self.source = torch.empty_like(prompt, device=device, requires_grad=False)
         self.source.copy_(prompt)
         self._prompt: weakref.ref[torch.Tensor] | None = None
@@ -55,16 +56,21 @@ class TextKvGraph:
         self._weights = [
             weight for runner in self.runners for weight in runner.text_kv.layer_weights()
         ]
-        self.recording, reads = record_and_look(
+        self.recording, reads = record_and_observe(
             recorder,
             lambda: [runner.text_kv.compute(source) for runner in self.runners],
             device,
             lasting=True,
         )
-        self._owns = owned(reads, snapshot.places(), [source])
+        self._owned_storages = owned_storages(reads, snapshot.places(), [source])
 
     def serves(self, snapshot: Snapshot, runners: Sequence[BlockRunner]) -> bool:
-        """Whether it reads the weights that these blocks have now."""
+        """Whether the recording reads the weights that these blocks have now.
+
+        Args:
+            snapshot: What the model is now.
+            runners: Of the blocks that read the prompt now.
+        """
         return (
             self.snapshot is snapshot
             and self.runners == tuple(runners)
@@ -72,20 +78,24 @@ class TextKvGraph:
             == [w.data_ptr() for w in self._weights]
         )
 
-    def bring(self, prompt: torch.Tensor) -> None:
-        """Make the projections those of this prompt, if they may be others."""
+    def update(self, prompt: torch.Tensor) -> None:
+        """Compute the keys and values of this prompt, unless they are certainly there already.
+
+        Args:
+            prompt: Of the shape and dtype of `source`.
+        """
         stamp = stamp_of(self.runners[0].epoch, prompt, self._weights)
         known = self._prompt() if self._prompt is not None else None
         if stamp is not None and known is prompt and stamp == self._stamp:
             return
-        self._prompt = None  # nothing is known until all of it has happened
+        self._prompt = None  # in case what follows fails halfway
         self.source.copy_(prompt)
         self.recording.replay()
         self._prompt, self._stamp = weakref.ref(prompt), stamp
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """While a capture is recorded: blocks called with `source` take the projections."""
+        """While a forward is recorded, blocks called with `source` use these keys and values."""
         with ExitStack() as stack:
             for runner, tensors in zip(self.runners, self.recording.output, strict=True):
                 stack.callback(setattr, runner.text_kv, "cached", None)
@@ -96,7 +106,15 @@ class TextKvGraph:
 def readers(
     runners: Sequence[BlockRunner], tensors: Sequence[torch.Tensor]
 ) -> dict[int, list[BlockRunner]]:
-    """Which blocks have projected which of a call's tensors: runners by the tensor's index."""
+    """The blocks that have computed keys and values from a tensor of a call.
+
+    Args:
+        runners: Of all blocks of a model.
+        tensors: Of the call.
+
+    Returns:
+        Runners by the tensor's index.
+    """
     found: dict[int, list[BlockRunner]] = {}
     places = {id(tensor): i for i, tensor in enumerate(tensors)}
     for runner in runners:

@@ -1,4 +1,4 @@
-"""What stands in the place of a UNet's forward: full calls and shallow ones."""
+"""A UNet's forward with DeepCache: full calls, and shallow calls that reuse a feature."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
-# Told of each call before it is decided, so that a host can begin pictures and evaluations.
+# Called before each call of the UNet is decided, so that a host can begin pictures and evaluations.
 Clock = Callable[["DeepCache", Sequence[Any], Mapping[str, Any]], None]
 
 
 class DeepCache:
     """Decides for each call of one UNet whether it is a full or a shallow one, and runs it.
 
-    It has to be the outermost of what is put around the UNet's forward: what lies inside, a
-    capture say, is called once the decision is taken, and may rely on `variant` alone. Within
-    one variant a forward depends on its arguments and on the feature's tensor only.
+    It has to be the outermost wrapper of the UNet's forward. A wrapper inside it, such as a CUDA
+    graph, is called after the decision and only needs `variant`: within one variant a forward
+    depends on its arguments and on the feature's tensor alone.
 
-    A *picture* is one run of a sampler (a hires pass is another one). An *evaluation* is one
-    time that the sampler asks for a prediction: Heun does so twice a step; for one evaluation
-    the UNet may be called several times, once with the prompt and once without say, and each
-    of these calls has a feature of its own.
+    A *picture* is one run of a sampler; a hires pass is another one. An *evaluation* is one request
+    of the sampler for a prediction; Heun makes two at each step. In one evaluation the UNet may be
+    called several times, for instance with the prompt and without it. Each of these calls has a
+    feature of its own.
 
     Args:
         model: The host's UNet.
-        adapter: Knows its class.
-        clock: Called before each call; None when the host tells of pictures and evaluations by
-            `begin_picture` and `begin_evaluation`. A host that tells of no evaluations counts
-            every call as one.
+        adapter: Knows the UNet's class.
+        clock: Called before each call. None when the host calls `begin_picture` and
+            `begin_evaluation`; without `begin_evaluation` each call counts as an evaluation.
 
     Attributes:
-        options: For the pictures from now on.
-        counts: "full", "shallow" and "plain" calls of this picture.
-        reason: Why this picture does without, or None.
+        model, adapter, clock: As given.
+        options: For this picture and the next ones.
+        counts: How many "full", "shallow" and "plain" calls this picture has had.
+        reason: Why this picture runs without DeepCache, or None.
         peak_bytes: Most memory that features took in this picture.
     """
 
@@ -63,31 +63,30 @@ class DeepCache:
         self._notes: dict[str, Hashable] = {}
         self._current: tuple[str, Feature] | None = None
         self._index, self._total = -1, None  # type: tuple[int, int | None]
-        self._position, self._told = 0, False
+        self._position, self._is_evaluation_begun = 0, False
 
     def install(self) -> None:
-        """Stand around the UNet's forward as it is now."""
+        """Wrap the UNet's forward as it is now."""
         self._inner = self.model.forward
         self._patches.set(self.model, "forward", self)
 
     def remove(self) -> bool:
-        """Leave the UNet as it was before `install`, and give all memory back.
+        """Leave the UNet as it was before `install`, and release all memory.
 
         Returns:
-            Whether it could be; otherwise this passes calls on from now, and must not be installed
-            again.
+            Whether the UNet's forward was restored. If not, another extension has wrapped this:
+            from now on it passes calls through, and must not be installed again.
         """
         self.end_picture()
         if not self._patches.undo():
             return True
-        # Somebody has wrapped us since, and goes on calling us.
         logger.warning("DeepCache: another extension has wrapped the UNet; now passing through")
         self.options = OFF
         return False
 
     @property
     def is_installed(self) -> bool:
-        """Whether it stands around the UNet's forward."""
+        """Whether it wraps the UNet's forward."""
         return len(self._patches) > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -102,17 +101,17 @@ class DeepCache:
         first: int = 0,
         refusal_reason: str | None = None,
     ) -> None:
-        """Begin a picture, a pass of one, or a run of a sampler; features of another are void.
+        """Begin a picture; features of earlier pictures become invalid.
 
         Args:
             options: For this picture and the next ones; None leaves them as they are.
-            evaluations: How many there will be, if known: `start`, `end` and the nonuniform
-                schedule are shares of it.
-            first: Number of the first one: another model may have drawn those before.
-            refusal_reason: Why this picture has to do without; it becomes `reason`.
+            evaluations: How many there will be, or None when that is unknown. The options `start`,
+                `end` and the nonuniform schedule are shares of it.
+            first: Number of the first evaluation, from 0: another model may run the earlier ones.
+            refusal_reason: Why this picture runs without DeepCache; it becomes `reason`.
 
         Raises:
-            OptionError: The depth leaves nothing out.
+            OptionError: The depth leaves out no layer.
         """
         if options is not None:
             if options.is_on and options.depth > self.adapter.max_depth():
@@ -123,28 +122,32 @@ class DeepCache:
             self.options = options
         self._features.release()
         self._index, self._total, self._position = first - 1, evaluations, 0
-        self._told = False
+        self._is_evaluation_begun = False
         self.counts.clear()
         self.reason, self.peak_bytes = refusal_reason, 0
 
     def begin_evaluation(self) -> None:
-        """Say that the sampler asks for another prediction, until the next time that it is said."""
-        self._told = True
+        """The sampler asks for the next prediction; it lasts until this is called again."""
+        self._is_evaluation_begun = True
         self._next_evaluation()
 
     def note(self, name: str, value: Hashable) -> None:
-        """Tell what else features depend on, such as whether a ControlNet is in its range.
+        """Note a value that features depend on, such as whether a ControlNet is in its range.
 
-        A feature made under another value is not used.
+        A feature that was made with another value is not used.
+
+        Args:
+            name: What has this value.
+            value: From now on, until the picture ends.
         """
         self._notes[name] = value
 
     def invalidate(self) -> None:
-        """Void all features: weights have changed, a LoRA for instance."""
+        """Let no feature be used: weights have changed, for instance by a LoRA."""
         self._features.invalidate()
 
     def end_picture(self) -> None:
-        """Give the features' memory back, but for what captures hold."""
+        """Release the features' memory, except what CUDA graphs hold."""
         self._features.release()
         self._notes.clear()
 
@@ -152,10 +155,13 @@ class DeepCache:
     def variant(self) -> Hashable:
         """What distinguishes the forward that runs now from others with equal arguments.
 
-        None while DeepCache takes no part; else ("full" or "shallow", depth, a number for the
-        feature). A capture of a forward belongs to one variant; it has to hold `feature`, whose
-        address is frozen in it. An inner forward with an attribute `variant` is told both, the
-        feature as `keeps`.
+        A CUDA graph of a forward belongs to one variant. It has to hold `feature`, whose address is
+        frozen in it. DeepCache sets both on an inner forward that has an attribute `variant`; the
+        feature becomes its `keeps`.
+
+        Returns:
+            ("full" or "shallow", depth, serial number of the feature), or None while DeepCache
+            takes no part.
         """
         if self._current is None:
             return None
@@ -164,12 +170,12 @@ class DeepCache:
 
     @property
     def feature(self) -> Feature | None:
-        """What the forward that runs now writes or reads; None while DeepCache takes no part."""
+        """The feature of the forward that runs now; None while DeepCache takes no part."""
         return None if self._current is None else self._current[1]
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all features, those held by captures included."""
+        """Memory of all features, including those that CUDA graphs hold."""
         return self._features.size_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +183,7 @@ class DeepCache:
             return self._inner(*args, **kwargs)
         if self.clock is not None:
             self.clock(self, args, kwargs)
-        if not self._told:
+        if not self._is_evaluation_begun:
             self._next_evaluation()
         if self.reason is not None or torch.is_grad_enabled():
             self.counts["plain"] += 1
@@ -197,17 +203,17 @@ class DeepCache:
                 try:
                     return self._run_shallow(feature, args, kwargs)
                 except OutOfMemoryError:
-                    logger.info("DeepCache: no memory for a shallow call, so a full one is run")
+                    logger.info("DeepCache: no memory for a shallow call; running a full one")
             return self._run_full(feature, state, args, kwargs)
         finally:
-            self._tell(None)
-            # Where the host tells of evaluations, more calls may belong to the last one.
+            self._set_current(None)
+            # Where the host begins evaluations, more calls may belong to the last one.
             last = self._total is not None and self._index == self._total - 1
-            if last and (self.clock is not None or not self._told):
+            if last and (self.clock is not None or not self._is_evaluation_begun):
                 self._features.release()
 
-    def _tell(self, current: tuple[str, Feature] | None) -> None:
-        """Say what runs now, also to a capture of the forward, if that is what lies inside."""
+    def _set_current(self, current: tuple[str, Feature] | None) -> None:
+        """Set what runs now, also on a captured forward inside."""
         self._current = current
         inner: Any = self._inner
         if hasattr(inner, "variant"):
@@ -221,7 +227,7 @@ class DeepCache:
         self, feature: Feature, state: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.counts["full"] += 1
-        self._tell(("full", feature))
+        self._set_current(("full", feature))
         feature.filled_at, feature.is_torn = None, False
         with self.adapter.full(self.options.depth, feature):
             output = self._inner(*args, **kwargs)
@@ -231,7 +237,7 @@ class DeepCache:
         return output
 
     def _run_shallow(self, feature: Feature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tell(("shallow", feature))
+        self._set_current(("shallow", feature))
         args, kwargs = self.adapter.shallow_arguments(self.options.depth, args, kwargs)
         with self.adapter.shallow(self.options.depth, feature):
             output = self._inner(*args, **kwargs)
@@ -240,6 +246,6 @@ class DeepCache:
 
 
 def deepcache_of(model: nn.Module) -> DeepCache | None:
-    """What stands around a UNet's forward, if it is this."""
+    """The DeepCache that wraps a UNet's forward, or None."""
     forward = vars(model).get("forward")
     return forward if isinstance(forward, DeepCache) else None

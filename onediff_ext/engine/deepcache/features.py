@@ -1,4 +1,4 @@
-"""The tensors that a picture reuses: one for each kind of UNet call, at a stable address."""
+"""The features that a picture reuses: one for each kind of UNet call, at a stable address."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Feature:
     """The cached feature of one kind of call.
 
     Args:
-        batch: Pictures at once; a feature of fewer is not kept (short of memory, a forward may
-            be run in halves).
+        batch: Images at once, CFG's counted. A feature of fewer is not kept: short of memory, a
+            forward may run in halves.
 
     Attributes:
         serial: Distinct for each feature of this process.
         tensor: [B, C, h, w], written in place by each full call; None before the first.
-        is_torn: The last full call was run in parts, of which none is kept.
-        filled_at: The evaluation that wrote it, or None when it must not be used.
+        is_torn: Whether the last full call ran in halves, of which none is kept.
+        filled_at: Number of the evaluation that wrote it, or None when it must not be used.
         state: What else it depends on, such as whether a ControlNet took part.
-        parts: What an adapter has made for it; must not hold it, or memory stays.
+        parts: What an adapter has made for it. They must not hold the feature, or its memory stays.
     """
 
     def __init__(self, batch: int) -> None:
@@ -41,10 +41,14 @@ class Feature:
         self.parts: dict[Any, Any] = {}
 
     def store(self, value: torch.Tensor) -> None:
-        """Copy a feature in; the first one decides the address.
+        """Copy a value in. The first one decides the address.
+
+        Args:
+            value: [B, C, h, w].
 
         Raises:
-            RuntimeError: Memory would be taken inside a capture, which would free it again.
+            RuntimeError: A CUDA graph is being recorded, and the tensor's memory would belong to
+                its pool.
         """
         if value.shape[0] != self._batch:
             self.is_torn = True
@@ -52,8 +56,8 @@ class Feature:
         tensor = self.tensor
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             if value.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("DeepCache: a forward was captured before it ran once")
-            # Never an inference tensor: those cannot be written to outside inference mode.
+                raise RuntimeError("DeepCache: a forward was recorded before it ran once")
+            # Never an inference tensor: it could not be written to outside of inference mode.
             with torch.inference_mode(False):
                 self.tensor = tensor = torch.empty_like(value, requires_grad=False)
         with torch.no_grad():
@@ -61,15 +65,15 @@ class Feature:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory that its tensor takes."""
         return 0 if self.tensor is None else self.tensor.numel() * self.tensor.element_size()
 
 
 class Features:
     """The features of one picture.
 
-    After the picture nothing here keeps them alive. A captured forward that has their addresses
-    frozen in does: the same feature is then found again for the next picture.
+    After the picture nothing here keeps them alive. A CUDA graph that has their addresses frozen
+    in it does: the next picture then finds the same feature again.
     """
 
     def __init__(self) -> None:
@@ -77,7 +81,12 @@ class Features:
         self._alive: weakref.WeakValueDictionary[Hashable, Feature] = weakref.WeakValueDictionary()
 
     def of(self, key: Hashable, batch: int) -> Feature:
-        """The feature of a kind of call, new and empty for a new kind."""
+        """The feature of a kind of call; new and empty for a new kind.
+
+        Args:
+            key: Of the kind.
+            batch: Images at once, CFG's counted.
+        """
         feature = self._used.get(key) or self._alive.get(key) or Feature(batch)
         self._used[key] = self._alive[key] = feature
         self._used.move_to_end(key)
@@ -86,16 +95,16 @@ class Features:
         return feature
 
     def invalidate(self) -> None:
-        """Let no feature be used again before a full call has written it."""
+        """Let no feature be used before a full call has written it again."""
         for feature in self._alive.values():
             feature.filled_at = None
 
     def release(self) -> None:
-        """Give the memory back, but for what captures hold."""
+        """Release the memory, except what CUDA graphs hold."""
         self.invalidate()
         self._used.clear()
 
     @property
     def size_bytes(self) -> int:
-        """Memory that features take now, captures' included."""
+        """Memory that features take now, including those that CUDA graphs hold."""
         return sum(feature.size_bytes for feature in self._alive.values())

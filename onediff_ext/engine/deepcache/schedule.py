@@ -16,15 +16,15 @@ def is_full(
     Args:
         options: What the user chose.
         index: Number of this evaluation of the model, from 0.
-        total: Evaluations of the whole picture, or None when that is not known. It may be an
+        total: Evaluations of the whole picture, or None when that is unknown. It may be an
             estimate: some samplers ask for more.
-        filled_at: The evaluation whose feature is at hand, or None.
+        filled_at: Number of the evaluation that wrote the feature, or None without one.
     """
     if filled_at is None:
         return True
     if total is None:
         if (options.start, options.end) != (0, 1) or options.schedule != "uniform":
-            return True  # both are shares of a whole that is not known
+            return True  # both are shares of an unknown total
     elif index < options.start * total or (options.end < 1 and index >= options.end * total):
         return True
     if options.schedule == "uniform" or total is None or index >= total:
@@ -37,16 +37,16 @@ def is_full(
 def nonuniform_full_calls(
     total: int, interval: int, centre: float, power: float
 ) -> tuple[int, ...]:
-    """The evaluations that are full, closer together around a centre.
+    """The evaluations that are full in the nonuniform schedule, closer together around a centre.
 
-    As many as a uniform schedule has, spread evenly on the axis of x^(1/power), where x is the
-    distance from the centre: section 3.3 of the paper.
+    There are as many as in a uniform schedule. They are spread evenly on the axis of x^(1/power),
+    where x is the distance from the centre: section 3.3 of the paper.
 
     Args:
         total: Evaluations of the whole picture.
-        interval: How many times fewer are full.
-        centre: Where they stand closest, as a share of `total`.
-        power: How much closer; 1 is even.
+        interval: One evaluation in so many is full.
+        centre: Where the full ones are closest together, as a share of `total`.
+        power: How much closer; 1 spreads them evenly.
 
     Returns:
         Distinct numbers from 0, ascending; 0 is one of them.
@@ -57,7 +57,7 @@ def nonuniform_full_calls(
     calls: list[int] = []
     for k in range(count):
         at = _signed_power(low + (high - low) * k / count, power) + middle
-        # Room has to be left on both sides, since each evaluation is full once at most.
+        # Each evaluation is full once at most, so room is left on both sides.
         earliest = calls[-1] + 1 if calls else 0
         calls.append(min(max(int(at + 1e-9), earliest), total - (count - k)))
     return tuple(calls)

@@ -1,4 +1,4 @@
-"""The port between the reuse policy and a host's class of UNet."""
+"""The port between DeepCache and a host's class of UNet."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class UNetCall:
     """What decides whether one call may use the feature of another.
 
     Args:
-        kind: Calls of different kinds have features of their own: shape, batch, context.
-        state: A feature is only good for a call in the same state: ControlNet, adapters.
-        batch: Pictures at once, CFG's counted.
+        kind: Shape, batch, context. Each kind has a feature of its own.
+        state: ControlNet, adapters. A feature serves only calls in the same state.
+        batch: Images at once, CFG's counted.
     """
 
     kind: Hashable
@@ -34,7 +34,7 @@ class UNetCall:
 
 @dataclass(frozen=True)
 class Uncached:
-    """Why one call has to be a plain one."""
+    """Why one call runs without DeepCache."""
 
     reason: str
 
@@ -47,39 +47,57 @@ class UNetAdapter(ABC):
 
     @abstractmethod
     def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> UNetCall | Uncached:
-        """Sort the arguments of one call; nothing of a tensor's values is read."""
+        """Sort the arguments of one call, without reading the values of tensors."""
 
     @abstractmethod
     def max_depth(self) -> int:
-        """The largest depth at which anything is left out."""
+        """The largest depth at which a shallow forward still leaves out layers."""
 
     @abstractmethod
     def full(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        """For a ``with`` block, let a forward of the whole UNet write the feature."""
+        """A context in which a forward of the whole UNet writes the feature.
+
+        Args:
+            depth: As `DeepCacheOptions.depth`.
+            feature: Of this kind of call.
+        """
 
     @abstractmethod
     def shallow(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        """For a ``with`` block, let a forward run the outermost layers only."""
+        """A context in which a forward runs the outermost layers only.
+
+        Args:
+            depth: As `full` takes it.
+            feature: Written by a full forward of the same depth.
+        """
 
     @abstractmethod
     def shallow_arguments(
         self, depth: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a shallow forward: what belongs to skipped layers is left out."""
+        """The arguments of a shallow forward, without those that belong to skipped layers.
+
+        Args:
+            depth: As `full` takes it.
+            args, kwargs: Of the call.
+        """
 
 
 class Replay:
-    """A forward that gives back a feature, whatever it is called with.
+    """A forward that returns a copy of a feature, whatever it is called with.
+
+    Args:
+        feature: What it returns; not kept alive.
 
     Raises:
-        torch.OutOfMemoryError: Short of memory, the model is run in halves, and which one this is
-            cannot be told.
+        torch.OutOfMemoryError: By a call with another batch: short of memory, the model runs in
+            halves, and nothing tells which half this is.
     """
 
     capturable = True
 
     def __init__(self, feature: Feature) -> None:
-        self._feature = weakref.ref(feature)  # which holds us
+        self._feature = weakref.ref(feature)  # the feature holds this
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         feature = self._feature()
@@ -91,7 +109,12 @@ class Replay:
 
 
 class Keeping:
-    """A module's forward that also writes what it returns into a feature."""
+    """A module's forward that also copies its output into a feature.
+
+    Args:
+        forward: The module's own.
+        feature: Where the output goes; not kept alive.
+    """
 
     capturable = True
 
@@ -111,13 +134,17 @@ class Keeping:
 
 @contextmanager
 def keeping(module: nn.Module, feature: Feature) -> Iterator[None]:
-    """For a ``with`` block, write into a feature what a module returns.
+    """A context in which a module's output is copied into a feature.
 
-    No hook does it, since to a capture a hook is another extension's.
+    A hook would not do: CUDA graphs treat hooks as another extension's.
+
+    Args:
+        module: Whose output it is.
+        feature: Where it goes.
     """
     attributes = vars(module)
     own = attributes.get("forward")
-    # The same object each time, or a capture would take the model for a changed one.
+    # The same object each time: another one would be a change of the model for a CUDA graph.
     made = feature.parts.get("keeping")
     if made is None or made[:2] != (module, own):
         made = (module, own, Keeping(module.forward, feature))
@@ -134,10 +161,10 @@ def keeping(module: nn.Module, feature: Feature) -> Iterator[None]:
 
 @contextmanager
 def replaced(children: Sequence[tuple[nn.Module, str, nn.Module | None]]) -> Iterator[None]:
-    """Exchange children of modules for the length of a ``with`` block.
+    """A context in which modules have other children.
 
     Args:
-        children: (parent, name of its child, what stands there meanwhile).
+        children: (parent, name of its child, the child meanwhile).
     """
     before = [parent._modules[name] for parent, name, _ in children]
     try:

@@ -1,36 +1,32 @@
 """The blocks of CompVis' ``ldm`` and Stability's ``sgm`` models, as A1111 runs them.
 
-Both packages name their classes alike, so each family here serves either; what the
-two do differently is refused or traced as it stands. Up- and downsamplers stay
-eager: each is one convolution, for which a graph has nothing to fuse.
+Both packages name their classes alike, so each family here serves either. Where the two differ,
+a block is refused or traced as it is.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.attention import attend, attend_image
-from onediff_ext.engine.blocks.family import (
-    IMAGE,
-    VECTOR,
-    BlockCall,
-    BlockFamily,
-    Refusal,
-)
+from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, are_tensors, named_arguments
+from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, GroupNorms
-from onediff_ext.engine.blocks.transformer_family import TransformerBlocks
+from onediff_ext.hosts.a1111 import lora
+from onediff_ext.hosts.ldm_blocks import (
+    LdmBlocks,
+    LdmResBlocks,
+    LdmTransformers,
+    LdmVaeAttention,
+    LdmVaeResnets,
+)
 
-# Cross-attention of both packages; the second is the same with xformers' kernel.
-_ATTENTION = frozenset({"CrossAttention", "MemoryEfficientCrossAttention"})
 # A1111's own attentions, and the merging of its Lora extension.
-_PATCHERS = ("ldm.", "sgm.", "modules.", "networks")
+_PATCHERS = ("ldm.", "sgm.", "modules.", lora.MODULE)
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,7 @@ class AttentionSetting:
     refusal_reason: Callable[[], str | None] = lambda: None
 
 
-class _LdmFamily(BlockFamily):
-    class_name: str
+class _A1111Blocks(LdmBlocks):
     module: str  # below the package, e.g. "modules.attention"
 
     def __init__(
@@ -57,6 +52,7 @@ class _LdmFamily(BlockFamily):
         ignored_attrs: frozenset[str] = frozenset(),
         attention: AttentionSetting | None = None,
     ) -> None:
+        super().__init__()
         self.package, self.ignored_attrs = package, ignored_attrs
         # A1111 has its UNets' forward look whether another UNet is chosen.
         self.sources = (f"{package}.modules.", "modules.sd_unet.")
@@ -67,55 +63,27 @@ class _LdmFamily(BlockFamily):
             f"{models}.model.Decoder",
         )
         self.trusted_patchers = _PATCHERS
-        self.label = self.class_name
         self.attention = attention or AttentionSetting()
 
-    def block_class(self) -> type[nn.Module] | None:
-        module = sys.modules.get(f"{self.package}.{self.module}")
-        return getattr(module, self.class_name, None)
-
-    def packages(self) -> Mapping[str, str]:
-        return {}  # neither package has a version; the digest of the source stands for it
+    def module_name(self) -> str:
+        return f"{self.package}.{self.module}"
 
 
-class ResBlockFamily(_LdmFamily):
-    """The UNet's residual block, with a time embedding."""
+class ResBlockFamily(LdmResBlocks, _A1111Blocks):
+    """The UNet's residual block."""
 
-    class_name = "ResBlock"
     module = "modules.diffusionmodules.openaimodel"
 
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.channels}→{block.out_channels}"
-
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        if len(args) != 2 or kwargs or not _tensors(args):
-            return Refusal("called with arguments that are not known")
-        if block.updown:
-            return Refusal("a residual block that also resamples is not supported")
-        # x [B, C, H, W], emb [B, T]
-        return BlockCall((args[0], args[1]), (IMAGE, VECTOR))
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        output: torch.Tensor = block._forward(tensors[0], tensors[1])
-        return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:
-        x = call.tensors[0]
-        return x.numel() // x.shape[1] * int(max(block.channels, block.out_channels))
+    def unsupported_reason(self, block: Any, named: Mapping[str, Any]) -> str | None:  # noqa: ARG002
+        return "a residual block that also resamples is not supported" if block.updown else None
 
 
-class TransformerFamily(TransformerBlocks, _LdmFamily):
-    """BasicTransformerBlock with self-attention and cross-attention."""
+class TransformerFamily(LdmTransformers, _A1111Blocks):
+    """The transformer block of both packages."""
 
-    class_name = "BasicTransformerBlock"
     module = "modules.attention"
+    # The second is the same with xformers' kernel.
+    attention_classes = frozenset({"CrossAttention", "MemoryEfficientCrossAttention"})
 
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.norm1.normalized_shape[0]}"
@@ -123,119 +91,49 @@ class TransformerFamily(TransformerBlocks, _LdmFamily):
     def bind(
         self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
-        named = dict(zip(("x", "context"), args, strict=False))
-        named.update(kwargs)
-        if len(args) > 2 or named.keys() - {"x", "context"}:
-            return Refusal("called with arguments that are not known")
-        x, context = named.get("x"), named.get("context")
-        if not isinstance(x, torch.Tensor) or not isinstance(context, torch.Tensor | None):
-            return Refusal("called with arguments that are not known")
+        named = named_arguments(("x", "context"), args, kwargs)
+        if named is None or not are_tensors(named.get("x")):
+            return UNKNOWN_ARGUMENTS
+        context = named.get("context")
+        if context is not None and not are_tensors(context):
+            return UNKNOWN_ARGUMENTS
         for attention in (block.attn1, block.attn2):
-            if type(attention).__name__ not in _ATTENTION:
+            if type(attention).__name__ not in self.attention_classes:
                 return Refusal(f"attention of class {type(attention).__name__} is not known")
         reason = self.attention.refusal_reason()
         if reason is not None:
             return Refusal(reason)
         ahead = not getattr(block, "disable_self_attn", False)
-        return self.token_call(x, context, ahead, ("upcast", self.attention.upcast()))
+        return self.token_call(named["x"], context, ahead, ("upcast", self.attention.upcast()))
 
-    def prepare(self, block: Any) -> None:
-        # The host's own attention may slice by free memory, or cannot be traced at all.
-        for module in block.modules():
-            if type(module).__name__ in _ATTENTION:
-                module.forward = partial(_attend, module)
-
-    def call(
-        self,
-        block: Any,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
-        for attention in (block.attn1, block.attn2):
-            attention.forward.keywords["upcast"] = statics["upcast"]
+    def forward(self, block: Any, x: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
         output: torch.Tensor = block._forward(x, context=context)
         return output
 
 
-class VaeResnetFamily(_LdmFamily):
-    """The VAE's residual block, without a time embedding."""
+class VaeResnetFamily(LdmVaeResnets, _A1111Blocks):
+    """The VAE's residual block."""
 
-    class_name = "ResnetBlock"
     module = "modules.diffusionmodules.model"
 
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.in_channels}→{block.out_channels}"
 
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        named = dict(zip(("x", "temb"), args, strict=False))
-        named.update(kwargs)
-        if named.pop("temb", None) is not None or named.keys() != {"x"} or len(args) > 2:
-            return Refusal("called with arguments that are not known")
-        if not _tensors(named.values()):
-            return Refusal("called with arguments that are not known")
-        return BlockCall((named["x"],), (IMAGE,))  # x [B, C, H, W]
+class VaeAttentionFamily(LdmVaeAttention, _A1111Blocks):
+    """The VAE's attention."""
 
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        output: torch.Tensor = block.forward(tensors[0], None)
-        return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:
-        x = call.tensors[0]
-        return x.numel() // x.shape[1] * int(max(block.in_channels, block.out_channels))
-
-
-class VaeAttentionFamily(_LdmFamily):
-    """The single-head attention of the VAE's middle block, on images."""
-
-    class_name = "AttnBlock"
     module = "modules.diffusionmodules.model"
 
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.in_channels}"
-
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        if len(args) != 1 or kwargs or not _tensors(args):
-            return Refusal("called with arguments that are not known")
-        # x [B, C, H, W]
-        return BlockCall((args[0],), (IMAGE,), (("upcast", self.attention.upcast()),))
-
-    def prepare(self, block: Any) -> None:
-        block.forward = partial(attend_image, block)
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
-        output: torch.Tensor = block.forward(tensors[0], upcast=statics["upcast"])
-        return output
+    def attention_statics(self) -> tuple[tuple[str, Hashable], ...]:
+        return (("upcast", self.attention.upcast()),)
 
 
-class GroupNorm32Family(GroupNorms, _LdmFamily):
+class GroupNorm32Family(GroupNorms, _A1111Blocks):
     """The UNet's own GroupNorm, which computes in float32."""
 
     class_name = "GroupNorm32"
     module = "modules.diffusionmodules.util"
 
     def norm_class(self) -> type[nn.Module] | None:
-        return _LdmFamily.block_class(self)
+        return _A1111Blocks.block_class(self)
 
 
 def ldm_families(
@@ -244,10 +142,10 @@ def ldm_families(
     """The families of both packages.
 
     Args:
-        transient: Attributes that the host keeps on layers for itself.
+        ignored_attrs: Attributes that the host keeps on layers for itself.
         attention: How the host wants attention computed.
     """
-    classes: tuple[type[_LdmFamily], ...] = (
+    classes: tuple[type[_A1111Blocks], ...] = (
         ResBlockFamily,
         TransformerFamily,
         VaeResnetFamily,
@@ -260,21 +158,3 @@ def ldm_families(
         for family in classes
     )
     return (*families, GroupNormFamily(ignored_attrs, _PATCHERS))
-
-
-def _attend(
-    attention: Any,
-    x: torch.Tensor,
-    context: torch.Tensor | None = None,
-    *,
-    upcast: bool = False,
-    **extra: Any,
-) -> torch.Tensor:
-    """`attend`, for a forward that knows more arguments than it is given."""
-    if any(extra.values()):
-        raise NotImplementedError(f"attention with {', '.join(extra)}")
-    return attend(attention, x, context, upcast=upcast)
-
-
-def _tensors(values: Any) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)

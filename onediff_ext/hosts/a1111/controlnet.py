@@ -1,6 +1,6 @@
-"""The networks that Mikubill's extension "ControlNet" runs beside the UNet.
+"""ControlNet in A1111: the networks that Mikubill's extension runs beside the UNet.
 
-Its script keeps a hook for the length of a job, which has put a forward of its own on the UNet and
+Its script keeps a hook for the length of a job. The hook replaces the UNet's forward by its own and
 calls the UNet's blocks from there. Source: scripts/hook.py and scripts/controlnet.py of v1.1.455.
 """
 
@@ -13,11 +13,11 @@ from torch import nn
 
 
 def control_models(unet: nn.Module | None) -> Iterable[nn.Module]:
-    """What runs beside this UNet in the current job, each once."""
+    """The networks that run beside this UNet in the current job, each once."""
     found: dict[int, nn.Module] = {}
     for script in _scripts():
         hook: Any = getattr(script, "latest_network", None)
-        # Short of memory it moves them in and out at each step.
+        # With lowvram it moves them in and out at each step.
         if hook is None or getattr(hook, "model", None) is not unet or hook.lowvram:
             continue
         for unit in getattr(hook, "control_params", None) or ():
@@ -27,9 +27,12 @@ def control_models(unet: nn.Module | None) -> Iterable[nn.Module]:
     return found.values()
 
 
-def keeper(network: nn.Module) -> nn.Module | None:
-    """What keeps a network between jobs, and dies when the extension gives it up; None if nothing
-    does. Each job has a copy of it, around the same network."""
+def owner_of(network: nn.Module) -> nn.Module | None:
+    """The object that keeps a network between jobs; None if nothing does.
+
+    It dies when the extension gives the network up. Each job has a copy of it, around the same
+    network.
+    """
     for script in _scripts():
         for kept in (getattr(script, "model_cache", None) or {}).values():
             around = getattr(kept, "model", None)

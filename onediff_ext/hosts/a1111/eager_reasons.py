@@ -1,4 +1,4 @@
-"""When A1111 has to draw eager: everything that changes weights or forwards behind a graph."""
+"""Why A1111 draws eager: everything that changes weights or forwards behind a graph."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.hosts.a1111.lora import foreign_patch
+from onediff_ext.hosts.a1111.class_patches import unknown_patch_reason
+from onediff_ext.hosts.a1111.lora import lora_eager_reason
 
-# Where the attention may come from: the packages themselves and A1111's own choices.
+# The modules that attention may come from: the packages themselves and A1111's own choices.
 _KNOWN_ATTENTION = (
     "ldm.modules.attention",
     "sgm.modules.attention",
@@ -17,14 +18,14 @@ _KNOWN_ATTENTION = (
 )
 
 
-def job_refusal(model: Any, job: Any = None) -> str | None:
+def job_eager_reason(model: Any, job: Any = None) -> str | None:
     """Why nothing of this model can run through graphs now, in plain words, or None.
 
     Args:
         model: The host's ``sd_model``, or None.
         job: The host's processing object; None outside a job.
     """
-    from modules import devices, sd_unet, shared
+    from modules import devices, sd_unet
 
     if model is None:
         return "no checkpoint is loaded"
@@ -38,19 +39,23 @@ def job_refusal(model: Any, job: Any = None) -> str | None:
         return "--upcast-sampling casts inside layers"
     if sd_unet.current_unet is not None:
         return f"the UNet of {sd_unet.current_unet.option.label} is active"
-    if getattr(shared.opts, "lora_functional", False):
-        return 'the setting "Lora/Networks: use old method" applies LoRAs in each forward'
+    reason = lora_eager_reason()
+    if reason is not None:
+        return reason
     if _has_hypernetwork(job):
         return "a hypernetwork changes the context"
-    patched = foreign_patch()
+    patched = unknown_patch_reason()
     if patched is not None:
         return f"{patched}, which is not known here"
     return None
 
 
 def _has_hypernetwork(job: Any) -> bool:
-    """Whether one changes the context in this job. A1111 leaves those of the job before loaded
-    until it activates the networks of this one, which is after a job has begun."""
+    """Whether a hypernetwork changes the context in this job.
+
+    A1111 keeps the last job's hypernetworks loaded until it activates this job's, which is after
+    a job has begun. Until then the prompts and the setting decide.
+    """
     from modules import shared
 
     prompts = getattr(job, "all_prompts", None)
@@ -60,7 +65,7 @@ def _has_hypernetwork(job: Any) -> bool:
     return always not in (None, "", "None") or any("<hypernet:" in text for text in prompts)
 
 
-def attention_refusal() -> str | None:
+def attention_eager_reason() -> str | None:
     """Why attention cannot be a graph's just now, or None."""
     import ldm.modules.attention
     import sgm.modules.attention

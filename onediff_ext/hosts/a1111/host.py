@@ -1,4 +1,4 @@
-"""The adapter of AUTOMATIC1111: its models, its refusals, its pending LoRAs."""
+"""The adapter of AUTOMATIC1111's Stable Diffusion WebUI."""
 
 from __future__ import annotations
 
@@ -9,26 +9,39 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.a1111.blocks import AttentionSetting, ldm_families
-from onediff_ext.hosts.a1111.controlnet import control_models, keeper
-from onediff_ext.hosts.a1111.eager_reasons import attention_refusal, job_refusal
-from onediff_ext.hosts.a1111.lora import LAYER_STATE, PendingNetworks, lora_module
+from onediff_ext.hosts.a1111.controlnet import control_models, owner_of
+from onediff_ext.hosts.a1111.eager_reasons import attention_eager_reason, job_eager_reason
+from onediff_ext.hosts.a1111.lora import LAYER_ATTRS, PendingNetworks, loaded_loras
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
-# How large the VAE is tried while warming up, in latent cells.
+# Height and width of the VAE's warm-up, in latent cells.
 _VAE_CELLS = (16, 24)
+# What others than Lora keep on layers and blocks: fp8 storage, and ControlNet, which never takes
+# away what its reference mode has noted.
+_OTHER_LAYER_ATTRS = frozenset(
+    {
+        "fp16_weight",
+        "fp16_bias",
+        "bank",
+        "style_cfgs",
+        "attn_weight",
+        "lllite_list",
+    }
+)
 
 
 class A1111Host(WebUIHost):
     """AUTOMATIC1111 1.10: one model object whose weights change under it."""
 
     name = "a1111"
-    host_owned = ("controlnet",)
+    host_owned = frozenset({Role.CONTROLNET})
 
     def __init__(self) -> None:
         self._pending: WeakKeyDictionary[nn.Module, PendingNetworks] = WeakKeyDictionary()
@@ -38,9 +51,9 @@ class A1111Host(WebUIHost):
         from modules import shared
 
         setting = AttentionSetting(
-            upcast=lambda: bool(shared.opts.upcast_attn), refusal_reason=attention_refusal
+            upcast=lambda: bool(shared.opts.upcast_attn), refusal_reason=attention_eager_reason
         )
-        return ldm_families(LAYER_STATE, setting)
+        return ldm_families(LAYER_ATTRS | _OTHER_LAYER_ATTRS, setting)
 
     def rules(self) -> Sequence[WrapperRule]:
         return ()  # LoRAs are merged into the weights
@@ -58,30 +71,31 @@ class A1111Host(WebUIHost):
             path=info.filename,
         )
 
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
         model = _loaded_model()
-        found: list[tuple[str, nn.Module]] = []
         if model is None:
-            return found
+            return []
+        unet = getattr(model.model, "diffusion_model", None)
         vae = getattr(model, "first_stage_model", None)
-        candidates = (
-            ("unet", getattr(model.model, "diffusion_model", None)),
-            ("vae_encoder", getattr(vae, "encoder", None)),
-            ("vae_decoder", getattr(vae, "decoder", None)),
-        )
-        for name, module in candidates:
-            if name not in ignores and isinstance(module, nn.Module):
-                found.append((name, module))
-        if "controlnet" not in ignores:
-            found += control_components(control_models(model.model.diffusion_model))
-        return found
+        candidates: list[tuple[ComponentId, Any]] = [
+            (ComponentId(Role.UNET), unet),
+            (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
+            (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
+        ]
+        if Role.CONTROLNET not in ignores:
+            candidates += control_components(control_models(unet))
+        return [
+            (component, module)
+            for component, module in candidates
+            if component.role not in ignores and isinstance(module, nn.Module)
+        ]
 
     def refusal_reason(self, job: Any) -> str | None:
-        return job_refusal(_loaded_model(), job)
+        return job_eager_reason(_loaded_model(), job)
 
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
-        if component == "unet":
-            # The same hook in each job: captures are given up when a model has got another one.
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
+        if component.role is Role.UNET:
+            # The same hook in each job: another hook would be a change that drops CUDA graphs.
             pending = self._pending.setdefault(model, PendingNetworks())
             pending.find_layers(model)
             patches.hook(model.register_forward_pre_hook(pending), model)
@@ -102,12 +116,10 @@ class A1111Host(WebUIHost):
         )
 
     def weights(self) -> Hashable:
-        loaded = getattr(lora_module(), "loaded_networks", ())
-        networks = [(n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in loaded]
-        return super().weights(), tuple(networks)
+        return super().weights(), loaded_loras()
 
-    def owner(self, component: str, model: nn.Module) -> object | None:
-        return keeper(model) if component.startswith(self.host_owned) else None
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:
+        return owner_of(model) if component.role in self.host_owned else None
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices

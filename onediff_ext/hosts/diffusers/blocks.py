@@ -1,8 +1,8 @@
 """The blocks of diffusers' UNet2DConditionModel, ControlNetModel and AutoencoderKL.
 
-Down- and upsamplers stay eager: each is one convolution, for which a graph has
-nothing to fuse. A transformer's projections are kinds of their own, since its many
-blocks in one graph would take minutes to build.
+Down- and upsamplers stay eager: each is one convolution, for which a graph has nothing to fuse. A
+transformer's projections are kinds of their own: one graph of all its blocks would take minutes to
+build.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.family import (
-    IMAGE,
-    VECTOR,
-    BlockCall,
-    BlockFamily,
-    Refusal,
-)
+from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, named_arguments
+from onediff_ext.engine.blocks.family import IMAGE, VECTOR, BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, small_blocks_pay
+from onediff_ext.engine.blocks.residual_family import ResidualBlocks
 from onediff_ext.engine.blocks.transformer_family import TransformerBlocks
 
-# Attention that is a pure function of its arguments, by its class's name there. Others
+# Processors that are pure functions of their arguments, by the names of their classes. Others
 # (IP-Adapter, attention stores, slicing, xformers) keep state or freeze shapes.
 _PROCESSORS = "diffusers.models.attention_processor"
 PURE_PROCESSORS = frozenset({"AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"})
@@ -61,21 +57,21 @@ class _DiffusersFamily(BlockFamily):
         return {"diffusers": _diffusers_version()}
 
 
-class ResnetFamily(_DiffusersFamily):
+class ResnetFamily(ResidualBlocks, _DiffusersFamily):
     """ResnetBlock2D, with a time embedding (UNet) or without one (VAE)."""
 
     label = "ResnetBlock2D"
     path = "diffusers.models.resnet:ResnetBlock2D"
 
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.in_channels}→{block.out_channels}"
+    def channels(self, block: Any) -> tuple[int, int]:
+        return block.in_channels, block.out_channels
 
     def bind(
         self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
-        named = _named(("input_tensor", "temb"), args, kwargs)
+        named = named_arguments(("input_tensor", "temb"), args, kwargs)
         if named is None or named.get("input_tensor") is None:
-            return Refusal("called with arguments that are not known")
+            return UNKNOWN_ARGUMENTS
         if block.upsample is not None or block.downsample is not None:
             return Refusal("a residual block that also resamples is not supported")
         # x [B, C, H, W], temb [B, T] or None
@@ -91,10 +87,6 @@ class ResnetFamily(_DiffusersFamily):
     ) -> torch.Tensor:
         output: torch.Tensor = block.forward(tensors[0], tensors[1] if statics["temb"] else None)
         return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:
-        x = call.tensors[0]
-        return x.numel() // x.shape[1] * int(max(block.in_channels, block.out_channels))
 
 
 class TransformerFamily(TransformerBlocks, _DiffusersFamily):
@@ -126,11 +118,11 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
             "class_labels",
             "added_cond_kwargs",
         )
-        named = _named(order, args, kwargs)
+        named = named_arguments(order, args, kwargs)
         if named is None or named.get("hidden_states") is None:
-            return Refusal("called with arguments that are not known")
+            return UNKNOWN_ARGUMENTS
         if block.norm_type == "layer_norm":
-            # UNets hand the timestep to every transformer; plain layer norms ignore it.
+            # UNets pass the timestep to every transformer; plain layer norms ignore it.
             named.pop("timestep", None)
             named.pop("class_labels", None)
             named.pop("added_cond_kwargs", None)
@@ -144,7 +136,7 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
         if block._chunk_size is not None:
             return Refusal("feed-forward chunking is on")
         for attention in (block.attn1, block.attn2):
-            reason = _processor_refusal(attention)
+            reason = _processor_eager_reason(attention)
             if reason is not None:
                 return Refusal(reason)
         context = named.get("encoder_hidden_states")
@@ -176,14 +168,14 @@ class AttentionFamily(_DiffusersFamily):
         self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
         order = ("hidden_states", "encoder_hidden_states", "attention_mask")
-        named = _named((*order, "temb"), args, kwargs)
+        named = named_arguments((*order, "temb"), args, kwargs)
         if named is None or named.get("hidden_states") is None or named["hidden_states"].ndim != 4:
             return Refusal("attention outside a VAE's middle block runs inside its transformer")
         if named.get("encoder_hidden_states") is not None:
             return Refusal("called with encoder_hidden_states")
         if named.get("attention_mask") is not None or named.get("temb") is not None:
             return Refusal("called with a mask or a time embedding")
-        reason = _processor_refusal(block)
+        reason = _processor_eager_reason(block)
         if reason is not None:
             return Refusal(reason)
         return BlockCall((named["hidden_states"],), (IMAGE,))  # x [B, C, H, W]
@@ -209,7 +201,7 @@ class _ProjectionFamily(_DiffusersFamily):
 
 
 class ProjectionInFamily(_ProjectionFamily):
-    """From an image to a transformer's tokens: norm, layout and projection."""
+    """From an image to a transformer's tokens: norm, projection and layout."""
 
     label = "Transformer2DModel in"
     method = "_operate_on_continuous_inputs"
@@ -221,9 +213,9 @@ class ProjectionInFamily(_ProjectionFamily):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> BlockCall | Refusal:
-        named = _named(("hidden_states",), args, kwargs)
+        named = named_arguments(("hidden_states",), args, kwargs)
         if named is None or named.get("hidden_states") is None:
-            return Refusal("called with arguments that are not known")
+            return UNKNOWN_ARGUMENTS
         return BlockCall((named["hidden_states"],), (IMAGE,))  # x [B, C, H, W]
 
     def run(
@@ -239,12 +231,12 @@ class ProjectionInFamily(_ProjectionFamily):
         return tensor
 
     def output_of(self, block: Any, tensor: torch.Tensor) -> Any:
-        # The channels before a linear projection, and after one that is a convolution.
+        # diffusers counts the channels before a linear projection, and after a convolution.
         return tensor, block.in_channels if block.use_linear_projection else tensor.shape[-1]
 
 
 class ProjectionOutFamily(_ProjectionFamily):
-    """From a transformer's tokens back to an image, and the sum with what came in."""
+    """From a transformer's tokens back to an image, with the residual added."""
 
     label = "Transformer2DModel out"
     method = "_get_output_for_continuous_inputs"
@@ -257,9 +249,9 @@ class ProjectionOutFamily(_ProjectionFamily):
         kwargs: Mapping[str, Any],
     ) -> BlockCall | Refusal:
         order = ("hidden_states", "residual", "batch_size", "height", "width", "inner_dim")
-        named = _named(order, args, kwargs)
+        named = named_arguments(order, args, kwargs)
         if named is None or len(named) != len(order):
-            return Refusal("called with arguments that are not known")
+            return UNKNOWN_ARGUMENTS
         tokens, residual = named["hidden_states"], named["residual"]
         batch, _, height, width = residual.shape
         if tokens.ndim != 3 or tokens.shape[:2] != (batch, height * width):
@@ -283,10 +275,10 @@ class ProjectionOutFamily(_ProjectionFamily):
             batch_size=batch,
             height=height,
             width=width,
-            # Counted after a linear projection, and before one that is a convolution.
+            # diffusers counts after a linear projection, and before a convolution.
             inner_dim=residual.shape[1] if block.use_linear_projection else width_inner,
         )
-        # In the layout that the next block wants, whatever the sum was computed in.
+        # The layout that the next block takes, whatever layout the sum has.
         return output.contiguous(memory_format=torch.channels_last)
 
 
@@ -305,22 +297,6 @@ def _diffusers_version() -> str:
     return importlib.metadata.version("diffusers")  # reads and parses a file at each call
 
 
-def _named(
-    order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Arguments by name, or None when some are not among `order`."""
-    if len(args) > len(order):
-        return None
-    named = dict(zip(order, args, strict=False))
-    for name, value in kwargs.items():
-        if name not in order or name in named:
-            if value is None:
-                continue
-            return None
-        named[name] = value
-    return named
-
-
 def _projects_alone(block: Any) -> bool:
     """Whether nothing but ``attn2.to_k`` and ``attn2.to_v`` reads the context."""
     attention = block.attn2
@@ -332,12 +308,12 @@ def _projects_alone(block: Any) -> bool:
     )
 
 
-def _processor_refusal(attention: Any) -> str | None:
+def _processor_eager_reason(attention: Any) -> str | None:
     if attention is None:
         return None
     processor = attention.processor
     cls = type(processor)
     if cls.__name__ in PURE_PROCESSORS and cls.__module__ == _PROCESSORS:
-        # Another name for the same thing would be a setting that no graph knows.
+        # An attribute of a processor would be a setting that no graph knows.
         return f"attention processor {cls.__name__} has settings" if vars(processor) else None
     return f"attention processor {cls.__qualname__} is not known as pure"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.engine.patches import Patches
@@ -77,11 +78,12 @@ class CompiledPipe:
     def refresh(self) -> None:
         """Install on models that replaced others in the pipeline, and remove from the old ones."""
         models = find_models(self._pipe, self._ignored)
-        if [(c.name, id(c.model)) for c in self.components] == [(n, id(m)) for n, m in models]:
+        served = [(c.identity, id(c.model)) for c in self.components]
+        if served == [(identity, id(model)) for identity, model in models]:
             return
         with lifted(self._pipe):
-            kept = {(name, id(model)) for name, model in models}
-            for component in [c for c in self.components if (c.name, id(c.model)) not in kept]:
+            kept = {(identity, id(model)) for identity, model in models}
+            for component in [c for c in self.components if (c.identity, id(c.model)) not in kept]:
                 with lifted_from(component.model):
                     component.remove()
                 self.components.remove(component)
@@ -102,7 +104,7 @@ class CompiledPipe:
             model.unfuse_qkv_projections()
         self._fused = []
 
-    def _serve(self, models: list[tuple[str, nn.Module]]) -> None:
+    def _serve(self, models: list[tuple[ComponentId, nn.Module]]) -> None:
         if self._fuses:
             for model in self._models_to_fuse():
                 # Another pipeline that shares the model may have fused them, and undoes that.
@@ -110,12 +112,12 @@ class CompiledPipe:
                 if not any(cls.__name__.startswith("Fused") for cls in processors):
                     model.fuse_qkv_projections()
                     self._fused.append(model)
-        served = {(component.name, id(component.model)): component for component in self.components}
+        served = {(c.identity, id(c.model)): c for c in self.components}
         self.components = []
-        for name, model in models:
-            component = served.get((name, id(model)))
+        for identity, model in models:
+            component = served.get((identity, id(model)))
             if component is None:
-                component = Component(name, model, self.session, channels_last=True)
+                component = Component(identity, model, self.session, channels_last=True)
                 component.install()
             self.components.append(component)
 
@@ -230,19 +232,23 @@ def one_picture(pipe: object) -> AbstractContextManager[None]:
     return state.session.picture()
 
 
-def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[str, nn.Module]]:
-    """The pipeline's models that can run compiled, by component name."""
-    models: list[tuple[str, nn.Module]] = []
-    unet = getattr(pipe, "unet", None)
-    if unet is not None and "unet" not in ignored:
-        models.append(("unet", unet))
-    vae = getattr(pipe, "vae", None)
-    for part in ("encoder", "decoder"):
-        model = getattr(vae, part, None)
-        if isinstance(model, nn.Module) and f"vae_{part}" not in ignored:
-            models.append((f"vae_{part}", model))
-    controlnet = getattr(pipe, "controlnet", None)
-    if controlnet is not None and "controlnet" not in ignored:
-        nets = getattr(controlnet, "nets", None) or [controlnet]
-        models += [(f"controlnet{i or ''}", net) for i, net in enumerate(nets)]
-    return models
+def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
+    """The pipeline's models that can run compiled.
+
+    Args:
+        pipe: Any diffusers pipeline.
+        ignored: Roles to leave out, as `parse_ignores` returns them.
+    """
+    vae, controlnet = getattr(pipe, "vae", None), getattr(pipe, "controlnet", None)
+    nets = getattr(controlnet, "nets", None) or [controlnet]
+    candidates: list[tuple[ComponentId, Any]] = [
+        (ComponentId(Role.UNET), getattr(pipe, "unet", None)),
+        (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
+        (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
+        *((ComponentId(Role.CONTROLNET, index), net) for index, net in enumerate(nets)),
+    ]
+    return [
+        (identity, model)
+        for identity, model in candidates
+        if identity.role not in ignored and isinstance(model, nn.Module)
+    ]

@@ -1,4 +1,4 @@
-"""DeepCache for diffusers pipelines: where a picture begins, and what voids its features."""
+"""DeepCache for diffusers pipelines: where a picture begins, and what invalidates its features."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
@@ -18,7 +19,7 @@ from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
 
 Pipe = TypeVar("Pipe")
 
-# Methods of a UNet after which features are no longer those of its weights.
+# Methods of a UNet that change its weights, so that features are invalid afterwards.
 _CHANGES = (
     *("load_lora_adapter", "add_adapter", "delete_adapters", "unload_lora"),
     *("set_adapter", "set_adapters", "enable_adapters", "disable_adapters"),
@@ -32,8 +33,8 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
     """Reuse deep features of a pipeline's UNet, until `disable_deepcache`.
 
     Works on any pipeline with a `UNet2DConditionModel` of SD 1.x, SD 2.x or SDXL: compiled or
-    not, with ControlNet, LoRA, image to image or inpainting. Pipelines that share the UNet
-    share this too. Pictures differ from those without it.
+    eager, with ControlNet, LoRA, image to image or inpainting. Pipelines that share the UNet share
+    its DeepCache too. Pictures differ from those without it.
 
     Args:
         pipe: The pipeline.
@@ -43,7 +44,7 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
         The same pipeline.
 
     Raises:
-        OptionError: An option cannot be used, or the UNet is of another kind.
+        OptionError: An option cannot be used, or the UNet has another class.
     """
     chosen = DeepCacheOptions.parse(options)
     unet = getattr(pipe, "unet", None)
@@ -55,7 +56,7 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
     switch = _switch_of(unet)
     if switch is None:
         switch = _Switch(unet)
-        switch.cache.begin_picture(chosen)  # refuses before anything is patched
+        switch.cache.begin_picture(chosen)  # raises before anything is patched
         switch.install()
     else:
         switch.cache.begin_picture(chosen)
@@ -72,22 +73,25 @@ def disable_deepcache(pipe: Pipe) -> Pipe:
 
 
 def deepcache_state(pipe: object) -> DeepCache | None:
-    """What stands around a pipeline's UNet, or None: counts, and why a picture did without."""
+    """The DeepCache of a pipeline's UNet, with counts and reasons; None if it has none."""
     unet = getattr(pipe, "unet", None)
     return deepcache_of(unet) if isinstance(unet, nn.Module) else None
 
 
 def distilled_refusal(unet: Any) -> str | None:
-    """Why there is nothing to win with this UNet, or None: an LCM takes the guidance as input."""
+    """Why DeepCache saves nothing with this UNet, or None.
+
+    A distilled LCM takes the guidance as an input, and needs only a few steps.
+    """
     distilled = unet.config.get("time_cond_proj_dim")
     return few_steps_refusal("an LCM checkpoint", None) if distilled else None
 
 
 @contextmanager
 def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
-    """Draw one batch with these options and give the memory back after it, however it ends.
+    """Draw one batch with these options and release the memory afterwards.
 
-    DeepCache stays around the UNet, passing through: captures go on being valid.
+    DeepCache stays installed and passes calls through, so CUDA graphs stay valid.
 
     Raises:
         OptionError: As `enable_deepcache`.
@@ -109,9 +113,9 @@ def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
 
 @contextmanager
 def lifted(pipe: object) -> Iterator[None]:
-    """Take DeepCache off for a ``with`` block and put it around what is there afterwards.
+    """A context without a pipeline's DeepCache, which then wraps what is there at the end.
 
-    It has to be the outermost: a capture must not contain its decisions.
+    DeepCache has to be the outermost wrapper: a CUDA graph must not contain its decisions.
     """
     with lifted_from(getattr(pipe, "unet", None)):
         yield
@@ -119,7 +123,7 @@ def lifted(pipe: object) -> Iterator[None]:
 
 @contextmanager
 def lifted_from(model: object) -> Iterator[None]:
-    """The same for one model."""
+    """`lifted` for one model."""
     cache = deepcache_of(model) if isinstance(model, nn.Module) else None
     if cache is None:
         yield
@@ -132,19 +136,19 @@ def lifted_from(model: object) -> Iterator[None]:
 
 
 class _Switch:
-    """DeepCache around one UNet, and the hooks that keep it right.
+    """DeepCache around one UNet, and the hooks that keep its features valid.
 
-    As its clock it tells pictures and evaluations apart by the timestep that pipelines hand to
-    the UNet: an element of the scheduler's tensor. A new tensor is a new picture, another
-    element another evaluation, so nothing is read from a GPU. Timesteps made by other means
-    are compared by value, which falls within a picture.
+    As DeepCache's clock it tells pictures and evaluations apart by the timestep that pipelines pass
+    to the UNet, an element of the scheduler's tensor. A new tensor is a new picture, and another
+    element is another evaluation, so nothing is read from a GPU. Other timesteps are compared by
+    value, which falls within a picture.
     """
 
     def __init__(self, unet: Any) -> None:
         self._unet = unet
         self.cache = DeepCache(unet, DiffusersUNet(unet), self)
         self._scheduler: Callable[[], Any] = lambda: None
-        self._last: Any = None  # kept, so that its memory cannot become another tensor's
+        self._last: Any = None  # kept, so that no other tensor gets its memory
         self._patches, self._pipes = Patches(), Patches()
         self._hooks: list[Any] = []
 
@@ -152,7 +156,9 @@ class _Switch:
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
         last, self._last = self._last, timestep
         if last is None or not _same_picture(last, timestep):
-            cache.begin_picture(evaluations=_evaluations(timestep), refusal_reason=self._why_not())
+            cache.begin_picture(
+                evaluations=_evaluations(timestep), refusal_reason=self._refusal_reason()
+            )
         elif _same_evaluation(last, timestep):
             return
         cache.begin_evaluation()
@@ -162,7 +168,7 @@ class _Switch:
         for name in _CHANGES:
             method = getattr(self._unet, name, None)
             if method is not None:
-                self._patches.set(self._unet, name, _Voiding(method, self.cache))
+                self._patches.set(self._unet, name, _Invalidating(method, self.cache))
 
     def use(self, pipe: Any) -> None:
         """Follow a pipeline's scheduler, its ControlNets and the end of its pictures."""
@@ -173,9 +179,9 @@ class _Switch:
             ended = _EndingPicture(pipe.maybe_free_model_hooks, self)
             self._pipes.set(pipe, "maybe_free_model_hooks", ended)
         controlnet = getattr(pipe, "controlnet", None)
-        for number, net in enumerate(getattr(controlnet, "nets", None) or [controlnet]):
+        for index, net in enumerate(getattr(controlnet, "nets", None) or [controlnet]):
             if isinstance(net, nn.Module):
-                hook = _NoteControl(f"controlnet {number}", self.cache)
+                hook = _NoteControl(str(ComponentId(Role.CONTROLNET, index)), self.cache)
                 self._hooks.append(net.register_forward_pre_hook(hook, with_kwargs=True))
 
     def end_picture(self) -> None:
@@ -193,7 +199,7 @@ class _Switch:
             hook.remove()
         self._hooks = []
 
-    def _why_not(self) -> str | None:
+    def _refusal_reason(self) -> str | None:
         scheduler = self._scheduler()
         name = type(scheduler).__name__.removesuffix("Scheduler")
         return distilled_refusal(self._unet) or few_steps_refusal(
@@ -201,7 +207,7 @@ class _Switch:
         )
 
 
-class _Voiding:
+class _Invalidating:
     """A method of the UNet that changes its weights."""
 
     def __init__(self, method: Callable[..., Any], cache: DeepCache) -> None:
@@ -219,7 +225,7 @@ class _Voiding:
 
 
 class _EndingPicture:
-    """The pipeline's method that each of its pictures ends with."""
+    """The pipeline's method that ends each of its pictures."""
 
     def __init__(self, method: Callable[..., Any], switch: _Switch) -> None:
         self._method, self._switch = method, switch
@@ -233,7 +239,10 @@ class _EndingPicture:
 
 
 class _NoteControl:
-    """A hook on a ControlNet: outside its range of steps diffusers calls it with a scale of 0."""
+    """A pre-hook that notes whether a ControlNet is in its range of steps.
+
+    Outside of it diffusers calls the ControlNet with a scale of 0.
+    """
 
     def __init__(self, name: str, cache: DeepCache) -> None:
         self._name, self._cache = name, cache
@@ -267,7 +276,7 @@ def _same_evaluation(last: Any, now: Any) -> bool:
 
 
 def _evaluations(timestep: Any) -> int | None:
-    """How many timesteps are left in the scheduler's tensor, this one included."""
+    """How many timesteps are left in the scheduler's tensor, including this one."""
     if not isinstance(timestep, torch.Tensor) or not _is_element(timestep):
         return None
     storage = timestep.untyped_storage().nbytes() // timestep.element_size()
@@ -275,7 +284,7 @@ def _evaluations(timestep: Any) -> int | None:
 
 
 def _is_element(timestep: torch.Tensor) -> bool:
-    """Whether it is one number out of a longer tensor, maybe expanded."""
+    """Whether it is one number of a longer tensor, perhaps expanded."""
     own = 1 if not any(timestep.stride()) else timestep.numel()
     return timestep.untyped_storage().nbytes() > own * timestep.element_size()
 

@@ -1,9 +1,9 @@
-"""UNet2DConditionModel of diffusers: a shallow forward runs on a shorter list of blocks.
+"""DeepCache for diffusers' UNet2DConditionModel: a shallow forward has shorter lists of blocks.
 
-The encoder's layers are, in order, the residual blocks (with their attention) and the
-downsamplers of `down_blocks`; each leaves one skip connection, after that of `conv_in`. The
-decoder's layers take them in reverse. At depth n the first n layers of the encoder and the
-last n + 1 of the decoder run; the feature is what the first of those got from below.
+The encoder's layers are, in order, the residual blocks (with their attention) and the downsamplers
+of `down_blocks`. Each makes one skip connection, after that of `conv_in`. The decoder's layers take
+them in reverse. At depth n the first n layers of the encoder and the last n + 1 of the decoder run.
+The feature is the input that the first of these decoder layers gets from the layer before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ORDER = ("sample", "timestep", "encoder_hidden_states")
 
 
 class _Middle(nn.Module):
-    """Stands for the middle block: gives the cached feature."""
+    """Replaces the middle block and returns the cached feature."""
 
     def __init__(self, feature: Feature) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Cut:
 
     Args:
         boundary: The module whose output is the feature.
-        children: (parent, name, what stands there in a shallow forward), the middle left out.
+        children: (parent, name, the child in a shallow forward), without the middle block.
         adapter_residuals: How many of a T2I-Adapter's residuals belong to layers that run.
     """
 
@@ -56,11 +56,13 @@ class _Cut:
 
 
 class DiffusersUNet(UNetAdapter):
-    """Args:
-        unet: A UNet2DConditionModel of the kinds of block that Stable Diffusion has.
+    """The adapter for one UNet.
+
+    Args:
+        unet: A UNet2DConditionModel with the blocks of Stable Diffusion.
 
     Raises:
-        OptionError: It has other kinds of block.
+        OptionError: It has other blocks.
     """
 
     def __init__(self, unet: Any) -> None:
@@ -75,7 +77,7 @@ class DiffusersUNet(UNetAdapter):
             )
         self._unet = unet
         self._cuts: dict[int, _Cut] = {}
-        # Adds nothing; a ControlNet's residual for the middle is already in the feature.
+        # Added to the feature, which contains a ControlNet's residual for the middle already.
         self._zero: torch.Tensor | None = None
 
     def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> UNetCall | Uncached:
@@ -114,7 +116,7 @@ class DiffusersUNet(UNetAdapter):
         if changed.get(middle) is not None:
             changed[middle] = self._nothing(changed[middle])
         else:
-            names.append(down)  # an old way to hand over a T2I-Adapter's
+            names.append(down)  # an old way to pass those of a T2I-Adapter
         for name in names:
             if changed.get(name) is not None:
                 changed[name] = list(changed[name])[:count]
@@ -147,7 +149,7 @@ class DiffusersUNet(UNetAdapter):
                 residuals += 1
                 continue
             children += _first_layers(block, left)
-            # A residual is added after the last attention, or else after the downsampler.
+            # A residual is added after the last attention, or without one after the downsampler.
             residuals += _has_attention(block) and left == len(block.resnets)
             left = 0
         kept_up: list[nn.Module] = []
@@ -179,7 +181,7 @@ def _encoder_layers(block: Any) -> list[nn.Module]:
 
 
 def _first_layers(block: Any, count: int) -> list[tuple[nn.Module, str, nn.Module | None]]:
-    """Leave a block of the encoder its first layers; never its downsampler."""
+    """The children of an encoder block with its first layers only, without its downsampler."""
     children: list[tuple[nn.Module, str, nn.Module | None]] = [
         (block, "resnets", nn.ModuleList(block.resnets[:count]))
     ]
@@ -191,7 +193,7 @@ def _first_layers(block: Any, count: int) -> list[tuple[nn.Module, str, nn.Modul
 
 
 def _last_layers(block: Any, skipped: int) -> list[tuple[nn.Module, str, nn.Module | None]]:
-    """Leave a block of the decoder its last layers."""
+    """The children of a decoder block with its last layers only."""
     names = ("resnets", "attentions") if _has_attention(block) else ("resnets",)
     return [(block, name, nn.ModuleList(getattr(block, name)[skipped:])) for name in names]
 

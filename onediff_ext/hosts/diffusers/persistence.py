@@ -53,7 +53,7 @@ def save_pipe(
     probe(pipe)
     session.build_missing()
     ignored = parse_ignores(ignores)
-    wanted = [c for c in compiled.components if c.name.rstrip("0123456789") not in ignored]
+    wanted = [c for c in compiled.components if c.role not in ignored]
     kinds = {kind.key.digest: kind for c in wanted for kind in c.kinds()}
     usable = [d for d, kind in kinds.items() if kind.state is not KindState.FAILED]
     try:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.components import Role
 from onediff_ext.hosts.diffusers.compile import compiled_state
 
 _SIDE_LATENT = 16  # 128 pixels: at least two cells at every level of every UNet
 
 
-def probe(pipe: Any, without: Collection[str] = ()) -> None:
-    """Run each component of a compiled pipeline once on noise.
+def probe(pipe: Any, without: Collection[Role] = ()) -> None:
+    """Run each component of a compiled pipeline once on noise, but for those named in `without`.
 
     This finds missing kinds (the "wait" policy builds them together) and compares existing
     graphs with eager.
@@ -29,17 +30,17 @@ def probe(pipe: Any, without: Collection[str] = ()) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), compiled.session.holding_builds():
         for component in compiled.components:
-            if component.name in without:
+            if component.role in without:
                 continue
-            if component.name == "unet":
+            if component.role is Role.UNET:
                 component.model(**unet_inputs(component.model, generator))
-            elif component.name.startswith("controlnet"):
+            elif component.role is Role.CONTROLNET:
                 inputs = unet_inputs(component.model, generator)
                 image = torch.rand(2, 3, 8 * _SIDE_LATENT, 8 * _SIDE_LATENT, generator=generator)
                 weight = next(component.model.parameters())
                 component.model(**inputs, controlnet_cond=image.to(weight))
             else:
-                _run_vae_part(pipe, component.name, component.model, generator)
+                _run_vae_part(pipe, component.role, component.model, generator)
 
 
 def unet_inputs(
@@ -80,7 +81,7 @@ def unet_inputs(
     return inputs
 
 
-def _run_vae_part(pipe: Any, name: str, model: nn.Module, generator: torch.Generator) -> None:
+def _run_vae_part(pipe: Any, role: Role, model: nn.Module, generator: torch.Generator) -> None:
     vae = pipe.vae
     weight = next(model.parameters())
     # diffusers casts such a VAE up for every picture, since it overflows in float16.
@@ -88,8 +89,8 @@ def _run_vae_part(pipe: Any, name: str, model: nn.Module, generator: torch.Gener
     upcast = stored == torch.float16 and vae.config.get("force_upcast", False)
     upcast = upcast and "XL" in type(pipe).__name__
     dtype = torch.float32 if upcast else stored
-    channels = 3 if name == "vae_encoder" else vae.config.latent_channels
-    side = _SIDE_LATENT * (8 if name == "vae_encoder" else 1)
+    channels = 3 if role is Role.VAE_ENCODER else vae.config.latent_channels
+    side = _SIDE_LATENT * (8 if role is Role.VAE_ENCODER else 1)
     sample = torch.randn(2, channels, side, side, generator=generator).to(weight.device, dtype)
     if upcast:
         model.to(torch.float32)

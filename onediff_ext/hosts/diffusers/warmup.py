@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.core.components import Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compiled_state
@@ -34,7 +35,7 @@ def pipe_warm_up(
     compiled = compiled_state(pipe)
     if compiled is None:
         raise OptionError("This pipeline is not compiled.", "Call compile_pipe(pipe) first.")
-    unets = [component for component in compiled.components if component.name == "unet"]
+    unets = [component for component in compiled.components if component.role is Role.UNET]
     device = next(pipe.unet.parameters()).device
 
     def step(shape: BatchShape, noise: torch.Generator) -> None:
@@ -48,5 +49,5 @@ def pipe_warm_up(
         with torch.no_grad():
             pipe.unet(**inputs)
 
-    others = partial(probe, pipe, without=("unet",))
+    others = partial(probe, pipe, without=(Role.UNET,))
     return WarmUp(compiled.session, unets, step, others, shapes, device, listen, give_way)

@@ -1,6 +1,6 @@
-"""How the two hosts compute attention, as far as a graph has to do the same.
+"""How Forge and reForge compute attention, and whether a graph can compute the same.
 
-Both choose one function for the process; extensions may put their own in its place.
+Both choose one function for the process; extensions may replace it.
 Source: backend/attention.py of Forge, ldm_patched/ldm/modules/attention.py of reForge.
 """
 
@@ -12,8 +12,8 @@ import torch
 
 from onediff_ext.hosts.forge.blocks import AttentionRules
 
-# Functions whose result is that of PyTorch's kernel but for rounding. Those that quantise
-# (sage) are not: a graph would draw another picture than the host.
+# Functions whose result is that of PyTorch's kernel except for rounding. Functions that quantise
+# (sage) are left out: a graph would draw another image than the host.
 _EXACT = frozenset(
     {
         "attention_pytorch",
@@ -31,7 +31,7 @@ _EXACT_SPATIAL = frozenset(
         "normal_attention_single_head_spatial",
     }
 )
-# These alone compute their scores in float32 when the host asks for it.
+# Only these compute their scores in float32 when the host asks for it.
 _UPCASTING = frozenset({"attention_basic", "attention_split", "attention_sub_quad"})
 
 
@@ -69,7 +69,7 @@ def reforge_attention() -> AttentionRules:
 
 
 def _foreign(function: object, home: ModuleType, exact: frozenset[str]) -> str | None:
-    """Why an attention function is not known as exact, or None."""
+    """Why an attention function may differ from PyTorch's kernel, or None."""
     name = getattr(function, "__name__", type(function).__name__)
     if name in exact and getattr(home, name, None) is function:
         return None

@@ -1,33 +1,30 @@
 """The blocks of Forge's ``backend.nn`` and of reForge's ``ldm_patched.ldm`` models.
 
-Both descend from CompVis' code by way of ComfyUI: blocks take a dict of
-``transformer_options``, in which other extensions leave patches. A block that such a
-patch concerns runs eager; for all others the dict changes nothing and is left out.
+Both descend from CompVis' code through ComfyUI. Their blocks take a dict of
+``transformer_options``, in which other extensions leave patches. A block that such a patch concerns
+runs eager; for all others the dict changes nothing and is left out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.attention import attend, attend_image
-from onediff_ext.engine.blocks.family import (
-    IMAGE,
-    VECTOR,
-    BlockCall,
-    BlockFamily,
-    Refusal,
-)
+from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, are_tensors, named_arguments
+from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, GroupNorms
-from onediff_ext.engine.blocks.transformer_family import TransformerBlocks
-
-_UNKNOWN = Refusal("called with arguments that are not known")
+from onediff_ext.hosts.ldm_blocks import (
+    LdmBlocks,
+    LdmResBlocks,
+    LdmTransformers,
+    LdmVaeAttention,
+    LdmVaeResnets,
+)
 
 # Patches that run inside a transformer block; others run between blocks.
 _INNER_PATCHES = (
@@ -44,10 +41,10 @@ class AttentionRules:
     """How the host computes attention, asked at each call.
 
     Args:
-        refusal_reason: Why attention cannot be a graph's just now (an implementation that is not
-            the host's own, or one that rounds differently), or None.
-        upcasts: Whether scores are computed in float32, given the precision that the block
-            was made with (None is the model's own) and the dtype of its input.
+        refusal_reason: Why attention cannot be a graph's just now (an implementation of another
+            extension, or one that rounds differently), or None.
+        upcasts: Whether scores are computed in float32, given the precision that the block was made
+            with (None is the model's own) and the dtype of its input.
     """
 
     refusal_reason: Callable[[], str | None] = lambda: None
@@ -56,17 +53,17 @@ class AttentionRules:
 
 @dataclass(frozen=True)
 class ForgePackage:
-    """Where one of the two hosts keeps its blocks and layers.
+    """The blocks and layers of one of the two hosts.
 
     Args:
         unet, transformer, vae: Python modules of ResBlock, BasicTransformerBlock and the
             VAE's blocks.
         layers: Full-name prefixes of the layer classes whose weights are plain tensors.
         casts: Attribute by which a layer is told to cast its weights to its input.
-        transient: What the host's memory management keeps on modules.
-        interfering: What makes a layer change its weights at each call.
+        ignored_attrs: Attributes that the host's memory management keeps on modules.
+        dynamic_weight_attrs: Attributes that make a layer change its weights at each call.
         per_image: Models whose images of one batch do not depend on each other. reForge's UNet is
-            none: it draws videos too.
+            none of them: it draws videos too.
     """
 
     unet: str
@@ -130,78 +127,45 @@ REFORGE = ForgePackage(
 )
 
 
-class _ForgeFamily(BlockFamily):
-    class_name: str
-
+class _ForgeBlocks(LdmBlocks):
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
+        super().__init__()
         self.package, self.attention = package, attention
         own = (package.unet, package.transformer, package.vae)
         self.sources = (*dict.fromkeys(f"{module}." for module in own), *package.layers)
-        self.ignored_attrs, self.dynamic_weight_attrs = (
-            package.ignored_attrs,
-            package.dynamic_weight_attrs,
-        )
+        self.ignored_attrs = package.ignored_attrs
+        self.dynamic_weight_attrs = package.dynamic_weight_attrs
         self.per_image = package.per_image
-        self.label = self.class_name
 
     def module_name(self) -> str:
         return self.package.unet
 
-    def block_class(self) -> type[nn.Module] | None:
-        return getattr(sys.modules.get(self.module_name()), self.class_name, None)
-
-    def packages(self) -> Mapping[str, str]:
-        return {}  # neither host has a version; the digest of the source stands for it
-
     def prepare(self, block: Any) -> None:
-        # Weights of the input's dtype are taken as they are, so this changes nothing for
-        # them; for all others (fp8 storage) the cast becomes part of the graph. The hosts
-        # themselves flip it while they offload.
+        # Layers take weights of the input's dtype as they are, so the cast changes nothing for
+        # them. For all others (fp8 storage) it becomes part of the graph. The hosts themselves
+        # switch it on and off while they offload.
         for module in block.modules():
             cls = type(module)
             if f"{cls.__module__}.{cls.__qualname__}".startswith(self.package.layers):
                 setattr(module, self.package.casts, True)
 
 
-class ForgeResBlock(_ForgeFamily):
-    """The UNet's residual block, with a time embedding."""
+class ForgeResBlock(LdmResBlocks, _ForgeBlocks):
+    """The UNet's residual block."""
 
-    class_name = "ResBlock"
+    arguments = ("x", "emb", "transformer_options")
 
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.channels}→{block.out_channels}"
-
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        named = _named(("x", "emb", "transformer_options"), args, kwargs)
-        if named is None or not _tensors(named.get("x"), named.get("emb")):
-            return _UNKNOWN
+    def unsupported_reason(self, block: Any, named: Mapping[str, Any]) -> str | None:
         if block.updown or block.skip_t_emb or block.exchange_temb_dims:
-            return Refusal("a residual block of this form is not supported")
+            return "a residual block of this form is not supported"
         if "group_norm_wrapper" in (named.get("transformer_options") or {}):
-            return Refusal("another extension wraps the group norm")
-        # x [B, C, H, W], emb [B, T]
-        return BlockCall((named["x"], named["emb"]), (IMAGE, VECTOR))
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        output: torch.Tensor = block._forward(tensors[0], tensors[1])
-        return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:
-        x = call.tensors[0]
-        return x.numel() // x.shape[1] * int(max(block.channels, block.out_channels))
+            return "another extension wraps the group norm"
+        return None
 
 
-class ForgeTransformer(TransformerBlocks, _ForgeFamily):
-    """BasicTransformerBlock with self-attention and cross-attention."""
+class ForgeTransformer(LdmTransformers, _ForgeBlocks):
+    """The transformer block of both hosts."""
 
-    class_name = "BasicTransformerBlock"
     mutates_inputs = True  # Forge adds to x in place
 
     def module_name(self) -> str:
@@ -213,13 +177,14 @@ class ForgeTransformer(TransformerBlocks, _ForgeFamily):
     def bind(
         self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
-        named = _named(("x", "context", "transformer_options"), args, kwargs)
-        if named is None or not _tensors(named.get("x")):
-            return _UNKNOWN
+        named = named_arguments(("x", "context", "transformer_options"), args, kwargs)
+        if named is None or not are_tensors(named.get("x")):
+            return UNKNOWN_ARGUMENTS
         x, context = named["x"], named.get("context")
-        if context is not None and not _tensors(context):
-            return _UNKNOWN
-        reason = _patched(named.get("transformer_options") or {}) or self.attention.refusal_reason()
+        if context is not None and not are_tensors(context):
+            return UNKNOWN_ARGUMENTS
+        options = named.get("transformer_options") or {}
+        reason = _patch_reason(options) or self.attention.refusal_reason()
         if reason is not None:
             return Refusal(reason)
         wanted = getattr(block.attn1, "attn_precision", None)
@@ -227,95 +192,29 @@ class ForgeTransformer(TransformerBlocks, _ForgeFamily):
         ahead = not getattr(block, "disable_self_attn", False)
         return self.token_call(x, context, ahead, ("upcast", upcast))
 
-    def prepare(self, block: Any) -> None:
-        super().prepare(block)
-        # The host's own attention may slice by free memory, or be a kernel of its own.
-        for module in block.modules():
-            if type(module).__name__ == "CrossAttention":
-                module.forward = partial(_cross_attention, module)
-
-    def call(
-        self,
-        block: Any,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
-        for attention in (block.attn1, block.attn2):
-            if attention is not None:
-                attention.forward.keywords["upcast"] = statics["upcast"]
+    def forward(self, block: Any, x: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
         output: torch.Tensor = block.forward(x.clone(), context=context, transformer_options={})
         return output
 
 
-class _VaeFamily(_ForgeFamily):
+class ForgeVaeResnet(LdmVaeResnets, _ForgeBlocks):
+    """The VAE's residual block."""
+
     def module_name(self) -> str:
         return self.package.vae
 
 
-class ForgeVaeResnet(_VaeFamily):
-    """The VAE's residual block, without a time embedding."""
+class ForgeVaeAttention(LdmVaeAttention, _ForgeBlocks):
+    """The VAE's attention."""
 
-    class_name = "ResnetBlock"
+    def module_name(self) -> str:
+        return self.package.vae
 
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.in_channels}→{block.out_channels}"
-
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        named = _named(("x", "temb"), args, kwargs)
-        if named is None or named.get("temb") is not None or not _tensors(named.get("x")):
-            return _UNKNOWN
-        return BlockCall((named["x"],), (IMAGE,))  # x [B, C, H, W]
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        output: torch.Tensor = block.forward(tensors[0], None)
-        return output
-
-    def widest(self, block: Any, call: BlockCall) -> int:
-        x = call.tensors[0]
-        return x.numel() // x.shape[1] * int(max(block.in_channels, block.out_channels))
+    def refusal_reason(self) -> str | None:
+        return self.attention.refusal_reason()
 
 
-class ForgeVaeAttention(_VaeFamily):
-    """The single-head attention of the VAE's middle block, on images."""
-
-    class_name = "AttnBlock"
-
-    def describe(self, block: Any) -> str:
-        return f"{self.label} {block.in_channels}"
-
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        named = _named(("x",), args, kwargs)
-        if named is None or not _tensors(named.get("x")):
-            return _UNKNOWN
-        reason = self.attention.refusal_reason()
-        return BlockCall((named["x"],), (IMAGE,)) if reason is None else Refusal(reason)
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        return attend_image(block, tensors[0])
-
-
-class ForgeGroupNorm(GroupNorms, _ForgeFamily):
+class ForgeGroupNorm(GroupNorms, _ForgeBlocks):
     """GroupNorm as one of the host's layers.
 
     Args:
@@ -352,24 +251,8 @@ def forge_families(
     )
 
 
-def _cross_attention(
-    attention: Any,
-    x: torch.Tensor,
-    context: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    transformer_options: object = None,  # noqa: ARG001
-    *,
-    upcast: bool = False,
-) -> torch.Tensor:
-    """CrossAttention's forward by PyTorch's own kernel, which leaves every size symbolic."""
-    if value is not None or mask is not None:
-        raise NotImplementedError("attention with values of their own or a mask")
-    return attend(attention, x, context, upcast=upcast)
-
-
-def _patched(options: Mapping[str, Any]) -> str | None:
-    """Which patch concerns the transformer block that is about to run, or None."""
+def _patch_reason(options: Mapping[str, Any]) -> str | None:
+    """Why the transformer block that runs next is eager: the patch that concerns it, or None."""
     patches = options.get("patches") or {}
     for name in _INNER_PATCHES:
         if patches.get(name):
@@ -385,16 +268,3 @@ def _patched(options: Mapping[str, Any]) -> str | None:
         if any(key in replaced.get(name, ()) for key in keys):
             return f"another extension replaces attention ({name})"
     return None
-
-
-def _named(
-    order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Arguments by name, or None when there are others."""
-    if len(args) > len(order) or not kwargs.keys() <= set(order):
-        return None
-    return {**dict(zip(order, args, strict=False)), **kwargs}
-
-
-def _tensors(*values: Any) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)

@@ -1,7 +1,7 @@
-"""The adapter of Forge: models that come and go, LoRAs that replace weights.
+"""The adapter of Forge, which replaces weights for LoRAs and models for checkpoints.
 
-Forge merges LoRAs into the weights before the UNet's first call, so nothing is
-pending while it draws; each block reads its weights anew at every call.
+Forge merges LoRAs into the weights before the UNet's first call, so nothing is pending while it
+draws. Each block reads its weights at every call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
@@ -21,15 +22,15 @@ from onediff_ext.hosts.forge.attention import forge_attention
 from onediff_ext.hosts.forge.blocks import FORGE, forge_families
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
-# How far the VAE is tried while warming up: its kinds do not depend on the size.
+# Height and width of the VAE's warm-up in latent cells: its kinds do not depend on the size.
 _VAE_CELLS = (16, 24)
-# UNets that consist of blocks known here; Flux, SD3 and others have transformers only.
+# UNets whose blocks are known here; Flux, SD3 and others have transformers only.
 _UNETS = frozenset({"IntegratedUNet2DConditionModel", "UNetModel"})
 _QUANTISED = ("nf4", "fp4", "gguf")
 
 
 class ForgeHost(WebUIHost):
-    """Forge: a new model object at every checkpoint, loaded when it is first needed."""
+    """Forge: each checkpoint is a new model object, loaded when it is first needed."""
 
     name = "forge"
 
@@ -56,21 +57,23 @@ class ForgeHost(WebUIHost):
             path=info.filename,
         )
 
-    def models(self, ignores: frozenset[str]) -> list[tuple[str, nn.Module]]:
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
         objects = _objects(self.loaded_model())
         if objects is None:
             return []
-        candidates: list[tuple[str, Any]] = [("unet", objects.unet.model.diffusion_model)]
         vae = objects.vae.first_stage_model
-        for part in ("encoder", "decoder"):
-            candidates.append((f"vae_{part}", getattr(vae, part, None)))
-        if "controlnet" not in ignores:
+        candidates: list[tuple[ComponentId, Any]] = [
+            (ComponentId(Role.UNET), objects.unet.model.diffusion_model),
+            (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
+            (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
+        ]
+        if Role.CONTROLNET not in ignores:
             controls = objects.unet.list_controlnets()  # of this job, the latest first
             candidates += control_components(getattr(c, "control_model", None) for c in controls)
         return [
-            (name, module)
-            for name, module in candidates
-            if name not in ignores and isinstance(module, nn.Module)
+            (component, module)
+            for component, module in candidates
+            if component.role not in ignores and isinstance(module, nn.Module)
         ]
 
     def refusal_reason(self, job: Any) -> str | None:  # noqa: ARG002
@@ -88,19 +91,19 @@ class ForgeHost(WebUIHost):
             return "the LoRA is applied at each call (fp16 LoRA)"
         return None
 
-    def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
-        # Nothing for LoRAs: they are merged before the first call, and weights are read at each.
-        if component == "unet":
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
+        # LoRAs need nothing: they are merged before the first call.
+        if component.role is Role.UNET:
             self.make_capturable(patches, model)
 
     def weights(self) -> Hashable:
         objects = _objects(self.loaded_model())
         unet = getattr(objects, "unet", None)
-        # Forge keeps LoRAs by file and strength; reForge gives a patcher a number for them.
+        # Forge lists LoRAs by file and strength; reForge numbers a patcher's set of them.
         loras = tuple(getattr(unet, "lora_patches", None) or ())
         return super().weights(), loras, getattr(unet, "patches_uuid", None)
 
-    def owner(self, component: str, model: nn.Module) -> object | None:  # noqa: ARG002
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
         loaded = self.loaded_model()
         return loaded if _objects(loaded) is not None else None
 
@@ -160,27 +163,27 @@ class ForgeHost(WebUIHost):
         return sd_models.model_data.sd_model
 
     def load_model(self) -> None:
-        """Load what the user has chosen, as the next job would."""
+        """Load the checkpoint that the user has chosen, as the next job would."""
         from modules import sd_models
 
         sd_models.forge_model_reload()
 
     def model_config(self, model: Any) -> object:
-        """What the host has found out about a checkpoint."""
+        """The host's description of a checkpoint."""
         return model.model_config
 
     def applies_loras_online(self, unet: Any) -> bool:
-        """Whether a LoRA of the UNet's patcher is added at each call, not merged."""
+        """Whether a LoRA of the UNet's patcher is added at each call instead of merged."""
         return bool(unet.has_online_lora())
 
     def move_to_device(self, trusted_patchers: list[Any]) -> None:
-        """Bring models where they compute, as the host does before sampling."""
+        """Bring models to their device, as the host does before sampling."""
         from backend import memory_management
 
         memory_management.load_models_gpu(trusted_patchers)
 
     def computation_dtype(self, unet: Any) -> torch.dtype:
-        """What the UNet's inputs are cast to."""
+        """The dtype that the UNet's inputs are cast to."""
         dtype: torch.dtype = unet.model.computation_dtype
         return dtype
 
@@ -205,7 +208,7 @@ def _context_width(unet: nn.Module) -> int:
 
 
 def _architecture(config: object) -> str:
-    """From the class that the host chose by the shapes of the weights."""
+    """The architecture, from the class that the host chose by the shapes of the weights."""
     name = type(config).__name__
     known = (("SDXLRefiner", "sdxl-refiner"), ("SDXL", "sdxl"), ("SD15", "sd1"), ("SD2", "sd2"))
     return next((value for prefix, value in known if name.startswith(prefix)), "unknown")
@@ -214,7 +217,9 @@ def _architecture(config: object) -> str:
 def _without_controlnet(
     _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook before the UNet: leaves out the ControlNet that Forge hands on to it, though the UNet
-    takes no notice of it: an object of any kind is nothing that a capture can know to be the same.
-    What the ControlNet has computed are tensors in ``control``."""
+    """A pre-hook of the UNet that removes the argument ``control_model``.
+
+    Forge passes its ControlNet to the UNet, which ignores it: the ControlNet's results are tensors
+    in ``control``. A CUDA graph cannot tell whether such an object is unchanged.
+    """
     return tuple(args), {name: v for name, v in kwargs.items() if name != "control_model"}

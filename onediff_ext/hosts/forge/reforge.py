@@ -18,8 +18,8 @@ from onediff_ext.hosts.forge.host import ForgeHost
 class ReForgeHost(ForgeHost):
     """reForge: several checkpoints may stay in memory, each a model object of its own.
 
-    Where it offloads, it merges a LoRA at each call, into the layers that it moves; their
-    blocks run eager (`BlockFamily.interfering`), the others do not.
+    Where it offloads, it merges a LoRA at each call into the layers that it moves. Only the blocks
+    of these layers run eager (`BlockFamily.dynamic_weight_attrs`).
     """
 
     name = "reforge"
@@ -39,7 +39,7 @@ class ReForgeHost(ForgeHost):
         return False  # layer by layer, if at all
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
-        """Nothing: its UNet can be recorded as it is."""
+        """Change nothing: reForge's UNet can be recorded as it is."""
 
     def move_to_device(self, trusted_patchers: list[Any]) -> None:
         from ldm_patched.modules import model_management

@@ -52,7 +52,7 @@ def precision(world: World, random: Random) -> None:
 def captures_dropped(world: World, random: Random) -> None:
     """As when memory is short."""
     assert world.session is not None
-    world.session.captures.drop_all("the test wants it")
+    world.session.cuda_graphs.drop_all("the test wants it")
 
 
 @operation(_compiled, weight=0.5)

@@ -48,7 +48,7 @@ def always(checks: SpotChecks) -> None:
 def pipe(make_session: Callable[..., Session], tmp_path: Path) -> Any:
     # Of a store of its own: a graph that was loaded is tried again by a worker when it is wrong.
     session = make_session(store=tmp_path)
-    session.captures = CudaGraphCache(
+    session.cuda_graphs = CudaGraphCache(
         FrozenRecorder(), 4, None, session.spot_checks, session.found_wrong
     )
     pipe = sd15(seed=3)
@@ -68,8 +68,8 @@ def step(pipe: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_graph_that_turns_wrong_in_use_is_found_dropped_and_reported(pipe: Any) -> None:
     session = compiled_state(pipe).session
-    session.captures.drop_all("not in this test")
-    session.captures._limit = 0
+    session.cuda_graphs.drop_all("not in this test")
+    session.cuda_graphs._limit = 0
     for seed in range(4):
         step(pipe, seed)
     kinds = {runner.used for runner in compiled_state(pipe).components[0].runners}
@@ -97,7 +97,7 @@ def test_a_replay_that_turns_wrong_in_use_is_found_dropped_and_reported(pipe: An
     for seed in range(8):
         step(pipe, seed)
     assert captured.reason == ""
-    (capture,) = session.captures._alive.values()
+    (capture,) = session.cuda_graphs._alive.values()
     replay = capture.recording.replay
 
     def wrong() -> None:
@@ -108,7 +108,7 @@ def test_a_replay_that_turns_wrong_in_use_is_found_dropped_and_reported(pipe: An
     always(session.spot_checks)
     found, expected = step(pipe, 9)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert len(session.captures) == 0
+    assert len(session.cuda_graphs) == 0
     assert any("in use" in f.reason for f in session.fallbacks())
     found, expected = step(pipe, 10)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

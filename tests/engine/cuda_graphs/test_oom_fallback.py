@@ -52,7 +52,7 @@ def recorder() -> FrozenRecorder:
 @pytest.fixture
 def session(make_session: Callable[..., Session], recorder: FrozenRecorder) -> Session:
     session = make_session()
-    session.captures = CudaGraphCache(recorder, limit=3)
+    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
     return session
 
 
@@ -129,14 +129,14 @@ def test_captures_are_given_up_for_the_vae(
     inputs = unet_inputs(pipe.unet, torch.Generator().manual_seed(0))
     for _ in range(4):
         pipe.unet(**inputs)
-    assert len(session.captures) == 1
+    assert len(session.cuda_graphs) == 1
     expected = decode(pipe, latents())
 
     class HeldByCaptures(FullMemory):
         """Has memory as soon as captures are gone."""
 
         def __call__(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-            self._most = 0 if len(session.captures) else 10**9
+            self._most = 0 if len(session.cuda_graphs) else 10**9
             return super().__call__(tensors)
 
     graph = kinds[0].graph
@@ -144,8 +144,8 @@ def test_captures_are_given_up_for_the_vae(
     assert torch.equal(decode(pipe, latents()), expected)
     kinds[0].graph = graph
     assert held.refused == 1
-    assert len(session.captures) == 0
-    assert session.captures.dropped[-1] == "1 captures dropped: memory is short"
+    assert len(session.cuda_graphs) == 0
+    assert session.cuda_graphs.dropped[-1] == "1 CUDA graph dropped: memory is short"
 
 
 def test_nothing_of_an_attempt_is_left_at_the_next_one(

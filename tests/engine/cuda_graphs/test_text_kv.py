@@ -12,7 +12,7 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.blocks import TransformerFamily
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.session import Session
-from tests.engine.cuda_graphs.test_captures import captured, inputs, settle
+from tests.support.cuda_graph_steps import captured, inputs, settle
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.models import lora_tensors, sd15
 
@@ -63,7 +63,7 @@ def pipe(session: Session) -> Iterator[Any]:
 @pytest.fixture
 def captured_pipe(pipe: Any, session: Session, recorder: FrozenRecorder) -> Any:
     undo_compile(pipe)
-    session.captures = CudaGraphCache(recorder, limit=3)
+    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
     compile_pipe(pipe, session=session, ignores=["vae"])
     settle(pipe)
     return pipe
@@ -247,9 +247,9 @@ def test_a_recording_is_made_anew_with_the_model(
 def test_its_memory_goes_with_the_captures(
     captured_pipe: Any, session: Session, recorder: FrozenRecorder
 ) -> None:
-    assert session.captures.size_bytes == 2 * recorder.prompts[0].size_bytes
-    session.captures.drop_all("a test")
-    assert len(captured(captured_pipe)._prompts) == 0
+    assert session.cuda_graphs.size_bytes == 2 * recorder.prompts[0].size_bytes
+    session.cuda_graphs.drop_all("a test")
+    assert len(captured(captured_pipe)._recorder._text_kv_graphs) == 0
     settle(captured_pipe)
     assert len(recorder.prompts) == 2
 

@@ -25,7 +25,6 @@ from diffusers import (
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.deepcache.deepcache_forward import DeepCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.deepcache import (
     deepcache_for,
@@ -34,6 +33,7 @@ from onediff_ext.hosts.diffusers.deepcache import (
     enable_deepcache,
 )
 from tests.support import models
+from tests.support.deepcache_draws import counts, draw, state_of
 from tests.support.draw import relative_error
 
 NAMED_SIZES = [(720, 960), (960, 720), (896, 768), (136, 200)]
@@ -51,30 +51,6 @@ def random_sizes(count: int) -> list[tuple[int, int]]:
     chooser = random.Random(1)
     sides = range(64, 513, 8)
     return [(chooser.choice(sides), chooser.choice(sides)) for _ in range(count)]
-
-
-def state_of(pipe: Any) -> DeepCache:
-    """The pipeline's DeepCache, which has to be there."""
-    cache = deepcache_state(pipe)
-    assert cache is not None
-    return cache
-
-
-def draw(pipe: Any, steps: int = 12, **options: Any) -> torch.Tensor:
-    """Latents [1, 4, 17, 25] unless another size is given."""
-    options = {"height": 136, "width": 200, **options}
-    if isinstance(pipe, StableDiffusionImg2ImgPipeline):
-        options = {k: v for k, v in options.items() if k not in ("height", "width")}
-    with torch.no_grad():
-        latents: torch.Tensor = pipe(
-            prompt="a cat", negative_prompt="blurred", num_inference_steps=steps,
-            generator=torch.Generator().manual_seed(0), output_type="latent", **options,
-        ).images  # fmt: skip
-    return latents
-
-
-def counts(pipe: Any) -> dict[str, int]:
-    return dict(state_of(pipe).counts)
 
 
 def with_scheduler(pipe: Any, cls: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A UNet whose forward is ControlNet's: its parts are captured, and the network's beside it.
+"""A UNet whose forward is ControlNet's: its parts and the network's become CUDA graphs.
 
-CUDA graphs need a GPU; a recorder stands in that sees what they see.
+CUDA graphs need a GPU; a recorder for CPUs records what they record.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.session.model_component import Component
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-from tests.hosts.forge.test_forge_captures import StrictRecorder
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 from tests.support.ldm_stand_in import BasicTransformerBlock, ResBlock, live_in
+from tests.support.strict_recorder import StrictRecorder
 
 HOME = "ldm.modules.diffusionmodules.openaimodel"
 PARTS, NETWORK_PARTS = 4, 3  # that hold blocks
@@ -176,8 +176,8 @@ def draw(
         p = FakeProcessing()
         graphs.begin(p, options, **more)
         assert graphs.session is not None
-        if graphs.session.captures._recorder is not recorder:
-            graphs.session.captures = CudaGraphCache(recorder)
+        if graphs.session.cuda_graphs._recorder is not recorder:
+            graphs.session.cuda_graphs = CudaGraphCache(recorder)
         if controlled:
             script.hook(unet, network)
         graphs.before_sampling(p)
@@ -224,7 +224,7 @@ def test_parts_are_recorded_once_for_all_jobs(
     assert parts_of(graphs) is parts
     assert recorder.recorded == PARTS + 1  # and the whole forward without a ControlNet
     assert graphs.session is not None
-    assert list(graphs.session.captures.dropped) == []
+    assert list(graphs.session.cuda_graphs.dropped) == []
     assert [dict(vars(module)) for module in unet.modules()] == before
 
 
@@ -233,18 +233,18 @@ def test_a_size_counts_as_one_capture(
 ) -> None:
     draw(steps=1)
     assert graphs.session is not None
-    captures = graphs.session.captures = CudaGraphCache(recorder, limit=2)
+    cuda_graphs = graphs.session.cuda_graphs = CudaGraphCache(recorder, limit=2)
     graphs.close()
     draw(steps=1)
     assert graphs.session is not None
-    graphs.session.captures = captures
+    graphs.session.cuda_graphs = cuda_graphs
     for part in parts_of(graphs):
-        part._captures = captures
+        part._cuda_graphs = cuda_graphs
     for width in (8, 9, 10):
         draw(width=width)
-        assert len(captures) == PARTS * min(2, width - 7)
+        assert len(cuda_graphs) == PARTS * min(2, width - 7)
     draw(width=10)
-    assert captures.made == 3 * PARTS
+    assert cuda_graphs.made == 3 * PARTS
 
 
 def test_a_part_with_a_hook_of_another_extension_is_left_alone(

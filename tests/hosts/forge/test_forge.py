@@ -430,7 +430,7 @@ def test_what_the_host_draws_with(host: ForgeStandIn, adapter: WebUIHost) -> Non
     assert (checkpoint.name, checkpoint.architecture) == ("fake-0", "sd1")
     assert checkpoint.content_hash == f"{1:064x}"
     assert checkpoint.path == "/models/fake-0.safetensors"
-    assert [name for name, _ in adapter.models(frozenset())] == [
+    assert [str(identity) for identity, _ in adapter.models(frozenset())] == [
         "unet",
         "vae_encoder",
         "vae_decoder",
@@ -446,8 +446,8 @@ def test_ignored_components(host: ForgeStandIn, adapter: WebUIHost) -> None:
         SimpleNamespace(t2i_model=control),
     ]
     ignores = frozenset({"vae", "vae_encoder", "vae_decoder"})
-    assert [name for name, _ in adapter.models(ignores)] == ["unet", "controlnet"]
-    assert [name for name, _ in adapter.models(ignores | {"controlnet"})] == ["unet"]
+    assert [str(identity) for identity, _ in adapter.models(ignores)] == ["unet", "controlnet"]
+    assert [str(identity) for identity, _ in adapter.models(ignores | {"controlnet"})] == ["unet"]
 
 
 def test_norms_outside_of_blocks_are_kinds_on_a_gpu(

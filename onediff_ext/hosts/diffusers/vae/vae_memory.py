@@ -59,13 +59,13 @@ class DeviceMemory:
     def cuda_graph_bytes(self) -> int:
         """Return the bytes that CUDA graphs hold; they can be recorded again."""
         state = compiled_state(self._pipe)
-        return 0 if state is None else state.session.captures.size_bytes
+        return 0 if state is None else state.session.cuda_graphs.size_bytes
 
     def drop_cuda_graphs(self) -> None:
         """Drop all CUDA graphs to free their memory."""
         state = compiled_state(self._pipe)
         if state is not None:
-            state.session.captures.drop_all("the VAE needs their memory")
+            state.session.cuda_graphs.drop_all("the VAE needs their memory")
 
     def free_caches(self) -> None:
         """Free unused cached memory after an allocation failed."""

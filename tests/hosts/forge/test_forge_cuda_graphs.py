@@ -1,7 +1,7 @@
-"""Captures of Forge's and reForge's UNets: what a GPU cannot record, and what nobody could compare.
+"""CUDA graphs of Forge's and reForge's UNets: what a GPU cannot record, and what none can compare.
 
-CUDA graphs need a GPU; a recorder stands in that sees what they see, and the stand-in's UNet
-fails while it is recorded where a GPU would.
+CUDA graphs need a GPU. A recorder for CPUs records what they record, and the stand-in's UNet fails
+while it is recorded where a GPU would.
 """
 
 from __future__ import annotations
@@ -17,25 +17,13 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.engine.cuda_graphs.recorder import Recording
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-from tests.support.forge_blocks_stand_in import Device, embed_from_the_cpu
+from tests.support.forge_blocks_stand_in import embed_from_the_cpu
 from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
-from tests.support.frozen_recorder import FrozenRecorder
-
-
-class StrictRecorder(FrozenRecorder):
-    """Lets nothing be copied from the CPU while it records."""
-
-    def record(self, *args: Any, **kwargs: Any) -> Recording:
-        Device.is_recording = True
-        try:
-            return super().record(*args, **kwargs)
-        finally:
-            Device.is_recording = False
+from tests.support.strict_recorder import StrictRecorder
 
 
 @pytest.fixture(params=["forge", "reforge"])
@@ -63,7 +51,7 @@ def recorded_job(
     p = FakeProcessing()
     graphs.begin(p, options)
     assert graphs.session is not None
-    graphs.session.captures = CudaGraphCache(recorder)
+    graphs.session.cuda_graphs = CudaGraphCache(recorder)
     graphs.before_sampling(p)
     yield p
     graphs.end(p)

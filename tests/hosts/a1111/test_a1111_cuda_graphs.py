@@ -1,7 +1,7 @@
-"""Captures of A1111's UNet: they outlive a job, and what a GPU cannot record is done otherwise.
+"""CUDA graphs of A1111's UNet: they outlive a job, and what a GPU cannot record is replaced.
 
-CUDA graphs need a GPU; a recorder stands in that sees what they see, and the
-timestep embedding fails while it is recorded where a GPU would.
+CUDA graphs need a GPU. A recorder for CPUs records what they record, and the timestep embedding
+fails while it is recorded where a GPU would.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import nn
 
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-from tests.hosts.forge.test_forge_captures import StrictRecorder
 from tests.support import ldm_stand_in
 from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 from tests.support.forge_blocks_stand_in import embed_from_the_cpu
+from tests.support.strict_recorder import StrictRecorder
 
 HOME = "ldm.modules.diffusionmodules.openaimodel"
 
@@ -77,8 +78,8 @@ def draw(
     p = FakeProcessing()
     graphs.begin(p, options)
     assert graphs.session is not None
-    if graphs.session.captures._recorder is not recorder:
-        graphs.session.captures = CudaGraphCache(recorder)
+    if graphs.session.cuda_graphs._recorder is not recorder:
+        graphs.session.cuda_graphs = CudaGraphCache(recorder)
     graphs.before_sampling(p)
     for _ in range(steps):
         found = host.unet().clone()
@@ -100,7 +101,7 @@ def test_a_capture_serves_the_next_jobs(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert recorder.recorded == 1
     assert graphs.session is not None
-    assert list(graphs.session.captures.dropped) == []
+    assert list(graphs.session.cuda_graphs.dropped) == []
 
 
 def test_a_capture_draws_with_another_checkpoints_weights(
@@ -156,7 +157,7 @@ def test_a_layer_that_is_new_is_looked_after(host: A1111StandIn) -> None:
     hooks = []
     for _ in range(2):
         with Patches() as patches:
-            ours.attach(patches, unet, "unet")
+            ours.attach(patches, unet, ComponentId(Role.UNET))
             (hook,) = unet._forward_pre_hooks.values()
             hooks.append(hook)
             assert {id(layer) for layer in hook._layers} >= {id(unet.out), id(unet.time_embed)}
@@ -172,7 +173,7 @@ def test_timesteps_are_embedded_exactly_as_by_the_host(
 
     devices, home = sys.modules["modules.devices"], sys.modules[HOME]
     with Patches() as patches:
-        A1111Host().attach(patches, host.model.model.diffusion_model, "unet")
+        A1111Host().attach(patches, host.model.model.diffusion_model, ComponentId(Role.UNET))
         ours = vars(home)["timestep_embedding"]
         assert isinstance(ours, TimestepEmbedding)
         for unet_dtype in (dtype, torch.bfloat16):  # a checkpoint or a setting may change it

@@ -1,6 +1,6 @@
-"""Full and shallow forwards captured: two captures a shape, whose feature stays where it is.
+"""Full and shallow forwards as CUDA graphs: two for each shape, whose feature stays in its place.
 
-As in `test_captures.py`, a recorder for CPUs stands in for CUDA graphs.
+As in `test_captured_forward.py`, a recorder for CPUs takes the place of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, enable_deepcache
-from tests.engine.deepcache.test_deepcache_pipelines import counts, state_of
-from tests.engine.deepcache.test_deepcache_pipelines import draw as draw_any
 from tests.support import models
+from tests.support.deepcache_draws import counts, state_of
+from tests.support.deepcache_draws import draw as draw_any
 from tests.support.draw import relative_error
 from tests.support.frozen_recorder import FrozenRecorder
 
@@ -34,7 +34,7 @@ def recorder() -> FrozenRecorder:
 @pytest.fixture
 def session(make_session: Any, recorder: FrozenRecorder) -> Any:
     session = make_session()
-    session.captures = CudaGraphCache(recorder, limit=8)
+    session.cuda_graphs = CudaGraphCache(recorder, limit=8)
     return session
 
 
@@ -43,7 +43,7 @@ def captured_pipe(session: Any, model: str, options: str) -> Any:
     pipe = getattr(models, model)()
     compile_pipe(pipe, session=session, ignores=["vae"])
     draw(pipe, steps=3)
-    session.captures.drop_all("the test begins")
+    session.cuda_graphs.drop_all("the test begins")
     return enable_deepcache(pipe, options)
 
 
@@ -58,12 +58,12 @@ def test_two_captures_a_shape_draw_what_is_drawn_without(model, depth, session, 
         expected = draw(reference, height=side)
         assert relative_error(draw(pipe, height=side), expected) < 1e-4
         assert counts(pipe) == {"full": 4, "shallow": 6}
-    assert len(session.captures) == recorder.recorded - before == 4
+    assert len(session.cuda_graphs) == recorder.recorded - before == 4
     state = compiled_state(pipe)
     assert state is not None
     assert state.components[0].captured is not None
     assert state.components[0].captured.reason == ""
-    assert [c.replays > 1 for c in session.captures._alive.values()] == [True] * 4
+    assert [c.replays > 1 for c in session.cuda_graphs._alive.values()] == [True] * 4
 
 
 def test_captures_of_an_earlier_picture_serve_the_next_at_the_same_address(session, recorder):
@@ -81,8 +81,8 @@ def test_captures_of_an_earlier_picture_serve_the_next_at_the_same_address(sessi
     with deepcache_for(pipe, DeepCacheOptions(3)):
         again = draw(pipe)
     assert torch.equal(again, first)
-    assert len(session.captures) == 3  # and one without DeepCache
-    session.captures.drop_all("memory is short")
+    assert len(session.cuda_graphs) == 3  # and one without DeepCache
+    session.cuda_graphs.drop_all("memory is short")
     assert cache.size_bytes == 0
 
 

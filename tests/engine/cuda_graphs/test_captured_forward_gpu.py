@@ -1,4 +1,4 @@
-"""Captures on a real GPU: the rules of `test_captures.py`, with CUDA graphs."""
+"""Captured forwards on a real GPU: the rules of `test_captured_forward.py`, with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.recorder import CudaRecorder
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.session import Session
-from tests.engine.cuda_graphs.test_captures import captured, eager, inputs, settle, step
+from tests.support.cuda_graph_steps import captured, eager, inputs, settle, step
 from tests.support.ldm_stand_in import live_in
 from tests.support.models import sd15, sdxl
 
@@ -47,11 +47,11 @@ def test_sizes_are_captured_and_right(pipe: Any) -> None:
     session = compiled_state(pipe).session
     for height, width in SIZES:
         settle(pipe, height=height, width=width)
-    assert session.captures.made == len(SIZES)
+    assert session.cuda_graphs.made == len(SIZES)
     for seed in range(20, 23):
         for height, width in SIZES:
             assert error(pipe, seed, height=height, width=width) < allowed(pipe)
-    assert session.captures.made == len(SIZES)
+    assert session.cuda_graphs.made == len(SIZES)
 
 
 def test_no_compiler_runs_where_pictures_are_drawn(pipe: Any) -> None:
@@ -73,20 +73,20 @@ def test_eager_is_captured_without_any_graph(make_session: Callable[..., Session
     session = make_session("inductor", build="never", store=None)
     compile_pipe(pipe, session=session, ignores=["vae"])
     settle(pipe)
-    assert session.captures.made == 1
+    assert session.cuda_graphs.made == 1
     assert torch.equal(step(pipe, 50), eager(pipe, 50))
 
 
 @torch.no_grad()
 def test_weights_written_in_place_are_seen(pipe: Any) -> None:
     settle(pipe)
-    made = compiled_state(pipe).session.captures.made
+    made = compiled_state(pipe).session.cuda_graphs.made
     before = step(pipe, 30)
     for weight in pipe.unet.mid_block.parameters():
         weight.mul_(1.25)
     assert not torch.equal(step(pipe, 30), before)
     assert error(pipe, 30) < allowed(pipe)
-    assert compiled_state(pipe).session.captures.made == made
+    assert compiled_state(pipe).session.cuda_graphs.made == made
     pipe.unet.conv_out.weight.data = 2 * pipe.unet.conv_out.weight.data
     assert error(pipe, 30) < allowed(pipe)
 
@@ -101,7 +101,7 @@ def test_a_forward_that_waits_for_the_gpu_is_found_out_and_harms_nothing(pipe: A
     pipe.unet.conv_norm_out = torch.nn.Sequential(pipe.unet.conv_norm_out, Waiting())
     for seed in range(5):
         assert error(pipe, seed) < allowed(pipe)
-    assert captured(pipe).reason.startswith("cannot be captured")
+    assert captured(pipe).reason.startswith("cannot be recorded")
     pipe.unet.conv_norm_out = pipe.unet.conv_norm_out[0]
     settle(pipe, height=24, width=24)  # captures go on working
     assert error(pipe, 9, height=24, width=24) < allowed(pipe)
@@ -139,7 +139,7 @@ def draw_in_parts(pipe: Any) -> None:
 def test_a_forward_that_waits_for_the_gpu_is_captured_in_parts(waiting: Any) -> None:
     state = compiled_state(waiting)
     draw_in_parts(waiting)
-    assert state.session.captures.made == 3 * len(state.components[0]._parts) > 9
+    assert state.session.cuda_graphs.made == 3 * len(state.components[0]._parts) > 9
     waiting.unet.to("cpu")  # as a host does that needs the memory for something else
     waiting.unet.to("cuda")
     draw_in_parts(waiting)
@@ -206,13 +206,13 @@ def test_memory_does_not_grow_with_sizes_and_is_given_back(
 def test_the_oldest_goes_first_and_all_can_go(make_session: Callable[..., Session]) -> None:
     pipe = sd15(seed=3).to("cuda", torch.float16)
     session = make_session("inductor", build="never")
-    session.captures = CudaGraphCache(CudaRecorder(), limit=2)
+    session.cuda_graphs = CudaGraphCache(CudaRecorder(), limit=2)
     compile_pipe(pipe, session=session, ignores=["vae"])
     for height, width in SIZES:
         settle(pipe, height=height, width=width)
-        assert len(session.captures) <= 2
-    session.captures.drop_all("a test wants it")
-    assert len(session.captures) == 0
+        assert len(session.cuda_graphs) <= 2
+    session.cuda_graphs.drop_all("a test wants it")
+    assert len(session.cuda_graphs) == 0
     settle(pipe, height=16, width=24)
     assert error(pipe, 3) < 1e-2
 
@@ -235,7 +235,7 @@ def test_short_of_memory_captures_go_before_an_error_is_seen(
         found = pipe.unet(**arguments).sample
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert len(session.captures) == 0
+    assert len(session.cuda_graphs) == 0
     with compiled_state(pipe).components[0].paused():
         expected = pipe.unet(**arguments).sample
     assert float((found - expected).norm() / expected.norm()) < 1e-2

@@ -1,7 +1,7 @@
-"""Captures: what is replayed, what makes one invalid, and what happens without memory.
+"""Captured forwards: what is replayed, what makes a CUDA graph stale, and running out of memory.
 
-CUDA graphs need a GPU; here a recorder stands in that sees what they see.
-`test_captures_gpu.py` has the real ones.
+CUDA graphs need a GPU; here a recorder for CPUs records what they record.
+`test_captured_forward_gpu.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from onediff_ext.core.errors import CaptureError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.checking.compare_with_eager import compare
+from onediff_ext.engine.cuda_graphs import replay_checks
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers import warmup
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
-from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.session.session import Session
+from tests.support.cuda_graph_steps import assert_right, captured, eager, inputs, settle, step
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.ldm_stand_in import live_in
 from tests.support.models import sd15, sdxl
@@ -39,7 +40,7 @@ def recorder() -> FrozenRecorder:
 @pytest.fixture
 def session(make_session: Callable[..., Session], recorder: FrozenRecorder) -> Session:
     session = make_session()
-    session.captures = CudaGraphCache(recorder, limit=3)
+    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
     return session
 
 
@@ -49,39 +50,6 @@ def pipe(session: Session) -> Iterator[Any]:
     compile_pipe(pipe, session=session, ignores=["vae"])
     yield pipe
     undo_compile(pipe)
-
-
-def inputs(unet: Any, height: int = 16, width: int = 24, seed: int = 0) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return unet_inputs(unet, generator, height_latent=height, width_latent=width)
-
-
-def captured(pipe: Any) -> Any:
-    return compiled_state(pipe).components[0].captured
-
-
-@torch.no_grad()
-def step(pipe: Any, seed: int = 0, **size: int) -> torch.Tensor:
-    return pipe.unet(**inputs(pipe.unet, seed=seed, **size)).sample
-
-
-@torch.no_grad()
-def eager(pipe: Any, seed: int = 0, **size: int) -> torch.Tensor:
-    with compiled_state(pipe).components[0].paused():
-        return step(pipe, seed, **size)
-
-
-def settle(pipe: Any, **size: int) -> None:
-    """Until the size is replayed: kinds built, checked, recorded, checked twice."""
-    for seed in range(6):
-        step(pipe, seed, **size)
-    assert captured(pipe).reason == ""
-
-
-def assert_right(pipe: Any, seed: int = 99, **size: int) -> None:
-    torch.testing.assert_close(
-        step(pipe, seed, **size), eager(pipe, seed, **size), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: FrozenRecorder) -> None:
@@ -98,12 +66,9 @@ def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: FrozenRe
 def test_the_second_comparison_is_made_for_the_first_size_only(
     pipe: Any, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onediff_ext.engine.cuda_graphs import captured_forward
-
     compared: list[object] = []
-    compare = captured_forward.compare
     monkeypatch.setattr(
-        captured_forward, "compare", lambda *tensors: compared.append(tensors) or compare(*tensors)
+        replay_checks, "compare", lambda *tensors: compared.append(tensors) or compare(*tensors)
     )
     settle(pipe)
     assert len(compared) == 2
@@ -168,7 +133,7 @@ def test_the_number_alive_is_bounded_and_the_least_used_goes_first(
     sizes = [(16, 24), (24, 16), (17, 15), (9, 31)]
     for height, width in sizes:
         settle(pipe, height=height, width=width)
-    assert len(session.captures) == 3
+    assert len(session.cuda_graphs) == 3
     assert recorder.recorded == 4
     settle(pipe, height=9, width=31)
     assert recorder.recorded == 4
@@ -267,7 +232,7 @@ def test_a_forward_that_changes_from_call_to_call_is_found_out(
     class Counting(nn.Module):
         calls = 0
 
-        def captured_forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             type(self).calls += 1
             return x * type(self).calls
 
@@ -306,8 +271,8 @@ def test_without_memory_for_a_recording_the_size_runs_without_one(
     recorder.error = torch.OutOfMemoryError("none")
     for seed in range(4):
         assert_right(pipe, seed, height=20, width=20)
-    assert captured(pipe).reason == "no memory for a capture of this size"
-    assert len(session.captures) == 0
+    assert captured(pipe).reason == "no memory for a CUDA graph of this size"
+    assert len(session.cuda_graphs) == 0
     recorder.error = None
     settle(pipe)
 
@@ -325,14 +290,12 @@ def test_a_comparison_without_memory_does_not_cost_the_picture(
         return compare(*tensors)
 
     settle(pipe)
-    captured(pipe)._proved.clear()  # so that the next size is compared twice
-    monkeypatch.setattr(
-        "onediff_ext.engine.cuda_graphs.captured_forward.compare", compare_in_little
-    )
+    captured(pipe)._checks.forget()  # so that the next size is compared twice
+    monkeypatch.setattr(replay_checks, "compare", compare_in_little)
     for seed in range(4):
         assert_right(pipe, seed, height=20, width=20)
-    assert captured(pipe).reason == "no memory for a capture of this size"
-    assert len(session.captures) == 0
+    assert captured(pipe).reason == "no memory for a CUDA graph of this size"
+    assert len(session.cuda_graphs) == 0
     settle(pipe, height=12, width=20)
 
 
@@ -343,7 +306,7 @@ class Hungry(nn.Module):
         super().__init__()
         self.most, self.failures = most, failures
 
-    def captured_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.failures or x.shape[0] > self.most:
             self.failures = max(0, self.failures - 1)
             raise torch.OutOfMemoryError("no room")
@@ -359,7 +322,7 @@ def test_short_of_memory_captures_go_before_an_error_is_seen(pipe: Any, session:
     pipe.unet.conv_act = nn.Sequential(pipe.unet.conv_act, Hungry(most=8, failures=1))
     found = step(pipe, 7, height=12, width=12)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert len(session.captures) == 0
+    assert len(session.cuda_graphs) == 0
 
 
 def test_still_short_of_memory_the_batch_is_halved(pipe: Any) -> None:
@@ -425,7 +388,7 @@ def test_undoing_gives_the_memory_back(
 ) -> None:
     settle(pipe)
     undo_compile(pipe)
-    assert len(session.captures) == 0
+    assert len(session.cuda_graphs) == 0
     assert recorder.forgotten
 
 
@@ -433,7 +396,7 @@ def test_before_there_are_graphs_a_size_is_recorded_within_its_first_picture(
     make_session: Callable[..., Session], recorder: FrozenRecorder, tmp_path: Path
 ) -> None:
     session = make_session(build="never", store=tmp_path)
-    session.captures = CudaGraphCache(recorder, limit=3)
+    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
     pipe = sd15(seed=3)
     compile_pipe(pipe, session=session, ignores=["vae"])
     with session.picture():
@@ -483,10 +446,10 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
 AUDITED = """
 import sys
 import torch
-from onediff_ext.engine.cuda_graphs.staleness import Known, Snapshot
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
 
 model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
-snapshot, count = Snapshot(model, Known()), 0
+snapshot, count = Snapshot(model, TrustedModules()), 0
 
 
 def listen(event, arguments):

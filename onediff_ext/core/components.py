@@ -1,0 +1,51 @@
+"""The components of a checkpoint: the role of each, and its number where several share a role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(str, Enum):
+    """What a component does. Equal to its text, so sets of names from options may hold it."""
+
+    UNET = "unet"
+    VAE_ENCODER = "vae_encoder"
+    VAE_DECODER = "vae_decoder"
+    CONTROLNET = "controlnet"
+
+    @property
+    def label(self) -> str:
+        """Such as "VAE decoder", for messages."""
+        return _LABELS[self]
+
+    @property
+    def is_vae(self) -> bool:
+        """Whether it is a half of the VAE, which runs once for an image and not at each step."""
+        return self in (Role.VAE_ENCODER, Role.VAE_DECODER)
+
+
+_LABELS = {
+    Role.UNET: "UNet",
+    Role.VAE_ENCODER: "VAE encoder",
+    Role.VAE_DECODER: "VAE decoder",
+    Role.CONTROLNET: "ControlNet",
+}
+
+
+@dataclass(frozen=True, order=True)
+class ComponentId:
+    """One component of a host or a pipeline.
+
+    Args:
+        role: What it does.
+        index: Its place among the components of this role, from 0.
+    """
+
+    role: Role
+    index: int = 0
+
+    def __str__(self) -> str:
+        """Such as "unet" or "controlnet 2", for messages and logs."""
+        role: str = self.role.value
+        return role if self.index == 0 else f"{role} {self.index + 1}"

@@ -1,0 +1,122 @@
+"""What a CUDA graph of a model's forward depends on besides the arguments of the call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
+from onediff_ext.engine.running.block_runner import BlockRunner
+
+# Variants whose snapshots are kept; each holds a list of everything that a model consists of.
+_MAX_SNAPSHOTS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenState:
+    """The state of a model that a CUDA graph freezes.
+
+    Args:
+        snapshot: Modules, code and places of the weights.
+        graphs: What each block runs through, from `ModelTracker.graphs`.
+    """
+
+    snapshot: Snapshot
+    graphs: list[object]
+
+    def is_same_as(self, other: FrozenState | None) -> bool:
+        """Whether a graph of one state stands for a graph of the other."""
+        return other is not None and self.snapshot is other.snapshot and self.graphs == other.graphs
+
+
+class ModelTracker:
+    """Tracks one model: its modules and code, the graphs of its blocks, its derived weights.
+
+    Derived weights are made from others: weights with a LoRA merged into them, and 8-bit copies.
+
+    Args:
+        model: The host's module.
+        runners: The runners of its blocks.
+        trusted: What its modules may be.
+    """
+
+    def __init__(
+        self, model: nn.Module, runners: Sequence[BlockRunner], trusted: TrustedModules
+    ) -> None:
+        self._model, self._runners, self._trusted = model, runners, trusted
+        self._snapshots: OrderedDict[Hashable, Snapshot] = OrderedDict()
+        # By form of a call: what derived weights had been made from after its last run in Python,
+        # as seen from outside and from within the model's forward.
+        self._derived: dict[Hashable, tuple[object, object]] = {}
+
+    def snapshot(self, variant: Hashable) -> Snapshot:
+        """A snapshot of what the model is now; the last one of this variant while it holds."""
+        known = self._snapshots.get(variant)
+        return known if known is not None and known.holds() else self._new_snapshot(variant)
+
+    def frozen(self, variant: Hashable) -> FrozenState:
+        """What a CUDA graph recorded now would freeze."""
+        return FrozenState(self.snapshot(variant), self.graphs())
+
+    def refusal_reason(self, variant: Hashable) -> str | None:
+        """Why a CUDA graph of this model would be unsafe, or None.
+
+        A snapshot that refuses nothing is not checked again here: `frozen` does that.
+        """
+        snapshot = self._snapshots.get(variant)
+        if snapshot is None or (snapshot.refusal_reason and not snapshot.holds()):
+            snapshot = self._new_snapshot(variant)
+        return snapshot.refusal_reason
+
+    def is_still(self, state: FrozenState) -> bool:
+        """Whether the model is in this state. If not, all snapshots are made again."""
+        if self.graphs() == state.graphs and state.snapshot.holds():
+            return True
+        self._snapshots.clear()
+        return False
+
+    def graphs(self) -> list[object]:
+        """What each block runs through now. A block that was eager and now has a graph differs."""
+        return [
+            (runner.active, runner.tree, runner.used, runner.used.graph if runner.used else None)
+            for runner in self._runners
+        ]
+
+    def comparisons(self) -> int:
+        """How many block graphs have been compared with eager so far."""
+        return sum(runner.compared for runner in self._runners)
+
+    def note_derived(self, form: Hashable) -> None:
+        """Remember what the forward that just ran in Python made its derived weights from."""
+        self._derived[form] = self._derived_now()
+
+    def has_current_derived_weights(self, form: Hashable) -> bool:
+        """Whether the forward would make the same derived weights of the model as it is now.
+
+        The forward may change a LoRA's scale at its start and back at its end.
+        """
+        return self._derived.get(form) == self._derived_now()
+
+    def derived_places(self) -> list[object]:
+        """Where the derived weights of each block lie."""
+        return [runner.weights.merged_addresses() for runner in self._runners]
+
+    def forget(self) -> None:
+        """Drop everything that was seen of the model."""
+        self._snapshots.clear()
+        self._derived.clear()
+
+    def _new_snapshot(self, variant: Hashable) -> Snapshot:
+        snapshot = Snapshot(self._model, self._trusted)
+        self._snapshots[variant] = snapshot
+        if len(self._snapshots) > _MAX_SNAPSHOTS:
+            self._snapshots.popitem(last=False)
+        return snapshot
+
+    def _derived_now(self) -> tuple[object, object]:
+        runners = [runner for runner in self._runners if runner.weights.has_derived]
+        now = [runner.weights.derived_from_now() for runner in runners]
+        return now, [runner.weights.derived_from() for runner in runners]

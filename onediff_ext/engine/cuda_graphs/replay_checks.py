@@ -1,0 +1,74 @@
+"""Replays of a CUDA graph compared with the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from onediff_ext.engine.checking.compare_with_eager import compare
+from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
+from onediff_ext.engine.cuda_graphs.forward_call import tensors_of
+from onediff_ext.engine.cuda_graphs.model_tracker import FrozenState
+
+# A CUDA graph is compared on the call that it was recorded for and on the next one. The inputs of
+# the two differ, so a computation that depends on them without having them as inputs shows. Such a
+# computation shows at one size already: other sizes of the same model state are compared once,
+# since a comparison costs a forward.
+_REQUIRED_CHECKS = 2
+
+
+class ReplayChecks:
+    """Compares replays, and remembers the model states whose CUDA graphs have passed."""
+
+    def __init__(self) -> None:
+        self._passed: dict[Hashable, FrozenState] = {}
+
+    def is_done(self, captured: CapturedGraph) -> bool:
+        """Whether a CUDA graph needs no comparison any more."""
+        return captured.checks >= _REQUIRED_CHECKS
+
+    def has_passed(self, form: Hashable, state: FrozenState) -> bool:
+        """Whether a CUDA graph of this form and this state has passed all comparisons."""
+        return state.is_same_as(self._passed.get(form))
+
+    def knows(self, form: Hashable) -> bool:
+        """Whether a CUDA graph of this form has passed in any state."""
+        return form in self._passed
+
+    def begin(self, form: Hashable, captured: CapturedGraph) -> None:
+        """Count the comparisons that a new CUDA graph is spared."""
+        if self.has_passed(form, captured.state):
+            captured.checks = _REQUIRED_CHECKS - 1
+
+    def note_passed(self, form: Hashable, captured: CapturedGraph) -> None:
+        """Remember a CUDA graph's state, if it has passed all comparisons."""
+        if self.is_done(captured):
+            self._passed[form] = captured.state
+
+    def check(self, captured: CapturedGraph, replayed: Any, expected: Any) -> str | None:
+        """Compare a replay's output with eager's, and count the check if it decides anything.
+
+        Args:
+            captured: The CUDA graph.
+            replayed: Its output, a tensor or a structure of tensors.
+            expected: The output of the model's own forward, of the same structure.
+
+        Returns:
+            What is wrong, or None. After a wrong replay no state counts as passed.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the comparison.
+        """
+        for ours, theirs in zip(tensors_of(replayed), tensors_of(expected), strict=True):
+            comparison = compare(ours, theirs)
+            if comparison.problem is not None:
+                self.forget()
+                return comparison.problem
+            if not comparison.decided:
+                return None
+        captured.checks += 1
+        return None
+
+    def forget(self) -> None:
+        """Let no state count as passed."""
+        self._passed.clear()
