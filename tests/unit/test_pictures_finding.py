@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,21 @@ def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_name_that_no_file_can_have_is_no_input(tmp_path: Path, name: str) -> None:
     with pytest.raises(PictureError, match="There is no"):
         names(tmp_path, tmp_path / name)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no paths of that length")
+def test_folders_may_be_nested_deeper_than_calls(tmp_path: Path) -> None:
+    levels = (4000 - len(str(tmp_path))) // 2
+    assert levels > sys.getrecursionlimit()
+    folders = [tmp_path]
+    for _ in range(levels):
+        folders.append(folders[-1] / "d")
+        folders[-1].mkdir()
+    pictures = [tmp_path / "z.png", folders[-1] / "a.png"]
+    for picture in pictures:
+        picture.touch()
+    found = find_pictures([tmp_path], report=Report(), recursive=True)
+    assert [picture.path for picture in found] == pictures
+    pictures[-1].unlink()
+    for folder in reversed(folders[1:]):  # who clears up calls itself for each level, too
+        folder.rmdir()
