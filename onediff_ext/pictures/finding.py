@@ -15,6 +15,9 @@ from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
 from onediff_ext.pictures.report import Report
 
+# A walk takes time that grows with the cube of the depth, and calls for each level.
+_MAX_DEPTH = 100
+
 SortKey = tuple[tuple[tuple[int, int, str], ...], str]
 
 
@@ -70,7 +73,7 @@ def find_pictures(
     for given in inputs:
         # Not Path's own tests, which raise for a name that is too long.
         if os.path.isdir(given):
-            found.extend(search.in_folder(given))
+            found.extend(search.in_folder(given, given))
         elif os.path.exists(given):
             found.extend(search.once(FoundPicture(given, given.parent)))
         else:
@@ -91,22 +94,13 @@ class _Search:
             self.seen.add(real)
             yield picture
 
-    def in_folder(self, root: Path) -> Iterator[FoundPicture]:
-        waiting = [root]  # and no recursion: folders may be nested deeper than calls
-        while waiting:
-            folder = waiting.pop()
-            # The real path also ends loops of links. The slash keeps folders and files apart.
-            real = _real(folder)
-            if real + os.sep not in self.seen and (folder == root or real != self.output_dir):
-                self.seen.add(real + os.sep)
-                subfolders: list[Path] = []
-                yield from self._directly_in(folder, real, root, subfolders)
-                if self.recursive:
-                    waiting.extend(reversed(subfolders))
-
-    def _directly_in(
-        self, folder: Path, real: str, root: Path, subfolders: list[Path]
-    ) -> Iterator[FoundPicture]:
+    def in_folder(self, folder: Path, root: Path, depth: int = 0) -> Iterator[FoundPicture]:
+        # The real path also ends loops of links. The slash keeps folders and files apart.
+        real = _real(folder)
+        if real + os.sep in self.seen:
+            return
+        self.seen.add(real + os.sep)
+        subfolders = []
         listed = self._listed(folder, root)
         stems = Counter(path.stem for path in listed)
         for path in listed:
@@ -120,6 +114,13 @@ class _Search:
                 self.report.skip(path, reason)
             else:
                 yield from self.once(FoundPicture(path, root))
+        if self.recursive:
+            for subfolder in subfolders:
+                if depth == _MAX_DEPTH:
+                    too_deep = PictureError(f"It lies more than {_MAX_DEPTH} folders deep.")
+                    self.report.skip(subfolder, too_deep)
+                elif _real(subfolder) != self.output_dir:
+                    yield from self.in_folder(subfolder, root, depth + 1)
 
     def _listed(self, folder: Path, root: Path) -> list[Path]:
         try:
