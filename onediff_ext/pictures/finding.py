@@ -15,6 +15,9 @@ from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
 from onediff_ext.pictures.skipped import SkipReport
 
+# A walk takes time that grows with the cube of the depth, and calls for each level.
+_MAX_DEPTH = 100
+
 SortKey = tuple[tuple[tuple[int, int, str], ...], str]
 
 
@@ -90,8 +93,8 @@ class _Search:
             self.seen.add(real)
             yield picture
 
-    def in_folder(self, folder: Path, root: Path) -> Iterator[FoundPicture]:
-        # The real path also ends link loops. The slash tells folders from files.
+    def in_folder(self, folder: Path, root: Path, depth: int = 0) -> Iterator[FoundPicture]:
+        # The real path also ends loops of links. The slash keeps folders and files apart.
         real = _real(folder)
         if real + os.sep in self.seen:
             return
@@ -112,8 +115,11 @@ class _Search:
                 yield from self.once(FoundPicture(path, root))
         if self.recursive:
             for subfolder in subfolders:
-                if _real(subfolder) != self.output_dir:
-                    yield from self.in_folder(subfolder, root)
+                if depth == _MAX_DEPTH:
+                    too_deep = PictureError(f"It lies more than {_MAX_DEPTH} folders deep.")
+                    self.report.skip(subfolder, too_deep)
+                elif _real(subfolder) != self.output_dir:
+                    yield from self.in_folder(subfolder, root, depth + 1)
 
     def _listed(self, folder: Path, root: Path) -> list[Path]:
         try:

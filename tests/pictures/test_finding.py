@@ -133,3 +133,17 @@ def test_folders_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_name_that_no_file_can_have_is_no_input(tmp_path: Path, name: str) -> None:
     with pytest.raises(PictureError, match="There is no"):
         names(tmp_path, tmp_path / name)
+
+
+def test_folders_that_are_nested_very_deeply_are_left_out(tmp_path: Path) -> None:
+    folders = [tmp_path]
+    for _ in range(130):
+        folders.append(folders[-1] / "d")
+        folders[-1].mkdir()
+        (folders[-1] / "a.png").touch()
+    report = Report()
+    found = find_pictures([tmp_path], report=report, recursive=True)
+    assert [picture.path.parent for picture in found] == folders[1:101]
+    (failure,) = report.failures
+    assert failure.path == folders[101]
+    assert "100 folders deep" in str(failure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import METADATA_KEY, LdmHints, read_hints
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
-from onediff_ext.hosts.diffusers.checkpoints.tensor_file import open_tensor_file
+from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 from tests.support import models
 
@@ -262,6 +263,35 @@ def test_damaged_yaml(content: str, message: str, saved: Path, tmp_path: Path) -
     path.write_bytes(saved.read_bytes())
     path.with_suffix(".yaml").write_text(content)
     refuse(path, message, "move it away")
+
+
+_REPEATED = "x0: &x0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+    f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+_MERGED = "x0: &x0 {a: 1}\n" + "".join(
+    f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"{_REPEATED}model: {{params: {{unet_config: {{params: {{}}}}, parameterization: *x8}}}}",
+         "aliases are not read"),
+        (_MERGED, "aliases are not read"),
+        ("[" * 60_000, "nested too deeply"),
+        ("- " * 30_000, "nested too deeply"),
+    ],
+    ids=["repeated lists", "merged mappings", "brackets", "dashes"],
+)  # fmt: skip
+def test_yaml_that_takes_more_than_its_size(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.with_suffix(".yaml").write_text(content)
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=message):
+        read_hints(TensorFile(path, {}))
+    assert time.process_time() - start < 2
 
 
 def test_heads_that_do_not_divide(saved: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile
 METADATA_KEY = "onediff.ldm"
 SCHEMA = 1
 _MAX_HINT = 2**20
-_MAX_YAML_BYTES = 2**20
+_MAX_YAML_BYTES = 2**16
 
 PREDICTIONS = {
     "eps": "epsilon",
@@ -131,10 +131,12 @@ def _from_markers(file: TensorFile) -> LdmHints:
 def _from_yaml(path: Path) -> LdmHints:
     import yaml
 
+    from onediff_ext.hosts.diffusers.plain_yaml import load_plain
+
     hint = "Correct it, or move it away to let OneDiff deduce the settings."
     try:
         content = read_regular(path, limit_bytes=_MAX_YAML_BYTES, limit_s=30.0)
-        config = yaml.safe_load(content.decode("utf-8"))
+        config = load_plain(content.decode("utf-8"))
         params = config["model"]["params"]
         unet = (params.get("unet_config") or params["network_config"])["params"]
         return _from_params(params, unet)

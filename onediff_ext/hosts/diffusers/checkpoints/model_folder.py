@@ -112,9 +112,16 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 def _refuse_other_files(folder: Path) -> None:
     """Refuse a folder with pipes, devices or sockets: reading one may never return."""
-    for path in folder.rglob("*"):
-        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-            raise CheckpointError(f"{path} is not an ordinary file.", _AGAIN)
+    waiting = [str(folder)]  # no recursion: folders may be nested deeper than Python calls
+    while waiting:
+        try:
+            entries = list(os.scandir(waiting.pop()))
+        except OSError:
+            continue  # loading says so, if it looks there
+        waiting.extend(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        for path in (entry.path for entry in entries):
+            if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+                raise CheckpointError(f"{path} is not an ordinary file.", _AGAIN)
 
 
 def _refuse_other_code(folder: Path, index: dict[str, Any]) -> None:
