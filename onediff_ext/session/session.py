@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # A part of every key. Raised whenever the way from a block to its program changes, since older
 # graphs then belong to another function.
-ENGINE_SCHEMA = "1"
+ENGINE_SCHEMA = "2"
 
 
 class Session(KindRegistry):
