@@ -86,3 +86,28 @@ def test_a_host(example: ModuleType, tmp_path: Path) -> None:
     torch.testing.assert_close(example.draw(graphs, job, tmp_path / "store"), expected)
     assert graphs.status().reasons == ("weights move while drawing",)
     graphs.close()
+
+
+ROOT = DOCS.parent
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "tests" / "live" / "README.md"])
+OF_HOSTS = ("modules/", "scripts/controlnet")
+PLACES = [ROOT, ROOT / "onediff_ext", *(p for p in (ROOT / "onediff_ext").rglob("*") if p.is_dir())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Paths and links; a path may begin at the repository, the package, or one of its folders."""
+    text = page.read_text("utf-8")
+    paths = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|json|md|safetensors))`", text))
+    missing = [
+        path
+        for path in sorted(paths)
+        if not path.startswith(OF_HOSTS) and not any((place / path).exists() for place in PLACES)
+    ]
+    links = {link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)}
+    missing += [
+        link
+        for link in sorted(links - {""})
+        if "://" not in link and not (page.parent / link).exists()
+    ]
+    assert not missing
