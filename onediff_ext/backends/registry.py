@@ -30,7 +30,7 @@ def make_backend(name: str) -> Backend:
     raise OptionError(f"There is no backend {name!r}.", f"Known: {', '.join(BACKENDS)}.")
 
 
-def why_no_graphs(device: torch.device) -> str | None:
+def no_graphs_reason(device: torch.device) -> str | None:
     """Return what the default backend lacks on a device and how to fix it; None when it works."""
     return make_backend(CompileOptions.backend).unavailable_reason(device)
 

@@ -24,7 +24,7 @@ from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.building.forked_exporter import ForkedExporter
 from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.core.errors import BlockGoneError, ExportError, NoMemoryError, OneDiffError
-from onediff_ext.core.priority import GivingWay, usable_cores
+from onediff_ext.core.priority import SessionPriorities, usable_cores
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _export_in_children(
             yield ExportResult(kind, None, _export_error(exc))
     shares = [ready[i::count] for i in range(count) if ready[i::count]]
     children: list[ForkedExporter] = []
-    giving_way = GivingWay()
+    giving_way = SessionPriorities()
     try:
         while (shares or children) and not stop.is_set():
             while shares:

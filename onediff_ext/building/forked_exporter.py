@@ -24,7 +24,7 @@ import torch
 from onediff_ext.building.export_result import ExportResult
 from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.core.errors import ExportError, WorkerLostError
-from onediff_ext.core.priority import step_back
+from onediff_ext.core.priority import lower_priority
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _leave_the_parent(in_background: bool) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     if in_background:
-        step_back(in_background)
+        lower_priority(in_background)
     torch.set_num_threads(1)  # the parent's threads do not exist here
 
 

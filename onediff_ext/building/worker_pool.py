@@ -12,7 +12,7 @@ from onediff_ext.building.build_jobs import Job
 from onediff_ext.building.worker_counts import worker_count
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import BackendError, NoMemoryError, OneDiffError
-from onediff_ext.core.priority import GivingWay
+from onediff_ext.core.priority import SessionPriorities
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class WorkerPool:
         self.folder = BuildFolder(safe_parent(context.library.folder))
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
-        self._giving_way = GivingWay()
+        self._giving_way = SessionPriorities()
         self._threads = ThreadPoolExecutor(
             worker_count(context.options), thread_name_prefix="onediff-build"
         )

@@ -40,7 +40,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     except ImportError:
         yield False, "torch is missing: run `python install.py demo` once"
         return
-    from onediff_ext.backends.registry import make_backend, why_no_graphs
+    from onediff_ext.backends.registry import make_backend, no_graphs_reason
 
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -48,7 +48,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield True, f"torch {torch.__version__} on {name}"
     if not has_gpu:
         yield True, "no GPU: pictures are drawn on the CPU, where graphs win little"
-    reason = why_no_graphs(device)
+    reason = no_graphs_reason(device)
     yield reason is None, f"graphs by inductor: {reason or 'available'}"
     reason = make_backend("oneflow").unavailable_reason(device)
     yield True, f"oneflow backend, which is optional: {reason or 'available'}"

@@ -161,7 +161,7 @@ def depth_of_reference(cache_block_id: int, cache_layer_id: int) -> int:
     return 3 * cache_block_id + cache_layer_id
 
 
-def few_steps_refusal(sampler: str, steps: int | None) -> str | None:
+def few_steps_reason(sampler: str, steps: int | None) -> str | None:
     """Return why DeepCache saves nothing with these settings, or None when it does.
 
     Args:

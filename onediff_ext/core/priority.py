@@ -28,7 +28,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def step_back(in_background: bool) -> None:
+def lower_priority(in_background: bool) -> None:
     """Lower the priority of this process and its children within their session.
 
     Args:
@@ -38,7 +38,7 @@ def step_back(in_background: bool) -> None:
         os.nice(10 if in_background else 5)
 
 
-class GivingWay:
+class SessionPriorities:
     """Lowers the priority of worker sessions: a lot while a picture is drawn, a little otherwise.
 
     It has no effect without autogroups (another system, autogroups switched off, a control group

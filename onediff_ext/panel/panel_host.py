@@ -95,9 +95,9 @@ class PanelHost(ABC):
 
     def missing_reason(self) -> str | None:
         """What graphs need and this machine lacks, with the command that installs it; else None."""
-        from onediff_ext.backends.registry import why_no_graphs
+        from onediff_ext.backends.registry import no_graphs_reason
 
-        return why_no_graphs(self.device())
+        return no_graphs_reason(self.device())
 
     def schema(self) -> dict[str, object]:
         """The fields with their defaults and choices, as plain values."""

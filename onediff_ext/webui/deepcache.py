@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.deepcache_forward import DeepCache
 from onediff_ext.hosts.unet_adapters import adapter_for
@@ -56,7 +56,7 @@ class Evaluation:
 
     def refusal_reason(self, checkpoint: str) -> str | None:
         """Why DeepCache gains nothing in this run, or None."""
-        reasons = (few_steps_refusal(name, self.steps) for name in (*self.samplers, checkpoint))
+        reasons = (few_steps_reason(name, self.steps) for name in (*self.samplers, checkpoint))
         return next(filter(None, reasons), None)
 
 

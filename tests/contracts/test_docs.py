@@ -70,7 +70,6 @@ def test_a_backend(example: ModuleType) -> None:
 @pytest.mark.parametrize("example", ["adding-a-host.md"], indirect=True)
 def test_a_host(example: ModuleType, tmp_path: Path) -> None:
     from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-
     from tests.support import models
 
     ui = example.SmallUI(models.unet(seed=0))

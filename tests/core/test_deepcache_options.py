@@ -13,7 +13,7 @@ from onediff_ext.core.deepcache_options import (
     PRESETS,
     DeepCacheOptions,
     depth_of_reference,
-    few_steps_refusal,
+    few_steps_reason,
 )
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.schedule import is_full, nonuniform_full_calls
@@ -90,13 +90,13 @@ def test_depth_is_the_references_branch_id():
 
 @pytest.mark.parametrize("name", ["LCM", "LCMScheduler", "TCD", "sd_xl_turbo_1.0", "Lightning"])
 def test_few_step_samplers_are_refused_with_a_reason(name):
-    assert "nothing to win" in few_steps_refusal(name, 20)
+    assert "nothing to win" in few_steps_reason(name, 20)
 
 
 def test_few_steps_are_refused_and_usual_ones_are_not():
-    assert "4" in few_steps_refusal("Euler a", 4)
-    assert few_steps_refusal("Euler a", 20) is None
-    assert few_steps_refusal("DPM++ 2M Karras", None) is None
+    assert "4" in few_steps_reason("Euler a", 4)
+    assert few_steps_reason("Euler a", 20) is None
+    assert few_steps_reason("DPM++ 2M Karras", None) is None
 
 
 def full_calls(options: DeepCacheOptions, total: int, *, known: bool = True) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.core.priority import GivingWay, quick_switches
+from onediff_ext.core.priority import SessionPriorities, quick_switches
 
 
 def _nice_of(pid: int | str) -> int:
@@ -37,7 +37,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
 
 def test_a_session_gives_way_and_takes_more_between_pictures(child: tuple[int, bool]) -> None:
     pid, own = child
-    ours, giving_way, seen = _nice_of("self"), GivingWay(), []
+    ours, giving_way, seen = _nice_of("self"), SessionPriorities(), []
     for drawing in (True, True, False):
         giving_way.tell(pid, drawing)
         seen.append(_nice_of(pid))
@@ -49,7 +49,7 @@ def test_a_session_gives_way_and_takes_more_between_pictures(child: tuple[int, b
 def test_a_process_that_has_ended_is_no_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     process.wait()
-    GivingWay().tell(process.pid, True)
+    SessionPriorities().tell(process.pid, True)
 
 
 def test_threads_take_turns_often_until_the_last_that_asked_is_done() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from onediff_ext.backends.registry import make_backend, why_no_graphs
+from onediff_ext.backends.registry import make_backend, no_graphs_reason
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine import torch_versions
@@ -167,7 +167,7 @@ def test_what_is_newer_is_asked_for_in_one_module() -> None:
 
 def test_what_an_upgrade_brings_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_versions, "RELEASE", (2, 5))
-    text = why_no_graphs(CPU)
+    text = no_graphs_reason(CPU)
     assert text is not None
     gain = _median_ratio("unet-sd1-h200.json", "ours-captured-eager", "ours-exact")
     assert f"SD1.5's UNet {gain:.1f} times as fast as captured" in text

@@ -14,7 +14,7 @@ import torch
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.worker_process import Built, WorkerProcess
 from onediff_ext.core.options import CompileOptions
-from onediff_ext.core.priority import GivingWay
+from onediff_ext.core.priority import SessionPriorities
 from onediff_ext.hosts.diffusers.compile import new_session
 from onediff_ext.session.session import Session
 from tests.support import models
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def workers_at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not give way to the tests, which keep all cores busy."""
-    monkeypatch.setattr(GivingWay, "tell", lambda self, pid, drawing: None)
+    monkeypatch.setattr(SessionPriorities, "tell", lambda self, pid, drawing: None)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from onediff_ext.core.priority import step_back
+from onediff_ext.core.priority import lower_priority
 from onediff_ext.core.words import first_line
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 def _step_back(in_background: bool) -> None:
     """Let pictures go first, for processor time and memory."""
-    step_back(in_background)
+    lower_priority(in_background)
     # When memory runs out, the system kills this process and not the drawing one.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onediff_ext.core.components import ComponentId, Role
-from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
 from onediff_ext.engine.patches import Patches
@@ -84,7 +84,7 @@ def distilled_refusal(unet: Any) -> str | None:
     A distilled LCM takes the guidance as an input, and needs only a few steps.
     """
     distilled = unet.config.get("time_cond_proj_dim")
-    return few_steps_refusal("an LCM checkpoint", None) if distilled else None
+    return few_steps_reason("an LCM checkpoint", None) if distilled else None
 
 
 @contextmanager
@@ -202,7 +202,7 @@ class _Switch:
     def _refusal_reason(self) -> str | None:
         scheduler = self._scheduler()
         name = type(scheduler).__name__.removesuffix("Scheduler")
-        return distilled_refusal(self._unet) or few_steps_refusal(
+        return distilled_refusal(self._unet) or few_steps_reason(
             name, getattr(scheduler, "num_inference_steps", None)
         )
 

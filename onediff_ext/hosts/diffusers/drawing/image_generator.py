@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
 from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
@@ -193,11 +193,11 @@ class ImageGenerator:
         with deepcache_for(self.pipe, settings.deepcache):
             pass
 
-    def deepcache_refusal(self, settings: DrawSettings) -> str | None:
+    def deepcache_off_reason(self, settings: DrawSettings) -> str | None:
         """Return why pictures are drawn without the requested DeepCache, or None."""
         if not settings.deepcache.is_on:
             return None
-        return distilled_refusal(self.pipe.unet) or few_steps_refusal(
+        return distilled_refusal(self.pipe.unet) or few_steps_reason(
             settings.scheduler, settings.steps
         )
 
@@ -212,7 +212,7 @@ class ImageGenerator:
     def ignored_text(self, settings: DrawSettings) -> list[str]:
         """Return a warning for each setting that is ignored, or cut as a long prompt is."""
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
-        refusal_reason = self.deepcache_refusal(settings)
+        refusal_reason = self.deepcache_off_reason(settings)
         warnings = [] if refusal_reason is None else [f"{refusal_reason}; drawn without."]
         for what, prompt in (
             ("prompt", settings.prompt),

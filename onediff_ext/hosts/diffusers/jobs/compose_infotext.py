@@ -30,7 +30,7 @@ def compose_infotext(
     """
     sampler, schedule = infotext_names(settings.scheduler)
     with_deepcache = (
-        settings.deepcache.is_on and image_generator.deepcache_refusal(settings) is None
+        settings.deepcache.is_on and image_generator.deepcache_off_reason(settings) is None
     )
     width_px, height_px = size_px
     fields: dict[str, object] = {
