@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
         print(f"\ninstall.py: {exc}\n  {_hint_for(exc)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nStopped. The same command makes the set-up anew.", file=sys.stderr)
+        print("\nStopped. The same command finishes the set-up.", file=sys.stderr)
         return 130
     if command == "test":
         os.chdir(ROOT)
@@ -222,7 +222,7 @@ def set_up(root: Path, extras: set[str], name: str = ".venv") -> Path:
     digest = set_up_digest(root)
     if extras <= installed_extras(venv, digest) and python.exists():
         return python
-    state = root / f"{name}-setup"  # outside, so that it outlives an environment made anew
+    state = root / f"{name}-setup"  # outside, so that it survives a recreated environment
     state.mkdir(parents=True, exist_ok=True)
     with only_one(state / "lock") as lock:
         present = installed_extras(venv, digest)
