@@ -222,7 +222,9 @@ def _legend(series: dict[str, list[Point]], page: str) -> Iterator[str]:
         yield _text(x + 40, y + 4, style.title, colours["text"], weight=600 if ours else 400)
         y += 23
     if any(STYLES[name].dash == EACH_SIZE for name in series):
-        yield _text(x - 4, y + 10, "Dotted: compiled again for each size,", colours["soft"], size=11)
+        yield _text(
+            x - 4, y + 10, "Dotted: compiled again for each size,", colours["soft"], size=11
+        )
         yield _text(x - 4, y + 25, "measured at some of them.", colours["soft"], size=11)
 
 

@@ -15,45 +15,9 @@ from onediff_ext.core.errors import BackendError, OptionError
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.engine.export.exporter import export_block, load_program, save_program
-from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
+from tests.support.contract_blocks import BLOCKS, CPU
 
-CPU = torch.device("cpu")
 BACKENDS = ("eager", "inductor", "oneflow")
-
-
-def _resnet() -> torch.nn.Module:
-    from diffusers.models.resnet import ResnetBlock2D
-
-    torch.manual_seed(0)
-    # A group has eight numbers even in a single pixel: with two, which may lie close together,
-    # normalising them blows rounding up to any size.
-    block = ResnetBlock2D(in_channels=16, out_channels=24, temb_channels=32, groups=2)
-    return block.eval().requires_grad_(False).to(memory_format=torch.channels_last)
-
-
-def _transformer() -> torch.nn.Module:
-    from diffusers.models.attention import BasicTransformerBlock
-
-    torch.manual_seed(0)
-    return BasicTransformerBlock(24, 2, 12, cross_attention_dim=20).eval().requires_grad_(False)
-
-
-def _image(batch: int, height: int, width: int) -> torch.Tensor:
-    return torch.randn(batch, 16, height, width).to(memory_format=torch.channels_last)
-
-
-BLOCKS = {
-    "resnet": (
-        ResnetFamily(),
-        _resnet,
-        lambda b, h, w: (_image(b, h, w), torch.randn(b, 32)),
-    ),
-    "transformer": (
-        TransformerFamily(),
-        _transformer,
-        lambda b, h, w: (torch.randn(b, h * w, 24), None, torch.randn(b, 7 * w, 20)),
-    ),
-}
 
 
 @pytest.fixture(scope="session", params=[(b, k) for b in BACKENDS for k in BLOCKS], ids="-".join)

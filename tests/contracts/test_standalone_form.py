@@ -19,7 +19,7 @@ from onediff_ext.backends.inductor.standalone_artefact import build_artefact, lo
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.export.exporter import export_block, input_fakes, load_program, save_program
 from onediff_ext.engine.torch_versions import RELEASE
-from tests.contracts.test_backend_contract import BLOCKS, CPU
+from tests.support.contract_blocks import BLOCKS, CPU
 
 pytestmark = pytest.mark.skipif(
     RELEASE < (2, 8), reason=f"torch {torch.__version__} has no standalone_compile"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from typing import Any
@@ -11,35 +10,16 @@ import numpy as np
 import pytest
 
 from tests.live.client import PROMPT, Drawn, WebUI, WebUIError, assert_different
-from tests.live.test_undo import breaking
+from tests.live.jobs import (
+    STEPS,
+    assert_identical,
+    breaking,
+    cached,
+    difference,
+    shallow,
+)
 
-STEPS = 12
 LONG = "a red apple on a table, " * 20
-
-
-def cached(level: str = "medium", **more: Any) -> dict[str, Any]:
-    """The always-on script's argument."""
-    return {"enabled": True, "preset": "Custom", "deepcache": level, **more}
-
-
-def shallow(webui: WebUI) -> tuple[int, int]:
-    """Shallow calls of the UNet in the last job, and all of them, as the status line has it."""
-    said = webui.status()["deepcache"]
-    match = re.search(r"(\d+) of (\d+) UNet calls shallow", said)
-    assert match, said
-    return int(match[1]), int(match[2])
-
-
-def difference(one: Drawn, other: Drawn) -> float:
-    """Mean absolute one, of 255."""
-    return float(np.abs(one.pictures[0].astype(int) - other.pictures[0]).mean())
-
-
-def assert_identical(one: Drawn, other: Drawn) -> None:
-    assert len(one.pictures) == len(other.pictures) > 0
-    for mine, theirs in zip(one.pictures, other.pictures, strict=True):
-        assert mine.std() > 5, "nothing was drawn"
-        assert (mine == theirs).all()
 
 
 @pytest.fixture(autouse=True)

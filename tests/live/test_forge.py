@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.live.client import PROMPT, WebUI, assert_different, assert_same, encode
-from tests.live.test_deepcache import STEPS, assert_identical, cached, difference, shallow
+from tests.live.jobs import STEPS, assert_identical, cached, difference, shallow
 
 
 @pytest.fixture(autouse=True)

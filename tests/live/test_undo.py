@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from tests.live.client import Drawn, WebUI, WebUIError, assert_same
-
-
-def breaking(forward: int) -> dict[str, Any]:
-    return {"OneDiff probe": {"args": [forward]}}
+from tests.live.jobs import breaking
 
 
 @pytest.mark.usefixtures("unchanged")

@@ -12,8 +12,8 @@ from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.export.exporter import export_block, load_program
 from onediff_ext.hosts.diffusers.blocks import AttentionFamily
-from tests.contracts.test_backend_contract import BLOCKS
 from tests.oneflow.operators import NO_RESULT, REFUSED, SAME_RESULT
+from tests.support.contract_blocks import BLOCKS
 
 CPU = torch.device("cpu")
 

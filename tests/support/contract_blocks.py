@@ -1,0 +1,45 @@
+"""Blocks that every backend has to run: each with its family and a function that makes inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
+
+CPU = torch.device("cpu")
+
+
+def _resnet() -> torch.nn.Module:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    torch.manual_seed(0)
+    # A group has eight numbers even in a single pixel: with two, which may lie close together,
+    # normalising them blows rounding up to any size.
+    block = ResnetBlock2D(in_channels=16, out_channels=24, temb_channels=32, groups=2)
+    return block.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+
+
+def _transformer() -> torch.nn.Module:
+    from diffusers.models.attention import BasicTransformerBlock
+
+    torch.manual_seed(0)
+    return BasicTransformerBlock(24, 2, 12, cross_attention_dim=20).eval().requires_grad_(False)
+
+
+def _image(batch: int, height: int, width: int) -> torch.Tensor:
+    return torch.randn(batch, 16, height, width).to(memory_format=torch.channels_last)
+
+
+BLOCKS = {
+    "resnet": (
+        ResnetFamily(),
+        _resnet,
+        lambda b, h, w: (_image(b, h, w), torch.randn(b, 32)),
+    ),
+    "transformer": (
+        TransformerFamily(),
+        _transformer,
+        lambda b, h, w: (torch.randn(b, h * w, 24), None, torch.randn(b, 7 * w, 20)),
+    ),
+}
+"""Name -> family, function that makes the block, function (batch, height, width) -> inputs."""
