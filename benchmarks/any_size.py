@@ -25,11 +25,11 @@ from benchmarks.fingerprint import fingerprint
 from benchmarks.models import DTYPES, make_unet
 from benchmarks.timing import held_bytes, synchronize
 from onediff_ext.core.options import CompileOptions
-from onediff_ext.engine.check import compare
+from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
+from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
+from onediff_ext.hosts.diffusers.jobs.step_bench import paused
 from onediff_ext.hosts.diffusers.probe import unet_inputs
-from onediff_ext.hosts.diffusers.report import recompile_count
-from onediff_ext.hosts.diffusers.step_bench import paused
 
 NAMED_SIZES = ((1024, 1024), (960, 720), (720, 720), (512, 512), (1280, 1280), (136, 200))
 

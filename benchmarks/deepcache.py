@@ -26,15 +26,15 @@ import torch
 
 from benchmarks.fingerprint import fingerprint
 from benchmarks.timing import synchronize
-from onediff_ext.core.deepcache import DeepCacheOptions
+from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.options import BACKENDS, CompileOptions
-from onediff_ext.engine.check import compare
-from onediff_ext.hosts.diffusers.architectures import read_architecture
+from onediff_ext.engine.checking.compare_with_eager import compare
+from onediff_ext.hosts.diffusers.checkpoints.architectures import read_architecture
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, deepcache_state
+from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
+from onediff_ext.hosts.diffusers.jobs.step_bench import paused
 from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
-from onediff_ext.hosts.diffusers.report import recompile_count
-from onediff_ext.hosts.diffusers.step_bench import paused
 
 SETTINGS = ("off", "2", "3", "5", "3 depth=1", "3 depth=2", "5 depth=2")
 SIZES = {"sd15": (512, 512), "sdxl": (1024, 1024)}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.deepcache_demo --json FILE
 
-Twelve concepts as in `tests/hosts/test_demo_model.py`, 20 steps of DPM++ 2M Karras at 128x128, not
-compiled, in float32. CPU seconds are of the process, drawing all twelve at once.
+Twelve concepts as in `tests/hosts/diffusers/test_demo_model.py`, 20 steps of DPM++ 2M Karras at
+128x128, not compiled, in float32. CPU seconds are of the process, drawing all twelve at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onediff_ext.hosts.diffusers.deepcache import (
     disable_deepcache,
     enable_deepcache,
 )
-from tests.hosts import test_demo_model as demo
+from tests.hosts.diffusers import test_demo_model as demo
 
 SETTINGS = ("off", "light", "medium", "medium depth=2", "strong", "strong depth=2", "10")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from onediff_ext.core.priority import usable_cores
-from onediff_ext.hosts.diffusers.report import versions
+from onediff_ext.hosts.diffusers.jobs.run_report import versions
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:

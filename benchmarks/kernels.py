@@ -77,13 +77,6 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
     """A row for each contender, kernel and shape."""
     from triton.testing import do_bench_cudagraph
 
-    from onediff_ext.backends.kernels import (  # noqa: F401
-        cross_attention,
-        geglu,
-        group_norm,
-        layer_norm,
-    )
-
     rows = []
     for case in _cases(dtype, device):
         exact = (case.exact or case.plain)(*(t.double() for t in case.inputs))
@@ -110,7 +103,7 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    from onediff_ext.engine.quantised import quantise_rows, unavailable_reason
+    from onediff_ext.engine.quantization import quantise_rows, unavailable_reason
 
     ops = torch.ops.onediff
     noise = torch.Generator(device).manual_seed(0)

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
-from onediff_ext.hosts.diffusers.architectures import read_architecture
-from onediff_ext.hosts.diffusers.tokenizer import END_OF_TEXT, OPEN_CLIP_PAD, make_tokenizer
+from onediff_ext.hosts.diffusers.checkpoints.architectures import read_architecture
+from onediff_ext.hosts.diffusers.checkpoints.tokenizer import (
+    END_OF_TEXT,
+    OPEN_CLIP_PAD,
+    make_tokenizer,
+)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ARCHITECTURES = {"small": "sd1", "tiny": "sdxl", "sd15": "sd1"}

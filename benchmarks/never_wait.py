@@ -35,12 +35,12 @@ from benchmarks.fingerprint import fingerprint
 from onediff_ext.cli.model_arguments import default_model, import_libraries
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.priority import usable_cores
-from onediff_ext.engine.kinds import KindState
-from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
-from onediff_ext.service.session import Session
-from onediff_ext.store import durable
+from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
+from onediff_ext.session.session import Session
+from onediff_ext.store import durable_write
 
 SIZES = (
     (192, 192), (256, 256), (288, 192), (192, 288), (168, 144), (336, 288),
@@ -74,16 +74,18 @@ def main() -> int:
 
 def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     device = torch.device("cpu")
-    painter = Painter(load_checkpoint(arguments.model, dtype=torch.float32, device=device))
+    image_generator = ImageGenerator(
+        load_checkpoint(arguments.model, dtype=torch.float32, device=device)
+    )
     settings = DrawSettings(prompt="a cat on a yellow background", steps=arguments.steps)
     chooser = random.Random(0)
     plan = [*SIZES, *(chooser.choice(SIZES) for _ in range(arguments.pictures - len(SIZES)))]
     plan = plan[: arguments.pictures]
     eager_s: dict[tuple[int, int], list[float]] = {size: [] for size in SIZES}
-    expected = _draw_eager(painter, settings, plan, eager_s)
+    expected = _draw_eager(image_generator, settings, plan, eager_s)
 
     session = new_session(CompileOptions(backend=arguments.backend, store=store))
-    compile_pipe(painter.pipe, session=session)
+    compile_pipe(image_generator.pipe, session=session)
     faults = Faults(session)
     rows: list[dict[str, Any]] = []
     ready_at: int | None = None
@@ -91,7 +93,7 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     for number, (width, height) in enumerate(plan, 1):
         faults.before(number)
         before = time.perf_counter()
-        drawn = painter.txt2img(settings, width, height, [number])
+        drawn = image_generator.txt2img(settings, width, height, [number])
         seconds = time.perf_counter() - before
         status = session.status()
         done = status.kinds_ready + status.kinds_failed == status.kinds_needed
@@ -113,10 +115,10 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
     finished = session.wait_for_builds(600)
     build_s = time.perf_counter() - start
     states = sorted(kind.state.value for kind in session.kinds)
-    events = [event.line() for event in session.journal.events]
+    events = [event.line() for event in session.event_log.events]
     session.close()
-    undo_compile(painter.pipe)
-    _draw_eager(painter, settings, plan, eager_s)
+    undo_compile(image_generator.pipe)
+    _draw_eager(image_generator, settings, plan, eager_s)
     for row in rows:
         row["eager_seconds"] = statistics.median(eager_s[row["width"], row["height"]])
         row["ratio"] = row["seconds"] / row["eager_seconds"]
@@ -147,18 +149,18 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
 
 
 def _draw_eager(
-    painter: Painter,
+    image_generator: ImageGenerator,
     settings: DrawSettings,
     plan: list[tuple[int, int]],
     eager_s: dict[tuple[int, int], list[float]],
 ) -> list[Drawn]:
     """Draw the plan without graphs, and note the times; each size at least twice."""
     for width, height in SIZES:  # the first picture of a size pays for memory and choices
-        painter.txt2img(settings, width, height, [0])
+        image_generator.txt2img(settings, width, height, [0])
     drawn = []
     for number, (width, height) in enumerate(plan, 1):
         start = time.perf_counter()
-        drawn.append(painter.txt2img(settings, width, height, [number]))
+        drawn.append(image_generator.txt2img(settings, width, height, [number]))
         eager_s[width, height].append(time.perf_counter() - start)
     return drawn
 
@@ -232,12 +234,12 @@ def full_disk() -> Iterator[None]:
     def full(*arguments: Any) -> int:  # noqa: ARG001
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = durable.os
-    durable.os = SimpleNamespace(**{**vars(os), "write": full})  # type: ignore[assignment]
+    before = durable_write.os
+    durable_write.os = SimpleNamespace(**{**vars(os), "write": full})  # type: ignore[assignment]
     try:
         yield
     finally:
-        durable.os = before
+        durable_write.os = before
 
 
 if __name__ == "__main__":

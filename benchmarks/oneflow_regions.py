@@ -25,15 +25,15 @@ from typing import Any
 import torch
 
 from benchmarks.fingerprint import fingerprint
-from onediff_ext.backends.oneflow import exchange
+from onediff_ext.backends.oneflow import tensor_exchange
 from onediff_ext.backends.oneflow.availability import process_reason
-from onediff_ext.backends.oneflow.plans import Plans
+from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.table import TABLE
-from onediff_ext.engine.families.diffusers import ResnetFamily, TransformerFamily
-from onediff_ext.engine.structure import BlockTree
-from onediff_ext.engine.trace import export_block
-from tests import models
+from onediff_ext.backends.oneflow.static_graphs import Plans
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.export.exporter import export_block
+from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
+from tests.support import models
 
 CASES = (("sd15", 16), ("sd15", 32))
 REPEATS = 5
@@ -105,7 +105,7 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
 
     exported = torch.export.export(Whole(), (weights, *tensors), strict=False)
     program = FlowProgram(exported.run_decompositions({}).graph_module)
-    crossed = [exchange.to_flow(flow, tensor) for tensor in (*weights, *tensors)]
+    crossed = [tensor_exchange.to_flow(flow, tensor) for tensor in (*weights, *tensors)]
 
     class Holder(flow.nn.Module):
         def __init__(self) -> None:
@@ -128,8 +128,8 @@ def _whole(flow: Any, unet: Any, inputs: dict[str, Any], expected: torch.Tensor)
     graph = Graph()
 
     def run() -> torch.Tensor:
-        given = [exchange.to_flow(flow, tensor) for tensor in tensors]
-        return exchange.to_torch(flow, graph(*given))
+        given = [tensor_exchange.to_flow(flow, tensor) for tensor in tensors]
+        return tensor_exchange.to_torch(flow, graph(*given))
 
     plan_s = _seconds(run)
     return {"plan_s": round(plan_s, 2), "step_s": _best(run), "error": _error(run(), expected)}
@@ -199,7 +199,9 @@ def _weights(
         "block": name,
         "weights_mib": round(sum(w.numel() * w.element_size() for w in weights) / 2**20, 1),
         "call_s": _best(lambda: plans.run(program, arguments)),
-        "crossing_s": _best(lambda: [exchange.to_flow(flow, tensor) for tensor in arguments]),
+        "crossing_s": _best(
+            lambda: [tensor_exchange.to_flow(flow, tensor) for tensor in arguments]
+        ),
         "copy_s": _best(lambda: [a.copy_(b) for a, b in zip(copies, weights, strict=True)]),
         "torch_s": _best(lambda: block(*inputs)),
         "error": error,

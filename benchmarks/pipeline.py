@@ -45,7 +45,7 @@ READ_BEFORE = (
     "torch._inductor.compile_fx",
     "torch._inductor.standalone_compile",
     "onediff_ext.cli.img2img",
-    "onediff_ext.hosts.diffusers.img2img_job",
+    "onediff_ext.hosts.diffusers.jobs.img2img_job",
 )
 CONTENDERS = {"eager": "eager", "empty": "ours-empty-store", "filled": "ours-filled-store"}
 STEPS, STRENGTH, GUIDANCE, SEED = 40, 0.5, 7.0, 0

@@ -1,9 +1,12 @@
-"""Write the README's tables from the result files: ``python -m benchmarks.tables [--check]``."""
+"""Write the tables of README and docs from the result files.
+
+``python -m benchmarks.tables [--check]``.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from benchmarks.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/benchmarks.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SIZES = ((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512))
 UNET_COLUMNS = {
@@ -26,6 +30,8 @@ UNET_COLUMNS = {
     "ours-exact": "OneDiff",
     "ours-fp8": "OneDiff, fp8",
 }
+# Those of the README's one table.
+SHORT_COLUMNS = ("eager", "ours-captured-eager", "torch.compile", "ours-exact", "ours-fp8")
 PIPELINE_NAMES = {
     "eager": "diffusers, eager",
     "ours-empty-store": "OneDiff, empty store",
@@ -42,14 +48,23 @@ class NotMeasured(Exception):  # noqa: N818
 
 
 def main(check: bool = False) -> int:
-    """Rewrite the README, or with `check` only say whether it is up to date."""
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = with_tables(before, RESULTS)
-    if check:
-        return 0 if after == before else 1
-    readme.write_text(after, encoding="utf-8")
-    return 0
+    """Write the tables of all `PAGES`.
+
+    Args:
+        check: Write nothing.
+
+    Returns:
+        Exit status: 1 when `check` finds a page that is out of date, else 0.
+    """
+    stale = 0
+    for page in PAGES:
+        before = (ROOT / page).read_text(encoding="utf-8")
+        after = with_tables(before, RESULTS)
+        if check:
+            stale |= after != before
+        else:
+            (ROOT / page).write_text(after, encoding="utf-8")
+    return int(stale)
 
 
 def with_tables(text: str, results: Path) -> str:
@@ -67,6 +82,7 @@ def with_tables(text: str, results: Path) -> str:
         return figures
 
     sections: dict[str, Callable[[], str]] = {
+        "unet sdxl short": lambda: unet_table(result("unet-sdxl-h200"), columns=SHORT_COLUMNS),
         "unet sdxl": lambda: unet_table(result("unet-sdxl-h200")),
         "unet sd1": lambda: unet_table(result("unet-sd1-h200")),
         "unet sdxl bf16": lambda: unet_table(result("unet-sdxl-h200"), "bfloat16"),
@@ -103,21 +119,33 @@ def with_tables(text: str, results: Path) -> str:
     return text
 
 
-def unet_table(figures: Figures, dtype: str = "float16") -> str:
-    """Milliseconds of a UNet step, a column for each contender, and eager's share."""
+def unet_table(
+    figures: Figures, dtype: str = "float16", columns: Collection[str] = tuple(UNET_COLUMNS)
+) -> str:
+    """Milliseconds of a UNet step by size, and how many times faster than eager OneDiff is.
+
+    Args:
+        figures: A result file of `benchmarks.unet`.
+        dtype: Rows of this dtype.
+        columns: Contenders, each a column when it was measured.
+    """
     rows = [row for row in figures["rows"] if row["dtype"] == dtype and "ms_median" in row]
     if not rows:
         raise NotMeasured(dtype)
     ms = {(r["contender"], r["width"], r["height"]): r["ms_median"] for r in rows}
-    columns = {n: title for n, title in UNET_COLUMNS.items() if any(key[0] == n for key in ms)}
+    titles = {
+        name: title
+        for name, title in UNET_COLUMNS.items()
+        if name in columns and any(key[0] == name for key in ms)
+    }
     lines = []
     for width, height in SIZES:
-        of_size = {name: ms.get((name, width, height)) for name in columns}
+        of_size = {name: ms.get((name, width, height)) for name in titles}
         eager, ours = of_size.get("eager"), of_size.get("ours-exact")
         gain = f"{eager / ours:.1f}" if eager and ours else "-"
         cells = ["-" if value is None else f"{value:.1f}" for value in of_size.values()]
         lines.append([f"{width}x{height}", *cells, gain])
-    return _table(["size", *columns.values(), "times faster"], lines)
+    return _table(["size", *titles.values(), "times faster"], lines)
 
 
 def first_steps(figures: Figures, dtype: str = "float16") -> str:

@@ -31,7 +31,7 @@ from benchmarks.results import check_mergeable, merge, now, read_result, write_r
 from benchmarks.streams import gather
 from benchmarks.timing import median_and_p95, peak_bytes, reset_peak, step_times_ms, synchronize
 from onediff_ext.core.shapes import BatchShape, parse_sizes
-from onediff_ext.engine.check import compare
+from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 
 SIZES = (

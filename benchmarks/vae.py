@@ -28,9 +28,9 @@ from benchmarks.results import (
 from benchmarks.timing import median_and_p95, peak_bytes, reset_peak, step_times_ms, synchronize
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape, parse_sizes
-from onediff_ext.engine.check import compare
+from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
-from onediff_ext.hosts.diffusers.step_bench import paused
+from onediff_ext.hosts.diffusers.jobs.step_bench import paused
 
 SIZES = "512x512, 720x720, 960x720, 896x768, 1024x1024, 1280x1280"
 KEY = (*ROW_KEY, "part")

@@ -14,8 +14,8 @@ from PIL import Image
 from benchmarks.any_size import DTYPES
 from benchmarks.fingerprint import fingerprint
 from onediff_ext.core.shapes import parse_sizes
-from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
-from onediff_ext.hosts.diffusers.vae_tiles import TILE_CELLS, tile_side, tiles_of
+from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, tile_side, tiles_of
 
 _ASSETS = Path(__file__).resolve().parents[1] / "onediff_ext" / "assets"
 

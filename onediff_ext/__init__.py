@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CompileOptions": "onediff_ext.core.options",
@@ -19,7 +19,7 @@ _HOME = {
     "undo_compile": "onediff_ext.hosts.diffusers.compile",
     "save_pipe": "onediff_ext.hosts.diffusers.persistence",
     "load_pipe": "onediff_ext.hosts.diffusers.persistence",
-    "load_checkpoint": "onediff_ext.hosts.diffusers.checkpoint",
+    "load_checkpoint": "onediff_ext.hosts.diffusers.checkpoints.load",
 }
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 if TYPE_CHECKING:
     from onediff_ext.core.errors import OneDiffError
     from onediff_ext.core.options import CompileOptions
-    from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+    from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
     from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled, undo_compile
     from onediff_ext.hosts.diffusers.persistence import load_pipe, save_pipe
 

@@ -3,7 +3,7 @@
 from onediff_ext.webui.always_visible import OneDiffScript
 from onediff_ext.webui.batch_script import BatchScript
 from onediff_ext.webui.callbacks import register
-from onediff_ext.webui.old_name import OldNameScript
+from onediff_ext.webui.legacy_script import OldNameScript
 
 __all__ = ["BatchScript", "OldNameScript", "OneDiffScript"]
 

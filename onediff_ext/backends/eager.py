@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from onediff_ext.core.errors import BackendError
-from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.backend_port import Backend, Graph
+from onediff_ext.engine.export.exporter import load_program, save_program
 from onediff_ext.engine.torch_versions import too_old_for_graphs
-from onediff_ext.engine.trace import load_program, save_program
 
 
 class EagerBackend(Backend):

@@ -6,7 +6,7 @@ import torch
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import BACKENDS, CompileOptions
-from onediff_ext.engine.port import Backend
+from onediff_ext.engine.backend_port import Backend
 
 
 def make_backend(name: str) -> Backend:
@@ -20,7 +20,7 @@ def make_backend(name: str) -> Backend:
 
         return EagerBackend()
     if name == "inductor":
-        from onediff_ext.backends.inductor import InductorBackend
+        from onediff_ext.backends.inductor.backend import InductorBackend
 
         return InductorBackend()
     if name == "oneflow":

@@ -12,7 +12,7 @@ from onediff_ext.cli.progress import BuildListener
 from onediff_ext.cli.tables import format_table
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.step_bench import StepTiming
+    from onediff_ext.hosts.diffusers.jobs.step_bench import StepTiming
 
 
 def add_parser(commands: Any) -> None:
@@ -41,19 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
     identity = model_arguments.model_identity(arguments)
     model = model_arguments.load_model(arguments, identity, BuildListener())
 
-    from onediff_ext.hosts.diffusers.report import describe_device, left_eager, versions
-    from onediff_ext.hosts.diffusers.step_bench import time_steps
+    from onediff_ext.hosts.diffusers.jobs.run_report import describe_device, left_eager, versions
+    from onediff_ext.hosts.diffusers.jobs.step_bench import time_steps
 
-    timings = [time_steps(model.painter.pipe, shape, arguments.rounds) for shape in shapes]
-    print(describe_device(model.painter.device))
+    timings = [time_steps(model.image_generator.pipe, shape, arguments.rounds) for shape in shapes]
+    print(describe_device(model.image_generator.device))
     print(timing_table(timings))
     assert model.session is not None
     report_file.print_fallbacks(left_eager(model.session))
     if arguments.json is not None:
         figures = {
-            "device": describe_device(model.painter.device),
+            "device": describe_device(model.image_generator.device),
             "versions": versions(),
-            "model": model.painter.checkpoint.name,
+            "model": model.image_generator.checkpoint.name,
             "ready_seconds": model.ready_seconds,
             "rows": [{**asdict(t), "speedup": t.speedup} for t in timings],
         }

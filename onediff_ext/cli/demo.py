@@ -15,10 +15,10 @@ from onediff_ext.cli.tables import format_table
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.drawing import Painter
-    from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
-    from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport
-    from onediff_ext.service.session import Session
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter, RunReport
+    from onediff_ext.session.session import Session
 
 # What the demo checkpoint draws from text alone: prompt, width and height in pixels.
 PROMPTS = (
@@ -61,25 +61,25 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.inputs = arguments.inputs or sorted(PHOTOS.glob("*.jpg"))
     identity = model_arguments.model_identity(arguments)
     model_arguments.import_libraries()
-    painter = model_arguments.load_painter(arguments)
+    image_generator = model_arguments.load_painter(arguments)
     if arguments.size is None:
-        arguments.size = "own" if painter.device.type == "cuda" else "scale:0.375"
+        arguments.size = "own" if image_generator.device.type == "cuda" else "scale:0.375"
     job = img2img.make_job(arguments, identity)
 
-    drawn = [("eager", _draw_prompts(job, "eager", painter))]
-    eager_report, _ = _run(job, "eager", painter, None)
+    drawn = [("eager", _draw_prompts(job, "eager", image_generator))]
+    eager_report, _ = _run(job, "eager", image_generator, None)
     session = None
     if not arguments.eager:
-        session, start = _compile(painter, arguments, identity)
-        drawn.append(("compiled", _draw_prompts(job, "compiled", painter)))
-        report, reuse = _run(job, "compiled", painter, session)
+        session, start = _compile(image_generator, arguments, identity)
+        drawn.append(("compiled", _draw_prompts(job, "compiled", image_generator)))
+        report, reuse = _run(job, "compiled", image_generator, session)
         report.ready_seconds = start
     else:
         report, reuse = eager_report, None
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
     print()
-    print(printable(f"{report.device}, {painter.checkpoint.name}, sizes: {arguments.size}"))
+    print(printable(f"{report.device}, {image_generator.checkpoint.name}, sizes: {arguments.size}"))
     print(_table(eager_report, report, reuse))
     report_file.print_summary(report)
     if session is not None:
@@ -90,22 +90,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _draw_prompts(job: Img2ImgJob, name: str, painter: Painter) -> list[Path]:
+def _draw_prompts(job: Img2ImgJob, name: str, image_generator: ImageGenerator) -> list[Path]:
     """Text to image at a few sizes; nothing for a checkpoint that needs a picture."""
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.hosts.diffusers.img2img_job import infotext
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext
     from onediff_ext.pictures.writing import write_png
 
     paths: list[Path] = []
     for number, (prompt, width, height) in enumerate(PROMPTS):
         settings = dataclasses.replace(job.settings, prompt=prompt)
         try:
-            image = painter.txt2img(settings, width, height, [job.seed]).images[0]
+            image = image_generator.txt2img(settings, width, height, [job.seed]).images[0]
         except OptionError:
             return []
         if image is not None:
             paths.append(job.output_dir / name / f"txt2img-{number}.png")
-            text = infotext(painter, settings, job.seed, image, {})
+            text = infotext(image_generator, settings, job.seed, image, {})
             write_png(paths[-1], image, infotext=text, digest="")
     return paths
 
@@ -139,27 +139,27 @@ def _contact_sheet(
 
 
 def _compile(
-    painter: Painter, arguments: argparse.Namespace, identity: dict[str, object]
+    image_generator: ImageGenerator, arguments: argparse.Namespace, identity: dict[str, object]
 ) -> tuple[Session, float]:
     import time
 
     start = time.perf_counter()
     session = model_arguments.open_session(arguments, identity)
-    model_arguments.compile_painter(painter, arguments, session, BuildListener())
+    model_arguments.compile_painter(image_generator, arguments, session, BuildListener())
     return session, time.perf_counter() - start
 
 
 def _run(
-    job: Img2ImgJob, name: str, painter: Painter, session: Session | None
+    job: Img2ImgJob, name: str, image_generator: ImageGenerator, session: Session | None
 ) -> tuple[RunReport, ReuseCounter]:
-    from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
-    from onediff_ext.hosts.diffusers.report import RunReport, describe_device
-    from onediff_ext.pictures.report import Report
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
+    from onediff_ext.pictures.skipped import Report
 
     # Times are what the demo is about, so nothing of an earlier demo is taken over.
     identity = {**job.identity, "demo": id(job)}
     job = dataclasses.replace(job, output_dir=job.output_dir / name, identity=identity)
-    skipped, report = Report(), RunReport(device=describe_device(painter.device))
+    skipped, report = Report(), RunReport(device=describe_device(image_generator.device))
     plan = plan_job(job, skipped)
     progress = Progress(f"{name} pictures", len(plan.todo))
 
@@ -168,10 +168,10 @@ def _run(
         progress.advance(len(batch.outputs), note)
 
     try:
-        reuse = run_job(job, plan, painter, report, skipped, session=session, on_batch=show)
+        reuse = run_job(job, plan, image_generator, report, skipped, session=session, on_batch=show)
     finally:
         progress.close()
-    report.take_session(session, painter.device)
+    report.take_session(session, image_generator.device)
     report.skipped = skipped.as_json()
     return report, reuse
 

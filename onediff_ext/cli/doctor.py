@@ -98,8 +98,8 @@ def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
     import torch
 
     from onediff_ext.core.options import CompileOptions
-    from onediff_ext.service.stored_status import stored_status
-    from onediff_ext.store import CheckpointRecords, Verdicts
+    from onediff_ext.session.stored_status import stored_status
+    from onediff_ext.store import BuildRecords, CheckpointRecords
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     for listing in CheckpointRecords(library.folder).list():
@@ -117,6 +117,6 @@ def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
             True,
             f"{listing.record.name}: {status.kinds_ready} of {status.kinds_needed} graphs, {gain}",
         )
-    for verdict in Verdicts(library.folder).failures():
+    for verdict in BuildRecords(library.folder).failures():
         reason = verdict.failure.reason if verdict.failure else ""
         yield False, f"{verdict.label} runs eager: {reason} (`onediff-ext graphs retry`)"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from onediff_ext.core.deepcache import COST, PRESETS, DeepCacheOptions
+from onediff_ext.core.deepcache_options import COST, PRESETS, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.drawing import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 
 
 _MAX_SEED = 2**53 - 1
@@ -60,7 +60,7 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
     Raises:
         OptionError: A value cannot be used.
     """
-    from onediff_ext.hosts.diffusers.drawing import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 
     given = {
         "prompt": arguments.prompt,

@@ -97,7 +97,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     from onediff_ext.core.options import CompileOptions
     from onediff_ext.core.status import STATUS_SCHEMA
-    from onediff_ext.service.stored_status import stored_status
+    from onediff_ext.session.stored_status import stored_status
     from onediff_ext.store import CheckpointRecords
 
     library = _library(arguments)
@@ -135,9 +135,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _retry(arguments: argparse.Namespace) -> int:
-    from onediff_ext.store import Verdicts
+    from onediff_ext.store import BuildRecords
 
-    forgotten = Verdicts(_library(arguments).folder).retry()
+    forgotten = BuildRecords(_library(arguments).folder).retry()
     for label in forgotten:
         print(printable(f"{label}: built at its next use"))
     print(f"{len(forgotten)} kinds are tried again")
@@ -181,14 +181,14 @@ def _explain_graph(library: GraphLibrary, prefix: str) -> int:
     if len(found) != 1:
         what = "No graph" if not found else f"{len(found)} graphs"
         raise OptionError(f"{what} begins with {prefix!r}.", "See `onediff-ext graphs list`.")
-    from onediff_ext.store import Verdicts
+    from onediff_ext.store import BuildRecords
 
     graph = found[0]
     print(printable(f"{graph.label} ({graph.digest})"))
     for name, value in sorted(graph.key.entries.items()):
         print(printable(f"  {name}: {value}"))
     print(f"  origin: {graph.header.origin}, {graph.header.build_seconds:.1f} s to build")
-    for proof in Verdicts(library.folder).read(graph.digest).proofs.values():
+    for proof in BuildRecords(library.folder).read(graph.digest).proofs.values():
         print(printable(f"  first load: {proof.problem or 'harmless, with results like eager'}"))
     return 0
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
-from onediff_ext.core.collection import without_collection
+from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.img2img_job import BatchDone, Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import BatchDone, Img2ImgJob
 
 
 def add_parser(commands: Any) -> None:
@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do the job; 1 when pictures had to be left out."""
     with without_collection():
-        from onediff_ext.hosts.diffusers.img2img_job import plan_job, run_job
-        from onediff_ext.hosts.diffusers.report import RunReport, describe_device
-        from onediff_ext.pictures.report import Report
+        from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job, run_job
+        from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
+        from onediff_ext.pictures.skipped import Report
 
     job = make_job(arguments, model_arguments.model_identity(arguments))
     skipped, report = Report(), RunReport()
@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments,
                 job.identity,
                 BuildListener(),
-                check=lambda painter: painter.check(job.settings),
+                check=lambda image_generator: image_generator.check(job.settings),
             )
-            report.device = describe_device(model.painter.device)
+            report.device = describe_device(model.image_generator.device)
             report.ready_seconds = model.ready_seconds
-            report.warnings = model.painter.ignored_text(job.settings)
+            report.warnings = model.image_generator.ignored_text(job.settings)
             progress = Progress("pictures", len(plan.todo))
 
             def show(batch: BatchDone) -> None:
@@ -94,11 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
 
             try:
                 run_job(
-                    job, plan, model.painter, report, skipped, session=model.session, on_batch=show
+                    job,
+                    plan,
+                    model.image_generator,
+                    report,
+                    skipped,
+                    session=model.session,
+                    on_batch=show,
                 )
             finally:
                 progress.close()
-                report.take_session(model.session, model.painter.device)
+                report.take_session(model.session, model.image_generator.device)
                 model.close()
     except BaseException:
         report.skipped = skipped.as_json()
@@ -132,7 +138,7 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
         OptionError: A value cannot be used.
     """
     from onediff_ext.core.errors import OptionError
-    from onediff_ext.hosts.diffusers.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.pictures.naming import NameTemplate
     from onediff_ext.pictures.sizing import parse_size_rule
 

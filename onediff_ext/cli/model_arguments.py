@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.core.collection import without_collection
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.options import (
     BACKENDS,
     BUILD_POLICIES,
@@ -26,10 +26,10 @@ from onediff_ext.core.options import (
 )
 
 if TYPE_CHECKING:
+    from onediff_ext.building.builder import ProgressListener
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing import Painter
-    from onediff_ext.service.builder import ProgressListener
-    from onediff_ext.service.session import Session
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+    from onediff_ext.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +155,13 @@ class LoadedModel:
     """A checkpoint that is ready to draw.
 
     Args:
-        painter: Draws.
+        image_generator: Draws.
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide a picture.
         ready_seconds: From the end of the imports to here.
     """
 
-    painter: Painter
+    image_generator: ImageGenerator
     session: Session | None
     identity: dict[str, object]
     ready_seconds: float
@@ -263,7 +263,7 @@ def load_model(
     arguments: argparse.Namespace,
     identity: dict[str, object],
     listener: ProgressListener | None = None,
-    check: Callable[[Painter], None] | None = None,
+    check: Callable[[ImageGenerator], None] | None = None,
     *,
     hold_builds: bool = False,
 ) -> LoadedModel:
@@ -282,12 +282,12 @@ def load_model(
     import_libraries()
     start = time.perf_counter()
     session = None if arguments.eager else open_session(arguments, identity)
-    painter = load_painter(arguments)
+    image_generator = load_painter(arguments)
     if check is not None:
-        check(painter)
+        check(image_generator)
     if session is not None:
-        compile_painter(painter, arguments, session, listener, hold_builds=hold_builds)
-    return LoadedModel(painter, session, identity, time.perf_counter() - start)
+        compile_painter(image_generator, arguments, session, listener, hold_builds=hold_builds)
+    return LoadedModel(image_generator, session, identity, time.perf_counter() - start)
 
 
 def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> Session:
@@ -308,29 +308,29 @@ def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> 
     return session
 
 
-def load_painter(arguments: argparse.Namespace) -> Painter:
+def load_painter(arguments: argparse.Namespace) -> ImageGenerator:
     """Load checkpoint and LoRAs; everything runs eager.
 
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
-    from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
-    from onediff_ext.hosts.diffusers.drawing import Painter
-    from onediff_ext.hosts.diffusers.lora_files import load_lora
+    from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+    from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 
     device = find_device(arguments.device)
     dtype = find_dtype(arguments.dtype, device)
     checkpoint = load_checkpoint(
         arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
     )
-    painter = Painter(checkpoint, arguments.vae_tiling)
+    image_generator = ImageGenerator(checkpoint, arguments.vae_tiling)
     for path, weight in parse_loras(arguments.lora):
-        load_lora(painter.pipe, path, weight)
-    return painter
+        load_lora(image_generator.pipe, path, weight)
+    return image_generator
 
 
 def compile_painter(
-    painter: Painter,
+    image_generator: ImageGenerator,
     arguments: argparse.Namespace,
     session: Session,
     listener: ProgressListener | None = None,
@@ -344,17 +344,17 @@ def compile_painter(
     if session.options.build == "wait":
         session.listener = listener  # beside the pictures, nobody waits for it
     ignores = [*arguments.ignore, *(["vae"] if arguments.ignore_vae else [])]
-    compile_pipe(painter.pipe, ignores=parse_ignores(ignores), session=session)
+    compile_pipe(image_generator.pipe, ignores=parse_ignores(ignores), session=session)
     if not hold_builds:
-        probe(painter.pipe)
+        probe(image_generator.pipe)
     if session.count("built"):
-        probe(painter.pipe)  # compares the new graphs with eager
+        probe(image_generator.pipe)  # compares the new graphs with eager
     assert session.checkpoint is not None
     session.use_checkpoint(
         session.checkpoint.content_hash,
-        name=painter.checkpoint.name,
-        path=str(painter.checkpoint.path.resolve()),
-        architecture=painter.checkpoint.architecture,
+        name=image_generator.checkpoint.name,
+        path=str(image_generator.checkpoint.path.resolve()),
+        architecture=image_generator.checkpoint.architecture,
     )
     session.record_checkpoint()
 

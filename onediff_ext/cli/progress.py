@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
-    from onediff_ext.service.builder import BuildProgress
+    from onediff_ext.building.builder import BuildProgress
 
 
 class Progress:

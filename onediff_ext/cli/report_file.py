@@ -14,7 +14,7 @@ from onediff_ext.core.fault_points import reached
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.report import RunReport
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 
 
 def check_report_path(path: Path | None) -> None:

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import draw_arguments, model_arguments, report_file
 from onediff_ext.cli.progress import BuildListener, Progress
-from onediff_ext.core.collection import without_collection
+from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_arguments import LoadedModel
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing import Drawn, DrawSettings, Painter
-    from onediff_ext.hosts.diffusers.report import RunReport
+    from onediff_ext.hosts.diffusers.drawing.image_generator import (
+        Drawn,
+        DrawSettings,
+        ImageGenerator,
+    )
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 
 
 def add_parser(commands: Any) -> None:
@@ -47,21 +51,25 @@ def run(arguments: argparse.Namespace) -> int:
     identity = model_arguments.model_identity(arguments)
 
     with without_collection():
-        from onediff_ext.hosts.diffusers.report import ReuseCounter, RunReport, describe_device
-        from onediff_ext.pictures.beside import Writing
+        from onediff_ext.hosts.diffusers.jobs.run_report import (
+            ReuseCounter,
+            RunReport,
+            describe_device,
+        )
+        from onediff_ext.pictures.background_io import Writing
         from onediff_ext.pictures.writing import make_folder
 
     make_folder(arguments.output)
     report_file.check_report_path(arguments.report)
 
-    def check(painter: Painter) -> None:
-        painter.check_txt2img()
-        painter.check(settings)
+    def check(image_generator: ImageGenerator) -> None:
+        image_generator.check_txt2img()
+        image_generator.check(settings)
 
     model = model_arguments.load_model(arguments, identity, BuildListener(), check=check)
-    painter, report = model.painter, RunReport(ready_seconds=model.ready_seconds)
-    report.device = describe_device(painter.device)
-    report.warnings = painter.ignored_text(settings)
+    image_generator, report = model.image_generator, RunReport(ready_seconds=model.ready_seconds)
+    report.device = describe_device(image_generator.device)
+    report.warnings = image_generator.ignored_text(settings)
     reuse = ReuseCounter(model.session)
     progress = Progress("pictures", sum(shape.batch for shape in shapes))
     seed = arguments.seed
@@ -72,24 +80,24 @@ def run(arguments: argparse.Namespace) -> int:
         progress.advance(shape.batch, note)
 
     try:
-        with painter.one_job(), Writing() as writing:
+        with image_generator.one_job(), Writing() as writing:
             for shape in shapes:
                 had = reuse.before()
                 seeds = range(seed, seed + shape.batch)
-                drawn = painter.txt2img(settings, shape.width_px, shape.height_px, seeds)
+                drawn = image_generator.txt2img(settings, shape.width_px, shape.height_px, seeds)
                 report.take_notes(drawn.notes)
                 report.reused += reuse.after(shape.width_px, shape.height_px, had)
                 writing.put(partial(write, shape, seeds, drawn))
                 seed += shape.batch
     except BaseException:
         progress.close()
-        report.take_session(model.session, painter.device)
+        report.take_session(model.session, image_generator.device)
         model.close()
         report_file.write_what_happened(arguments.report, report)
         report_file.print_left_out(report)
         raise
     progress.close()
-    report.take_session(model.session, painter.device)
+    report.take_session(model.session, image_generator.device)
     model.close()
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
@@ -106,8 +114,8 @@ def _write(
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.img2img_job import infotext, lora_field
-    from onediff_ext.hosts.diffusers.report import PictureResult
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import infotext, lora_field
+    from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
     from onediff_ext.pictures.writing import write_png
 
     for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
@@ -115,7 +123,7 @@ def _write(
             report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})
             continue
         path = _free(folder / f"{seed:05d}-{image.width}x{image.height}.png")
-        text = infotext(model.painter, settings, seed, image, lora_field(model.identity))
+        text = infotext(model.image_generator, settings, seed, image, lora_field(model.identity))
         write_png(path, image, infotext=text, digest="")
         report.pictures.append(
             PictureResult(

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             "The page needs the package gradio.",
             "Run `pip install 'onediff-ext[ui]'`, or `python install.py ui`.",
         )
-    from onediff_ext.ui.standalone.serving import parse_serving
+    from onediff_ext.standalone.serving import parse_serving
 
     serving = parse_serving(
         host=arguments.host,
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not serving.is_local and not serving.auth:
         warning = f"everybody who reaches {serving.host} can use this page, without a password."
         print(printable(f"warning: {warning}"), file=sys.stderr)
-    from onediff_ext.ui.standalone.app import serve
+    from onediff_ext.standalone.launch import serve
 
     model_arguments.import_libraries()
     print("Loading the page.", flush=True)

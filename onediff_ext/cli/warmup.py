@@ -12,7 +12,7 @@ from onediff_ext.cli.tables import format_table
 
 if TYPE_CHECKING:
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.service.warmup import WarmUpProgress, WarmUpReport
+    from onediff_ext.session.warm_up import WarmUpProgress, WarmUpReport
 
 _TITLES = {"kinds": "building graphs", "captures": "capturing", "measuring": "measuring"}
 
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     session = model.session
     assert session is not None
 
-    from onediff_ext.hosts.diffusers.report import left_eager
+    from onediff_ext.hosts.diffusers.jobs.run_report import left_eager
     from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
     shown = _Shown()
     try:
-        report = pipe_warm_up(model.painter.pipe, shapes, shown).run()
+        report = pipe_warm_up(model.image_generator.pipe, shapes, shown).run()
     finally:
         shown.close()
         model.close()

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from .errors import StoreError
-from .keys import KindKey
+from onediff_ext.core.errors import StoreError
+from onediff_ext.core.kind_key import KindKey
 
 CHECKPOINT_SCHEMA = 1
 

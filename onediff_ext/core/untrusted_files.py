@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from .errors import SlowFileError, UnsafeFileError
+from onediff_ext.core.errors import SlowFileError, UnsafeFileError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

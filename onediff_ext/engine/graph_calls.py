@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import torch
 
-from onediff_ext.engine.port import Graph
+from onediff_ext.engine.backend_port import Graph
 
 
 class GraphObserver(ABC):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.patches import Patches
 
 
 class TimestepEmbedding:

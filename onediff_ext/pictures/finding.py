@@ -13,7 +13,7 @@ from onediff_ext.core.errors import PictureError, UnsafeFileError
 from onediff_ext.pictures.captions import is_caption
 from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
-from onediff_ext.pictures.report import Report
+from onediff_ext.pictures.skipped import Report
 
 # A walk takes time that grows with the cube of the depth, and calls for each level.
 _MAX_DEPTH = 100

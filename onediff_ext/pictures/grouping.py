@@ -9,12 +9,12 @@ from pathlib import Path
 from PIL import Image
 
 from onediff_ext.core.errors import OptionError, PictureError, ShapeError
-from onediff_ext.pictures.facts import PictureFacts, read_facts
 from onediff_ext.pictures.fitting import to_canvas
 from onediff_ext.pictures.formats import picture_errors
+from onediff_ext.pictures.picture_header import PictureHeader, read_facts
 from onediff_ext.pictures.reading import Picture, read_picture
-from onediff_ext.pictures.report import Report
 from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, Fit, SizeRule, fit_size
+from onediff_ext.pictures.skipped import Report
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PlannedPicture:
     """
 
     index: int
-    facts: PictureFacts
+    facts: PictureHeader
     fit: Fit
     caption: str | None = None
 

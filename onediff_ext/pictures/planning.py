@@ -12,9 +12,9 @@ from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.grouping import PlannedPicture, plan_pictures
 from onediff_ext.pictures.naming import NameFacts, NameTemplate, distinct_names
-from onediff_ext.pictures.report import Report
 from onediff_ext.pictures.resume import job_digest, plan_outputs
 from onediff_ext.pictures.sizing import MAX_MEGAPIXELS, SizeRule
+from onediff_ext.pictures.skipped import Report
 from onediff_ext.pictures.writing import make_folder
 
 

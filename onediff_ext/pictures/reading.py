@@ -8,8 +8,8 @@ from pathlib import Path
 from PIL import Image
 
 from onediff_ext.pictures.colour import to_rgb
-from onediff_ext.pictures.facts import PictureFacts, facts_of, orientation_of
 from onediff_ext.pictures.formats import open_picture
+from onediff_ext.pictures.picture_header import PictureHeader, facts_of, orientation_of
 
 # EXIF orientation → what makes the picture upright. CIPA DC-008, tag 0x0112.
 _TURNS = {
@@ -37,7 +37,7 @@ class Picture:
 
     image: Image.Image
     alpha: Image.Image | None
-    facts: PictureFacts
+    facts: PictureHeader
 
 
 def read_picture(path: Path) -> Picture:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
-from onediff_ext.pictures.facts import PictureFacts
 from onediff_ext.pictures.naming import numbered
+from onediff_ext.pictures.picture_header import PictureHeader
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, PngChunks, read_png
 
 _DIGEST_SCHEMA = 1
@@ -36,7 +36,7 @@ class Output:
     is_done: bool
 
 
-def job_digest(settings: Mapping[str, object], facts: PictureFacts) -> str:
+def job_digest(settings: Mapping[str, object], facts: PictureHeader) -> str:
     """Digest everything that a result depends on.
 
     The input counts by its name, size in bytes, time of change and size in pixels:

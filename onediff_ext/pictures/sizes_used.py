@@ -8,9 +8,9 @@ from pathlib import Path
 
 from onediff_ext.core.errors import PictureError
 from onediff_ext.core.shapes import BatchShape, nearest_side_px
-from onediff_ext.pictures.facts import read_facts
 from onediff_ext.pictures.finding import find_pictures
-from onediff_ext.pictures.report import Report
+from onediff_ext.pictures.picture_header import read_facts
+from onediff_ext.pictures.skipped import Report
 
 LATEST = 400
 """How many pictures are looked at, the latest ones."""

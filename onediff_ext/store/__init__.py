@@ -1,34 +1,34 @@
 """The store: graphs on disk, and what is known of the checkpoints that use them."""
 
-from .checkpoints import CheckpointListing, CheckpointRecords
-from .container import UnknownSchemaError
-from .content_hash import ContentHashes
-from .eviction import PruneReport
-from .history import History, StepRecord
-from .library import GraphLibrary
-from .locks import StoreBusyError
-from .root import default_root
-from .stored_graph import StoredGraph
-from .transfer import ImportReport
-from .verdicts import Failure, Proof, Verdict, Verdicts
-from .verification import StoreProblem
+from onediff_ext.store.build_history import BuildHistory, StepRecord
+from onediff_ext.store.build_records import BuildRecord, BuildRecords, Failure, LoadCheck
+from onediff_ext.store.checkpoints import CheckpointListing, CheckpointRecords
+from onediff_ext.store.content_hash import ContentHashes
+from onediff_ext.store.default_root import default_root
+from onediff_ext.store.eviction import PruneReport
+from onediff_ext.store.graph_archive import ImportReport
+from onediff_ext.store.graph_file import UnknownSchemaError
+from onediff_ext.store.library import GraphLibrary
+from onediff_ext.store.locks import StoreBusyError
+from onediff_ext.store.stored_graph import StoredGraph
+from onediff_ext.store.verification import StoreProblem
 
 __all__ = [
+    "BuildHistory",
+    "BuildRecord",
+    "BuildRecords",
     "CheckpointListing",
     "CheckpointRecords",
     "ContentHashes",
     "Failure",
     "GraphLibrary",
-    "History",
     "ImportReport",
-    "Proof",
+    "LoadCheck",
     "PruneReport",
     "StepRecord",
     "StoreBusyError",
     "StoreProblem",
     "StoredGraph",
     "UnknownSchemaError",
-    "Verdict",
-    "Verdicts",
     "default_root",
 ]

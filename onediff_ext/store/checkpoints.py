@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import OptionError, StoreError
-from ..core.records import CheckpointRecord, KindUse
-from .atomic import publish
-from .folder import StoreFolder
-from .record_file import read_record, record_paths
-from .stored_graph import graph_path, is_digest
-from .write_errors import mapped_write_errors
+from onediff_ext.core.errors import OptionError, StoreError
+from onediff_ext.core.records import CheckpointRecord, KindUse
+from onediff_ext.store.atomic_write import publish
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.json_records import read_record, record_paths
+from onediff_ext.store.stored_graph import graph_path, is_digest
+from onediff_ext.store.write_errors import mapped_write_errors
 
 _LOG = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 10.0

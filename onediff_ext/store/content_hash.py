@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..core.errors import CheckpointError, StoreError, UnsafeFileError
-from ..core.untrusted_files import open_regular
-from .atomic import publish
-from .folder import StoreFolder
-from .record_file import RecordError, read_record
-from .stored_graph import is_digest
+from onediff_ext.core.errors import CheckpointError, StoreError, UnsafeFileError
+from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.store.atomic_write import publish
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.json_records import RecordError, read_record
+from onediff_ext.store.stored_graph import is_digest
 
 _LOG = logging.getLogger(__name__)
 CACHE_SCHEMA = 1

@@ -9,13 +9,13 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import UnsafeFileError
-from ..core.untrusted_files import open_regular
-from .atomic import collect_stale_parts
-from .container import GRAPH_SCHEMA, peek_schema
-from .folder import StoreFolder
-from .stored_graph import graph_paths
-from .write_errors import mapped_write_errors
+from onediff_ext.core.errors import UnsafeFileError
+from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.store.atomic_write import collect_stale_parts
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.graph_file import GRAPH_SCHEMA, peek_schema
+from onediff_ext.store.stored_graph import graph_paths
+from onediff_ext.store.write_errors import mapped_write_errors
 
 _LOCK_TIMEOUT_S = 60.0
 _PEEK_BYTES = 12

@@ -24,15 +24,15 @@ import os
 import secrets
 from pathlib import Path
 
-from ..core.errors import UnsafeFileError
-from ..core.untrusted_files import open_regular
-from .container import GRAPH_SCHEMA, peek_schema
-from .durable import sync_folder, write_and_sync
-from .locks import StoreLocks
-from .private import secure_folder
-from .record_file import RecordError, read_record
-from .stored_graph import graph_paths
-from .write_errors import mapped_write_errors
+from onediff_ext.core.errors import UnsafeFileError
+from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.store.durable_write import sync_folder, write_and_sync
+from onediff_ext.store.graph_file import GRAPH_SCHEMA, peek_schema
+from onediff_ext.store.json_records import RecordError, read_record
+from onediff_ext.store.locks import StoreLocks
+from onediff_ext.store.permissions import secure_folder
+from onediff_ext.store.stored_graph import graph_paths
+from onediff_ext.store.write_errors import mapped_write_errors
 
 STORE_SCHEMA = 1
 _SCHEMA_FILE = "schema.json"
@@ -87,7 +87,7 @@ class StoreFolder:
         return self.home / "checkpoints"
 
     @property
-    def verdicts(self) -> Path:
+    def build_records(self) -> Path:
         """Folder of what was learnt about kinds."""
         return self.home / "verdicts"
 

@@ -10,27 +10,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..core.errors import (
+from onediff_ext.core.errors import (
     GraphCorruptError,
     OptionError,
     StoreError,
     StoreFullError,
     UntrustedGraphError,
 )
-from ..core.keys import KindKey
-from ..core.records import ORIGIN_BUILT, GraphHeader
-from ..core.words import day_of
-from . import eviction
-from .atomic import STALE_PART_AGE_S, collect_stale_parts, publish
-from .container import UnknownSchemaError, encode_head
-from .eviction import PruneReport
-from .explanation import explain_miss
-from .folder import StoreFolder
-from .stored_graph import StoredGraph, graph_path, graph_paths, open_graph
-from .transfer import ImportReport, read_archive, write_archive
-from .verdicts import Verdicts
-from .verification import StoreProblem, find_problems, is_sound, remove_if_unusable
-from .write_errors import mapped_write_errors
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.core.records import ORIGIN_BUILT, GraphHeader
+from onediff_ext.core.words import day_of
+from onediff_ext.store import eviction
+from onediff_ext.store.atomic_write import STALE_PART_AGE_S, collect_stale_parts, publish
+from onediff_ext.store.build_records import BuildRecords
+from onediff_ext.store.eviction import PruneReport
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.graph_archive import ImportReport, read_archive, write_archive
+from onediff_ext.store.graph_file import UnknownSchemaError, encode_head
+from onediff_ext.store.miss_explanation import explain_miss
+from onediff_ext.store.stored_graph import StoredGraph, graph_path, graph_paths, open_graph
+from onediff_ext.store.verification import StoreProblem, find_problems, is_sound, remove_if_unusable
+from onediff_ext.store.write_errors import mapped_write_errors
 
 _LOG = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class GraphLibrary:
             return f"the stored graph was {reason}"
         if os.path.exists(path):
             return "stored"
-        evicted = Verdicts(self.folder).read(key.digest).eviction
+        evicted = BuildRecords(self.folder).read(key.digest).eviction
         if evicted is not None:
             return f"deleted on {day_of(evicted.at)}: {evicted.reason}"
         if stored := self.entries():
@@ -247,9 +247,9 @@ class GraphLibrary:
                 report.freed_bytes / 1e6,
                 reason,
             )
-            verdicts = Verdicts(self.folder)
+            build_records = BuildRecords(self.folder)
             for digest in report.digests:
-                verdicts.record_eviction(digest, reason)
+                build_records.record_eviction(digest, reason)
         return report
 
     def is_being_built(self, digest: str) -> bool:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from ..core.errors import StoreError
-from .root import ROOT_VARIABLE
-from .write_errors import mapped_write_errors
+from onediff_ext.core.errors import StoreError
+from onediff_ext.store.default_root import ROOT_VARIABLE
+from onediff_ext.store.write_errors import mapped_write_errors
 
 GUARD_NAME = "guard"
 GUARD_TIMEOUT_S = 30.0

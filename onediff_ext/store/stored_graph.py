@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.errors import (
+from onediff_ext.core.errors import (
     GraphCorruptError,
     OptionError,
     SlowFileError,
     UnsafeFileError,
     UntrustedGraphError,
 )
-from ..core.keys import KindKey
-from ..core.records import GraphHeader
-from ..core.untrusted_files import open_regular
-from .container import read_head, read_payload
-from .private import why_not_ours
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.core.records import GraphHeader
+from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.store.graph_file import read_head, read_payload
+from onediff_ext.store.permissions import why_not_ours
 
 SUFFIX = ".graph"
 # Graphs have some 10 MB; what is larger or slower than this is none.

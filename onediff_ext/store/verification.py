@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import GraphCorruptError, StoreError, UntrustedGraphError
-from .container import UnknownSchemaError
-from .durable import sync_folder
-from .folder import StoreFolder
-from .record_file import RecordError, read_record, record_paths
-from .stored_graph import graph_paths, open_graph
-from .write_errors import mapped_write_errors
+from onediff_ext.core.errors import GraphCorruptError, StoreError, UntrustedGraphError
+from onediff_ext.store.durable_write import sync_folder
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.graph_file import UnknownSchemaError
+from onediff_ext.store.json_records import RecordError, read_record, record_paths
+from onediff_ext.store.stored_graph import graph_paths, open_graph
+from onediff_ext.store.write_errors import mapped_write_errors
 
 DAMAGED, OF_OTHERS, MISPLACED = "damaged", "of other versions", "misplaced"
 _DELETED = "deleted"
@@ -153,7 +153,7 @@ def _move_home(folder: StoreFolder, path: Path) -> str:
 def _record_paths(folder: StoreFolder) -> Iterator[Path]:
     for name in ("history.json", "content-hashes.json"):
         yield folder.home / name
-    for records in (folder.checkpoints, folder.verdicts):
+    for records in (folder.checkpoints, folder.build_records):
         yield from record_paths(records)
 
 

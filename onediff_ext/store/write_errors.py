@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..core.errors import StoreError, StoreFullError, StoreReadOnlyError
-from .root import ROOT_VARIABLE
+from onediff_ext.core.errors import StoreError, StoreFullError, StoreReadOnlyError
+from onediff_ext.store.default_root import ROOT_VARIABLE
 
 # EFBIG: a file system (FAT32) or a limit (ulimit -f) that takes no file this large.
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}

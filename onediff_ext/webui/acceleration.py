@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.core.deepcache import OFF, DeepCacheOptions
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
-from onediff_ext.hosts.webui import WebUIHost
-from onediff_ext.service.session import Session
-from onediff_ext.service.warmup import (
+from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.session.session import Session
+from onediff_ext.session.warm_up import (
     STAGES,
     WarmUp,
     WarmUpControl,
@@ -28,7 +28,7 @@ from onediff_ext.service.warmup import (
     in_passes,
 )
 from onediff_ext.webui.attachment import Attachment
-from onediff_ext.webui.reuse import Evaluation, ReuseTally
+from onediff_ext.webui.deepcache import DeepCacheTally, Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Acceleration:
         self._reasons: list[str] = []
         self._early_reason: str | None = None  # given before the job came to its sampling
         self._fell_back: Counter[tuple[str, str]] = Counter()  # in the jobs before
-        self._reused = ReuseTally()
+        self._reused = DeepCacheTally()
         self._warming = WarmUpControl()
         self._lock = threading.RLock()
 
@@ -98,7 +98,7 @@ class Acceleration:
             self._prune()
             entry = _Job(weakref.ref(job), options, ignores, deepcache)
             self._jobs.append(entry)
-            self._reasons, self._early_reason, self._reused = [], None, ReuseTally()
+            self._reasons, self._early_reason, self._reused = [], None, DeepCacheTally()
             if picture:
                 self._open_picture(entry)
             with self._drawing_eager_on_failure():
@@ -265,7 +265,7 @@ class Acceleration:
             # It may have been of the job before: hosts clean up after that when this one begins.
             self._reasons.remove(self._early_reason)
             self._early_reason = None
-        reason = self.host.refusal(entry.job())
+        reason = self.host.refusal_reason(entry.job())
         if reason is not None:
             self._detach()
             self._note(reason)
@@ -376,7 +376,7 @@ class Acceleration:
 
     def _park(self, attachment: Attachment) -> None:
         self._attached.remove(attachment)
-        if attachment.owner is None and attachment.component.name.startswith(self.host.lent):
+        if attachment.owner is None and attachment.component.name.startswith(self.host.host_owned):
             attachment.undo()
             return
         attachment.suspend()
@@ -404,7 +404,7 @@ class Acceleration:
             if entry.options is not None:
                 picture = self._session_for(entry.options).picture()
             elif self._session is not None:
-                picture = self._session.gate.picture()  # builds nothing afterwards
+                picture = self._session.foreground.picture()  # builds nothing afterwards
             else:
                 return
             picture.__enter__()

@@ -10,18 +10,18 @@ import gradio as gr
 from modules import scripts, shared, ui_components
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.ui import html
-from onediff_ext.ui.choices import Choices, from_arguments
-from onediff_ext.ui.fields import fields_for
-from onediff_ext.ui.panel import Panel, build_panel
+from onediff_ext.panel import html
+from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.fields import fields_for
+from onediff_ext.panel.panel import Panel, build_panel
 from onediff_ext.webui import extension
 from onediff_ext.webui.paste import infotext_fields
-from onediff_ext.webui.port import WebUIPort
 from onediff_ext.webui.settings import HOST_FEATURES
+from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 from onediff_ext.webui.xyz import axis_values
 
 logger = logging.getLogger(__name__)
-PORT = WebUIPort(extension.current)
+PORT = WebUIPanelHost(extension.current)
 
 
 class OneDiffScript(scripts.Script):
@@ -47,7 +47,7 @@ class OneDiffScript(scripts.Script):
         def elem_id(name: str) -> str:
             return f"onediff_{tab}_{name}"
 
-        enabled_by_default = PORT.why_off() is None
+        enabled_by_default = PORT.off_reason() is None
         if hasattr(ui_components, "InputAccordion"):
             frame = ui_components.InputAccordion(
                 enabled_by_default, label="OneDiff", elem_id=f"onediff_{tab}"

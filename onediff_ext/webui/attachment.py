@@ -7,12 +7,12 @@ from collections.abc import Hashable
 
 from torch import nn
 
-from onediff_ext.engine.kinds import Kind
-from onediff_ext.engine.patch import Patches
-from onediff_ext.hosts.webui import WebUIHost
-from onediff_ext.service.component import Component
-from onediff_ext.service.session import Session
-from onediff_ext.webui.reuse import Reuse
+from onediff_ext.engine.blocks.block_kind import BlockKind
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.session.model_component import Component
+from onediff_ext.session.session import Session
+from onediff_ext.webui.deepcache import WebUIDeepCache
 
 
 class Attachment:
@@ -39,7 +39,7 @@ class Attachment:
         self.component = Component(name, model, session)
         owner = host.owner(name, model)
         self._owner = None if owner is None else weakref.ref(owner)
-        self.reuse = Reuse(model)
+        self.reuse = WebUIDeepCache(model)
 
     @property
     def owner(self) -> object | None:
@@ -79,6 +79,6 @@ class Attachment:
         self.reuse.forget()
         self.component.remove()
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[BlockKind]:
         """The kinds that the model's blocks have used."""
         return self.component.kinds()

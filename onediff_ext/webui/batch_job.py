@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from onediff_ext.core.errors import OptionError, PictureError
 from onediff_ext.core.words import counted
-from onediff_ext.pictures.beside import Writing, read_ahead
+from onediff_ext.pictures.background_io import Writing, read_ahead
 from onediff_ext.pictures.fitting import from_canvas, to_target
 from onediff_ext.pictures.grouping import (
     LoadedPicture,
@@ -21,8 +21,8 @@ from onediff_ext.pictures.grouping import (
 )
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.planning import PlannedResult, check_found, plan_results
-from onediff_ext.pictures.report import Report
 from onediff_ext.pictures.sizing import SizeRule
+from onediff_ext.pictures.skipped import Report
 from onediff_ext.pictures.writing import write_png
 
 _Drawn: TypeAlias = tuple[LoadedPicture, Any, str]

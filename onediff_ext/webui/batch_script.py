@@ -11,9 +11,9 @@ from modules import processing, scripts, sd_models, shared
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
 from onediff_ext.pictures.sizing import parse_size_rule
-from onediff_ext.webui.access import hides_folders
 from onediff_ext.webui.always_visible import changes_of_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob
+from onediff_ext.webui.host_access import hides_folders
 
 TITLE = "OneDiff: img2img batch across resolutions"
 SIZE_RULES = ["own", "scale:0.5", "longest:768", "longest:1024", "longest:1024:shrink"]

@@ -28,7 +28,7 @@ def _add_settings() -> None:
     import gradio
     from modules import shared
 
-    from onediff_ext.webui.access import hides_folders
+    from onediff_ext.webui.host_access import hides_folders
     from onediff_ext.webui.settings import add_settings
 
     with_folders = not hides_folders(shared.cmd_opts)
@@ -46,9 +46,9 @@ def _add_axes() -> None:
 def _add_routes(_: Any, app: Any) -> None:
     from modules import shared
 
-    from onediff_ext.webui.access import ApiAccess
+    from onediff_ext.hosts.detect import host_name
     from onediff_ext.webui.always_visible import PORT
-    from onediff_ext.webui.detect import host_name
+    from onediff_ext.webui.host_access import ApiAccess
     from onediff_ext.webui.rest import add_routes
 
     # A host without an API gets none from us.
@@ -76,7 +76,7 @@ def _warm_up_loaded(_: Any) -> None:
     wanted = settings.get("onediff_warm_up")
     if wanted == WARM_UPS[0]:
         return
-    from onediff_ext.ui.choices import Choices
+    from onediff_ext.panel.choices import Choices
 
     sizes = settings.get("onediff_warm_up_sizes") if wanted == WARM_UPS[1] else ""
     try:

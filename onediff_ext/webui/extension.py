@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onediff_ext.core.deepcache import DeepCacheOptions
+from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
-from onediff_ext.hosts.webui import WebUIHost
+from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.fields import CUSTOM, DRAW_WITHOUT, STOP
 from onediff_ext.store import GraphLibrary, default_root
-from onediff_ext.ui.choices import Choices
-from onediff_ext.ui.fields import CUSTOM, DRAW_WITHOUT, STOP
 from onediff_ext.webui.acceleration import Acceleration
 from onediff_ext.webui.settings import Settings
 
@@ -135,7 +135,7 @@ def current() -> Extension:
     if _current is None:
         from modules import shared
 
-        from onediff_ext.webui.detect import make_host
+        from onediff_ext.hosts.detect import make_host
 
         _current = Extension(make_host(), shared.opts)
     return _current

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from onediff_ext.ui.choices import from_infotext
-from onediff_ext.ui.fields import BY_NAME, Field
+from onediff_ext.panel.choices import from_infotext
+from onediff_ext.panel.fields import BY_NAME, Field
 
 Reader = Callable[[Mapping[str, Any]], Any]
 

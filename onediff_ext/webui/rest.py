@@ -18,17 +18,17 @@ from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from onediff_ext import __version__
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.ui.choices import Choices, from_arguments, is_nested
-from onediff_ext.ui.fields import BY_NAME
-from onediff_ext.ui.graph_rows import graph_groups
-from onediff_ext.webui.access import ApiAccess
-from onediff_ext.webui.port import WebUIPort
+from onediff_ext.panel.choices import Choices, from_arguments, is_nested
+from onediff_ext.panel.fields import BY_NAME
+from onediff_ext.panel.graph_rows import graph_groups
+from onediff_ext.webui.host_access import ApiAccess
 from onediff_ext.webui.request_body import read_body, read_no_body, refuse
+from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
 PREFIX = "/onediff/v1"
 
 
-def add_routes(app: FastAPI, port: WebUIPort, access: ApiAccess, host: str) -> None:
+def add_routes(app: FastAPI, port: WebUIPanelHost, access: ApiAccess, host: str) -> None:
     """Add the routes to the host's server; those of before are replaced.
 
     Args:

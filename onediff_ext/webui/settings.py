@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.options import BACKENDS, CompileOptions
-from onediff_ext.ui.fields import DEEPCACHE, DRAW_WITHOUT, STOP
+from onediff_ext.panel.fields import DEEPCACHE, DRAW_WITHOUT, STOP
 
 SECTION = ("onediff", "OneDiff")
 HOST_FEATURES: frozenset[str] = frozenset({DEEPCACHE})

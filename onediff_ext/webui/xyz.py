@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onediff_ext.ui.fields import BY_NAME, CUSTOM, presets_for
+from onediff_ext.panel.fields import BY_NAME, CUSTOM, presets_for
 from onediff_ext.webui.settings import HOST_FEATURES
 
 AXIS_ATTRIBUTE = "onediff_axis_values"

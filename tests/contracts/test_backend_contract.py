@@ -12,10 +12,10 @@ import torch
 
 from onediff_ext.backends.registry import make_backend
 from onediff_ext.core.errors import BackendError, OptionError
-from onediff_ext.engine.check import compare
-from onediff_ext.engine.families.diffusers import ResnetFamily, TransformerFamily
-from onediff_ext.engine.structure import BlockTree
-from onediff_ext.engine.trace import export_block, load_program, save_program
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.checking.compare_with_eager import compare
+from onediff_ext.engine.export.exporter import export_block, load_program, save_program
+from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
 
 CPU = torch.device("cpu")
 BACKENDS = ("eager", "inductor", "oneflow")

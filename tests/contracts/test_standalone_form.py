@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.fx.experimental._config as symbolic_config
 
-from onediff_ext.backends.inductor import load_standalone, standalone_artefact
-from onediff_ext.engine.structure import BlockTree
+from onediff_ext.backends.inductor.backend import load_standalone, standalone_artefact
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.export.exporter import export_block, input_fakes, load_program, save_program
 from onediff_ext.engine.torch_versions import RELEASE
-from onediff_ext.engine.trace import export_block, input_fakes, load_program, save_program
 from tests.contracts.test_backend_contract import BLOCKS, CPU
 
 pytestmark = pytest.mark.skipif(
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.skipif(
 TRY_OUT = """
 import sys
 from pathlib import Path
-from onediff_ext.backends.inductor import load_standalone
-from onediff_ext.backends.trial import try_out
-from onediff_ext.engine.trace import load_program
+from onediff_ext.backends.inductor.backend import load_standalone
+from onediff_ext.building.worker.trial import try_out
+from onediff_ext.engine.export.exporter import load_program
 import torch
 
 program, graph = (Path(path).read_bytes() for path in sys.argv[1:])

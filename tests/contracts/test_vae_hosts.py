@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from onediff_ext.core.options import CompileOptions
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.hosts.forge.host import ForgeHost
 from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.webui.acceleration import Acceleration
-from tests.hosts import a1111_stand_in, forge_stand_in
+from tests.support import a1111_stand_in, forge_stand_in
 
 
 class NansException(Exception):  # noqa: N818 - the host's name for it
@@ -111,7 +111,7 @@ def acceleration(host: RunningHost, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    from tests.quick import quick_builds
+    from tests.support.quick_builds import quick_builds
 
     with quick_builds():
         yield

@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     import torch
 
-    from tests import quick
     from tests.differential.plants import PLANTS
     from tests.differential.sequences import Driver, Found, Step, as_json
+    from tests.support import quick_builds
 
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(PLANTS))
         return 0
     if options.programs is not None and options.programs.exists():
-        quick._BUILT.update(torch.load(options.programs))
+        quick_builds._BUILT.update(torch.load(options.programs))
     driver = Driver(options.device, compiled=not options.eager, plant=options.plant)
     began, found = time.monotonic(), list[Found]()
     if options.sequence is not None:
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.plant or len(found) >= options.most:
                 break
     if options.programs is not None:
-        torch.save(dict(quick._BUILT), options.programs)
+        torch.save(dict(quick_builds._BUILT), options.programs)
     report = as_json(
         driver.counts,
         found,

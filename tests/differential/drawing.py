@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.models import unet_inputs
+from tests.support.models import unet_inputs
 
 if TYPE_CHECKING:
     from tests.differential.world import World

@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 from diffusers.models.attention_processor import AttnProcessor2_0
 
-from onediff_ext.engine import code, contents, module_state, runner, streams, structure
-from onediff_ext.engine.capture import forward, ladder, prompt, reads, watch
-from onediff_ext.engine.families import diffusers
-from onediff_ext.service import component
+from onediff_ext.engine import streams
+from onediff_ext.engine.blocks import block_tree
+from onediff_ext.engine.cuda_graphs import (
+    captured_forward,
+    memory_reads,
+    oom_fallback,
+    staleness,
+    text_kv_graph,
+)
+from onediff_ext.engine.running import block_runner
+from onediff_ext.engine.validity import module_state, python_code, tensor_contents
+from onediff_ext.hosts.diffusers import blocks
+from onediff_ext.session import model_component
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -46,28 +55,28 @@ def lists_by_identity(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def writes_past_the_version_counter(patch: pytest.MonkeyPatch) -> None:
     """A LoRA that is swapped in place, ``lora_B.weight.data.mul_()``."""
-    patch.setattr(contents.Contents, "_digests", _always({}))
+    patch.setattr(tensor_contents.TensorContents, "_digests", _always({}))
 
 
 @_plant
 def merged_weights_belong_to_nobody(patch: pytest.MonkeyPatch) -> None:
     """A capture does not own what it reads, nor are there places for merged weights to stay in."""
-    patch.setattr(forward, "owned", _always([]))
-    patch.setattr(prompt, "owned", _always([]))
-    patch.setattr(forward.CapturedForward, "_derived_places", _always([]))
-    patch.setattr(forward.CapturedForward, "_is_derived_from_the_same", _always(True))
+    patch.setattr(captured_forward, "owned", _always([]))
+    patch.setattr(text_kv_graph, "owned", _always([]))
+    patch.setattr(captured_forward.CapturedForward, "_derived_places", _always([]))
+    patch.setattr(captured_forward.CapturedForward, "_is_derived_from_the_same", _always(True))
 
 
 @_plant
 def weights_that_moved(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks where the weights lie before a launch."""
-    patch.setattr(watch.Snapshot, "_where", _always([]))
+    patch.setattr(staleness.Snapshot, "_where", _always([]))
 
 
 @_plant
 def casts_of_autocast_are_recorded(patch: pytest.MonkeyPatch) -> None:
     """With autocast's cache on, and nobody who owns what it holds."""
-    real = reads.torch
+    real = memory_reads.torch
 
     class Torch:
         set_autocast_cache_enabled = staticmethod(_always(None))
@@ -75,9 +84,9 @@ def casts_of_autocast_are_recorded(patch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    patch.setattr(reads, "torch", Torch())
-    patch.setattr(forward, "owned", _always([]))
-    patch.setattr(prompt, "owned", _always([]))
+    patch.setattr(memory_reads, "torch", Torch())
+    patch.setattr(captured_forward, "owned", _always([]))
+    patch.setattr(text_kv_graph, "owned", _always([]))
 
 
 @_plant
@@ -89,16 +98,16 @@ def attributes_of_layers(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def methods_of_instances(patch: pytest.MonkeyPatch) -> None:
     """A layer's own ``_conv_forward`` or ``forward``."""
-    patch.setattr(watch, "foreign_methods", lambda module: iter(()))
-    patch.setattr(structure, "foreign_methods", lambda module: iter(()))
-    patch.setattr(structure, "_is_known_function", _always(True))
+    patch.setattr(staleness, "foreign_methods", lambda module: iter(()))
+    patch.setattr(block_tree, "foreign_methods", lambda module: iter(()))
+    patch.setattr(block_tree, "_is_known_function", _always(True))
 
 
 @_plant
 def processors_by_their_bare_name(patch: pytest.MonkeyPatch) -> None:
     """Whatever is called ``AttnProcessor2_0`` is taken for diffusers' own."""
-    patch.setattr(watch, "_processor_refusal", _always(None))
-    tree, family = structure.BlockTree, diffusers.TransformerFamily
+    patch.setattr(staleness, "_processor_refusal", _always(None))
+    tree, family = block_tree.BlockTree, blocks.TransformerFamily
     for cls, name in ((tree, "__init__"), (tree, "copy"), (family, "bind")):
         patch.setattr(cls, name, _by_name(getattr(cls, name)))
 
@@ -106,52 +115,52 @@ def processors_by_their_bare_name(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def functions_and_classes(patch: pytest.MonkeyPatch) -> None:
     """A replaced ``scaled_dot_product_attention``, a processor's patched ``__call__``."""
-    patch.setattr(code.Code, "look", _always(0))
-    patch.setattr(code.Code, "torch_reason", _always(None))
-    patch.setattr(watch, "foreign_class", _always(None))
-    patch.setattr(structure, "foreign_class", _always(None))
+    patch.setattr(python_code.PythonCode, "look", _always(0))
+    patch.setattr(python_code.PythonCode, "torch_reason", _always(None))
+    patch.setattr(staleness, "foreign_class", _always(None))
+    patch.setattr(block_tree, "foreign_class", _always(None))
 
 
 @_plant
 def global_hooks(patch: pytest.MonkeyPatch) -> None:
     """Hooks that run in all modules."""
-    patch.setattr(watch, "surroundings_reason", _always(None))
-    patch.setattr(structure, "surroundings_reason", _always(None))
+    patch.setattr(staleness, "surroundings_reason", _always(None))
+    patch.setattr(block_tree, "surroundings_reason", _always(None))
 
 
 @_plant
 def the_scale_of_a_call(patch: pytest.MonkeyPatch) -> None:
     """The prompt's part ignores ``cross_attention_kwargs={"scale": …}``."""
-    patch.setattr(forward, "_projects_outside", _always(True))
-    patch.setattr(forward.CapturedForward, "_is_derived_from_the_same", _always(True))
+    patch.setattr(captured_forward, "_projects_outside", _always(True))
+    patch.setattr(captured_forward.CapturedForward, "_is_derived_from_the_same", _always(True))
 
 
 @_plant
 def halves_of_what_depends_on_each_other(patch: pytest.MonkeyPatch) -> None:
     """Short of memory, any batch is drawn in halves."""
-    patch.setattr(forward, "retry_of", _always(ladder.Retry.IN_HALVES))
-    patch.setattr(component, "retry_of", _always(ladder.Retry.IN_HALVES))
+    patch.setattr(captured_forward, "retry_of", _always(oom_fallback.Retry.IN_HALVES))
+    patch.setattr(model_component, "retry_of", _always(oom_fallback.Retry.IN_HALVES))
 
 
 @_plant
 def prompts_by_identity(patch: pytest.MonkeyPatch) -> None:
     """A prompt's tensor that was written in place is the same prompt."""
     by_id = lambda epoch, tensor, weights: id(tensor)  # noqa: E731
-    patch.setattr(prompt, "stamp_of", by_id)
-    patch.setattr(runner, "stamp_of", by_id)
+    patch.setattr(text_kv_graph, "stamp_of", by_id)
+    patch.setattr(block_runner, "stamp_of", by_id)
 
 
 @_plant
 def outputs_in_the_shared_pool(patch: pytest.MonkeyPatch) -> None:
     """A replay's output is handed out as it lies, and the next replay writes over it."""
-    real = forward.torch
+    real = captured_forward.torch
     fake = SimpleNamespace(clone=lambda tensor: tensor)
 
     class Torch:
         def __getattr__(self, name: str) -> Any:
             return getattr(fake, name, None) or getattr(real, name)
 
-    patch.setattr(forward, "torch", Torch())
+    patch.setattr(captured_forward, "torch", Torch())
 
 
 @_plant

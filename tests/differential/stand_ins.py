@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from onediff_ext.backends.eager import EagerBackend
-from onediff_ext.backends.inductor import InductorBackend
+from onediff_ext.backends.inductor.backend import InductorBackend
+from onediff_ext.building.builder import Builder
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.engine.capture import recorder
-from onediff_ext.engine.port import Graph
-from onediff_ext.service.builder import Builder
-from tests import quick
-from tests.quick import quick_builds, quick_loads
-from tests.support import frozen_recorder
+from onediff_ext.engine.backend_port import Graph
+from onediff_ext.engine.cuda_graphs import recorder
+from tests.support import frozen_recorder, quick_builds
 
 if TYPE_CHECKING:
     from tests.differential.world import World
@@ -41,8 +39,8 @@ def stand_ins(device: str) -> Iterator[Figures]:
     with ExitStack() as stack:
         on_gpu = torch.device(device).type == "cuda"
         if not on_gpu:
-            stack.enter_context(quick_builds())
-            stack.enter_context(quick_loads())
+            stack.enter_context(quick_builds.quick_builds())
+            stack.enter_context(quick_builds.quick_loads())
             stack.enter_context(_programs_of_one_world(figures))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         backend: type[Any] = InductorBackend if on_gpu else EagerBackend
@@ -58,7 +56,7 @@ def stand_ins(device: str) -> Iterator[Figures]:
 def _programs_of_one_world(figures: Figures) -> Iterator[None]:
     """Programs are shared by all worlds if they were made before the first operation: a later one
     may have been traced with what is just being tried."""
-    shared = quick._BUILT
+    shared = quick_builds._BUILT
 
     class Programs(dict[str, bytes]):
         def __setitem__(self, digest: str, payload: bytes) -> None:
@@ -67,7 +65,7 @@ def _programs_of_one_world(figures: Figures) -> Iterator[None]:
                 shared[digest] = payload
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick, "_BUILT", Programs(shared))
+        patch.setattr(quick_builds, "_BUILT", Programs(shared))
         yield
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from onediff_ext.core.options import CompileOptions
-from onediff_ext.engine.capture.captures import Captures
-from onediff_ext.engine.capture.recorder import Recorder
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from onediff_ext.service.session import Session
-from tests import models
+from onediff_ext.session.session import Session
+from tests.support import models
 from tests.support.frozen_recorder import FrozenRecorder
 
 SIZES = ((64, 64), (64, 96), (96, 64), (72, 88), (104, 56))
@@ -148,7 +148,7 @@ class World:
         )
         if not self.on_gpu:
             recorder = FrozenRecorder()
-            session.captures = Captures(recorder, limit=self.limit)
+            session.captures = CudaGraphCache(recorder, limit=self.limit)
             self.recorders.append(recorder)
         self.session = session
         self.sessions.append(session)

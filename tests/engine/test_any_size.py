@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 from onediff_ext.hosts.diffusers.compile import compile_pipe
-from onediff_ext.hosts.diffusers.report import recompile_count
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
+from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
 
 
 def test_thirty_random_sizes_without_a_recompile(make_session):
     chooser = random.Random(0)
     sides = range(64, 385, 8)
-    pipe, reference = models.sd15(), models.sd15()
+    pipe, reference = models.one_width("sd15"), models.one_width("sd15")
     session = make_session("inductor")
     compile_pipe(pipe, session=session)
     draw_latents(pipe)
@@ -41,8 +41,8 @@ _FIFTY_SIZES = """
 import json, random, sys, torch
 torch.set_num_threads(1)
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
-from tests import models
-unet = models.sd15().unet
+from tests.support import models
+unet = models.one_width("sd15").unet
 holder = type("Holder", (), {})()
 holder.unet = unet
 session = new_session({"backend": sys.argv[1], "build": "wait", "store": sys.argv[2]})
@@ -68,7 +68,7 @@ print(json.dumps({"memory": memory, "built": session.count("built"),
 
 def test_fifty_sizes_do_not_fill_the_memory(shared_store: Path, make_session):
     # Also the second process: everything is there by now, so it builds nothing.
-    pipe = compile_pipe(models.sd15(), session=make_session("inductor"), ignores="vae")
+    pipe = compile_pipe(models.one_width("sd15"), session=make_session("inductor"), ignores="vae")
     draw_latents(pipe)
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
-from onediff_ext.hosts.diffusers.report import recompile_count
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
+from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
 
 SIZES = ((136, 200, 1), (72, 64, 2))  # height_px, width_px, batch
 
@@ -17,7 +17,7 @@ SIZES = ((136, 200, 1), (72, 64, 2))  # height_px, width_px, batch
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("name", sorted(models.BUILDERS))
 def test_latents_equal_eager(name, backend, make_session):
-    pipe = models.BUILDERS[name]()
+    pipe = models.BUILDERS[name]() if backend == "eager" else models.one_width(name)
     expected = [draw_latents(pipe, height_px=h, width_px=w, batch=b) for h, w, b in SIZES]
     session = make_session(backend)
     compile_pipe(pipe, session=session)
@@ -85,8 +85,8 @@ def test_other_pipelines_of_the_same_components_run_compiled(make_session):
 
 
 def test_half_precision_is_as_exact_as_eager_in_half_precision(make_session):
-    exact = draw_latents(models.sd15())
-    pipe = models.sd15().to(dtype=torch.bfloat16)
+    exact = draw_latents(models.one_width("sd15"))
+    pipe = models.one_width("sd15").to(dtype=torch.bfloat16)
     eager_error = relative_error(draw_latents(pipe).float(), exact)
     session = make_session()
     compile_pipe(pipe, session=session, ignores=("vae",))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from onediff_ext.core.errors import BackendError
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
-from tests.service.conftest import InstantWorker
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
+from tests.support.session_fixtures import InstantWorker
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from onediff_ext.engine.capture.captures import Captures
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
-from onediff_ext.service.session import Session
-from tests.models import sd15
+from onediff_ext.session.session import Session
 from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.models import sd15
 
 SIZES = ((16, 24), (8, 8))
 
@@ -70,7 +70,7 @@ class Twins:
 @pytest.fixture
 def twins(make_session: Callable[..., Session]) -> Iterator[Twins]:
     recorder, session = FrozenRecorder(), make_session(spot_checks=False)
-    session.captures = Captures(recorder, limit=8)
+    session.captures = CudaGraphCache(recorder, limit=8)
     twins = Twins(session, recorder)
     compile_pipe(twins.pipe, session=session, ignores=["vae"])
     yield twins

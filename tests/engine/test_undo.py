@@ -15,8 +15,8 @@ from onediff_ext.hosts.diffusers.compile import (
     compiled_state,
     undo_compile,
 )
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
 
 
 def _picture(pipe):

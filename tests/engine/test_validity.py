@@ -12,19 +12,24 @@ import pytest
 import torch
 from torch import nn
 
-from onediff_ext.backends.device_index import for_device
-from onediff_ext.engine.capture.captures import Captures
-from onediff_ext.engine.code import Code, foreign_class, foreign_methods, home_of
-from onediff_ext.engine.contents import Contents
-from onediff_ext.engine.kinds import KindState
-from onediff_ext.engine.module_state import ModuleState
-from onediff_ext.engine.spot_checks import SHARE, SpotChecks
-from onediff_ext.engine.values import value_of
+from onediff_ext.backends.inductor.device_index import for_device
+from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.engine.checking.spot_checks import SHARE, SpotChecks
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.validity.module_state import ModuleState
+from onediff_ext.engine.validity.python_code import (
+    PythonCode,
+    foreign_class,
+    foreign_methods,
+    home_of,
+)
+from onediff_ext.engine.validity.tensor_contents import TensorContents
+from onediff_ext.engine.validity.values import value_of
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
-from onediff_ext.service.session import Session
-from tests.models import sd15
+from onediff_ext.session.session import Session
 from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.models import sd15
 
 
 class Settings:
@@ -106,7 +111,7 @@ def test_a_module_is_what_its_attributes_hooks_and_children_are() -> None:
 
 
 def test_code_that_is_replaced_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = Code()
+    code = PythonCode()
     code.watch([nn.Conv2d])
     first = code.look()
     with monkeypatch.context() as patch:
@@ -141,7 +146,7 @@ def test_a_wrapper_does_not_hide_where_it_was_written() -> None:
 
 
 def test_contents_are_compared_once_for_each_picture() -> None:
-    contents = Contents()
+    contents = TensorContents()
     tensors = [torch.randn(8, 4), torch.randn(2, 3, 3, 3).to(memory_format=torch.channels_last)]
     contents.watch(tensors)
     contents.settle()
@@ -185,7 +190,9 @@ def always(checks: SpotChecks) -> None:
 def pipe(make_session: Callable[..., Session], tmp_path: Path) -> Any:
     # Of a store of its own: a graph that was loaded is tried again by a worker when it is wrong.
     session = make_session(store=tmp_path)
-    session.captures = Captures(FrozenRecorder(), 4, None, session.spot_checks, session.found_wrong)
+    session.captures = CudaGraphCache(
+        FrozenRecorder(), 4, None, session.spot_checks, session.found_wrong
+    )
     pipe = sd15(seed=3)
     compile_pipe(pipe, session=session, ignores=["vae"])
     yield pipe

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
-from onediff_ext.hosts.diffusers.lora_files import load_lora
-from tests import models
-from tests.engine.draw import draw_latents, relative_error
+from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
+from tests.support import models
+from tests.support.draw import draw_latents, relative_error
 
 
 @pytest.fixture

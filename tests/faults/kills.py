@@ -25,10 +25,10 @@ from PIL import Image
 
 from onediff_ext.cli.report_file import check_report_path, write_json
 from onediff_ext.core import fault_points
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.pictures import writing
 from onediff_ext.pictures.resume import is_done
-from onediff_ext.store import CheckpointRecords, GraphLibrary, Verdicts
+from onediff_ext.store import BuildRecords, CheckpointRecords, GraphLibrary
 
 _STORE_POINTS = ("prepared", "opened", "wrote", "synced", "replaced", "folder synced")
 POINTS = {
@@ -52,7 +52,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.pictures, self.report = folder / "out", folder / "report.json"
         self.library = GraphLibrary(folder / "store", 1 << 30)
-        self.verdicts = Verdicts(self.library.folder)
+        self.build_records = BuildRecords(self.library.folder)
         self.records = CheckpointRecords(self.library.folder)
 
     def write(self, kind: str, name: int, turn: int) -> None:
@@ -66,7 +66,9 @@ class Files:
         elif kind == "checkpoint":
             self.records.record(_digest(name), name=str(turn), path="", architecture="", kinds={})
         elif kind == "verdict":
-            self.verdicts.record_failure(_digest(name), "L", str(turn), attempts=1, version="1")
+            self.build_records.record_failure(
+                _digest(name), "L", str(turn), attempts=1, version="1"
+            )
         elif kind == "picture":
             path = self.pictures / f"{name}.png"
             writing.write_png(path, _PICTURE, infotext="", digest=_digest(turn))
@@ -83,7 +85,7 @@ class Files:
             record = self.records.read(_digest(name))
             return None if record is None else int(record.name)
         if kind == "verdict":
-            failure = self.verdicts.read(_digest(name)).failure
+            failure = self.build_records.read(_digest(name)).failure
             return None if failure is None else int(failure.reason)
         if kind == "picture":
             path = self.pictures / f"{name}.png"

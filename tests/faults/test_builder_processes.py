@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from onediff_ext.building.builder import Builder
+from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.options import CompileOptions
-from onediff_ext.engine.kinds import Kind
+from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
-from onediff_ext.service.builder import Builder
-from onediff_ext.service.workers import WorkerProcess
 from onediff_ext.store import GraphLibrary
-from tests.service.conftest import SmallUNet
+from tests.support.session_fixtures import SmallUNet
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="needs fork, SIGKILL and /proc, so Linux"
@@ -68,7 +68,7 @@ class Drawer:
         Builder.new_worker = lambda self, cache, in_background: SlowWorker(  # type: ignore[method-assign]
             "eager", cache, in_background
         )
-        Kind.export = lambda kind: programs[kind.key.digest]  # type: ignore[method-assign]
+        BlockKind.export = lambda kind: programs[kind.key.digest]  # type: ignore[method-assign]
         options = CompileOptions(backend="eager", store=store, workers=2)
         session = new_session(options)
         session.builder.export_children = 0

@@ -11,7 +11,7 @@ import pytest
 
 from onediff_ext.core import fault_points
 from onediff_ext.core.fault_points import reached
-from onediff_ext.store import atomic, library
+from onediff_ext.store import atomic_write, library
 from onediff_ext.store.folder import StoreFolder
 from tests.faults import kills
 
@@ -49,7 +49,7 @@ def written_in_place(folder: StoreFolder, target: Path, chunks: Iterable[bytes])
 def never_locked(folder: StoreFolder, target: Path, chunks: Iterable[bytes]) -> None:
     folder.prepare()
     part = folder.root / "part"
-    atomic.write_and_sync(part, chunks)
+    atomic_write.write_and_sync(part, chunks)
     os.replace(part, target)
 
 

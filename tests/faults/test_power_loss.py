@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.core.keys import KindKey
-from onediff_ext.store import CheckpointRecords, GraphLibrary, Verdicts, atomic, durable
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.store import (
+    BuildRecords,
+    CheckpointRecords,
+    GraphLibrary,
+    atomic_write,
+    durable_write,
+)
 from onediff_ext.store import folder as folder_module
 from tests.faults.power_loss import Change, Recorder, crashed
 
@@ -45,7 +51,7 @@ def write_all(disk: Path, patch: pytest.MonkeyPatch) -> list[Change]:
                 CHECKPOINT, name=str(turn), path="", architecture="", kinds={}
             )
             recorder.done(f"checkpoint {turn}")
-            Verdicts(library.folder).record_failure(
+            BuildRecords(library.folder).record_failure(
                 A.digest, "L", str(turn), attempts=1, version="1"
             )
             recorder.done(f"verdict {turn}")
@@ -70,7 +76,7 @@ def check(disk: Path, told: dict[str, int]) -> None:
         assert graph is not None or name not in told, f"{name} is lost"
     record = CheckpointRecords(library.folder).read(CHECKPOINT)
     assert int(record.name if record else 0) >= told.get("checkpoint", 0)
-    failure = Verdicts(library.folder).read(A.digest).failure
+    failure = BuildRecords(library.folder).read(A.digest).failure
     assert int(failure.reason if failure else 0) >= told.get("verdict", 0)
     library.sweep()
     put(library, A, 3)
@@ -117,16 +123,16 @@ def test_a_missing_sync_is_found(
 ) -> None:
     """Planted faults: without any one of the three kinds of sync, some cut loses something."""
     if without == "file":
-        write = durable.write_and_sync
+        write = durable_write.write_and_sync
 
         def unsynced(path: Path, chunks: list[bytes]) -> None:
             with monkeypatch.context() as patch:
-                patch.setattr(durable.os, "fsync", lambda descriptor: None)
+                patch.setattr(durable_write.os, "fsync", lambda descriptor: None)
                 write(path, chunks)
 
-        monkeypatch.setattr(atomic, "write_and_sync", unsynced)
+        monkeypatch.setattr(atomic_write, "write_and_sync", unsynced)
     else:
-        module = atomic if without == "folder of a new file" else folder_module
+        module = atomic_write if without == "folder of a new file" else folder_module
         monkeypatch.setattr(module, "sync_folder", lambda folder: None)
     (tmp_path / "disk" / "home").mkdir(parents=True)
     changes = write_all(tmp_path / "disk", monkeypatch)

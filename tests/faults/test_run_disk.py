@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.sample_pictures import save_pictures
+from tests.support.sample_pictures import save_pictures
 
 if TYPE_CHECKING:
-    from tests.command_line import CommandLine
+    from tests.support.command_line import CommandLine
 
-pytest_plugins = ("tests.command_line",)
+pytest_plugins = ("tests.support.command_line",)
 
 FEW = ("--steps", "1", "--strength", "1")
 KINDS = 18
@@ -45,7 +45,7 @@ def on_a_disk(command_line: CommandLine, tmp_path: Path) -> Callable[..., tuple[
         pytest.skip(reason)
 
     def on_a_disk(script: str) -> tuple[str, str]:
-        from tests.command_line import ROOT
+        from tests.support.command_line import ROOT
 
         disk = tmp_path / "disk"
         disk.mkdir()
@@ -137,13 +137,13 @@ def test_file_size_limit(command_line: CommandLine, tmp_path: Path) -> None:
 def test_graphs_serve_although_they_cannot_be_kept(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.quick import quick_builds
+    from tests.support.quick_builds import quick_builds
 
     folder, store = save_pictures(tmp_path / "in", a=(64, 64)), tmp_path / "store"
     report = tmp_path / "report.json"
     command = ("img2img", folder, "-o", tmp_path / "out", "--report", report, *FEW)
     with monkeypatch.context() as patch, quick_builds():
-        patch.setattr("onediff_ext.store.atomic.os", full_disk("replace", 5))
+        patch.setattr("onediff_ext.store.atomic_write.os", full_disk("replace", 5))
         ended = command_line(*command, store=store)
     assert ended.status == 0, ended
     what = json.loads(report.read_text())
@@ -214,9 +214,9 @@ def test_a_disk_that_is_read_only(
 def test_stores_that_belong_to_somebody_else(command_line: CommandLine, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become somebody else")
-    from onediff_ext.service.build_folder import BuildFolder
-    from tests.command_line import in_child
-    from tests.quick import quick_builds
+    from onediff_ext.building.build_folder import BuildFolder
+    from tests.support.command_line import in_child
+    from tests.support.quick_builds import quick_builds
 
     folder = save_pictures(tmp_path / "in", a=(64, 64))
     with quick_builds():
@@ -270,7 +270,7 @@ def test_builds_that_cannot_start_leave_pictures_eager(
 
     folder = save_pictures(tmp_path / "in", a=(64, 64))
     broken = SimpleNamespace(**{**vars(module), call: fail})
-    monkeypatch.setattr(f"onediff_ext.service.workers.{module.__name__}", broken)
+    monkeypatch.setattr(f"onediff_ext.building.worker_process.{module.__name__}", broken)
     command = ("img2img", folder, "-o", tmp_path / "out", *FEW)
     ended = command_line(*command, store=tmp_path / "store")
     assert ended.status == 0, ended

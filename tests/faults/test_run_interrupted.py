@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from onediff_ext.service.build_folder import BuildFolder
-from tests.sample_pictures import difference, save_pictures
+from onediff_ext.building.build_folder import BuildFolder
+from tests.support.sample_pictures import difference, save_pictures
 
 if TYPE_CHECKING:
-    from tests.command_line import CommandLine
+    from tests.support.command_line import CommandLine
 
-pytest_plugins = ("tests.command_line",)
+pytest_plugins = ("tests.support.command_line",)
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32", reason="needs POSIX signals; Windows ends processes otherwise"
@@ -120,7 +120,7 @@ def test_while_drawing(command_line: CommandLine, tmp_path: Path, number: signal
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_while_building(command_line: CommandLine, tmp_path: Path, number: signal.Signals) -> None:
-    from tests.quick import quick_builds
+    from tests.support.quick_builds import quick_builds
 
     store = tmp_path / "store"
     run = StoppedRun(command_line, tmp_path, "--store", store)
@@ -160,7 +160,7 @@ def test_what_a_killed_writer_left_goes(command_line: CommandLine, tmp_path: Pat
 def test_killed_while_writing_a_picture(
     command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.command_line import in_child
+    from tests.support.command_line import in_child
 
     run = StoppedRun(command_line, tmp_path, "--eager")
     written: list[str] = []

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onediff_ext.store.folder import encode_schema
-from tests.sample_pictures import difference, save_pictures
+from tests.support.sample_pictures import difference, save_pictures
 
 if TYPE_CHECKING:
-    from tests.command_line import CommandLine
+    from tests.support.command_line import CommandLine
 
-pytest_plugins = ("tests.command_line",)
+pytest_plugins = ("tests.support.command_line",)
 
 Run = Callable[..., dict[str, Any]]
 KINDS = 18
@@ -36,7 +36,7 @@ def store(command_line: CommandLine, tmp_path: Path) -> Path:
 @pytest.fixture
 def draw(command_line: CommandLine, run: Run, tmp_path: Path) -> Callable[[Path], dict[str, Any]]:
     """Draws with a store, and compares with a run without graphs."""
-    from tests.quick import quick_builds
+    from tests.support.quick_builds import quick_builds
 
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 104))
     plain = [
@@ -144,7 +144,7 @@ def test_damaged_records_and_caches_do_not_matter(
 def test_a_store_that_is_too_small_keeps_what_fits(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
-    from tests.quick import quick_builds
+    from tests.support.quick_builds import quick_builds
 
     store, folder = tmp_path / "store", save_pictures(tmp_path / "in", a=(64, 64))
     limit_bytes = 200_000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import GraphLibrary
 
 KEY = KindKey({"class": "ResnetBlock2D"})

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from onediff_ext.core.errors import StoreError, StoreFullError, StoreReadOnlyError
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import CheckpointRecords, ContentHashes, GraphLibrary
-from onediff_ext.store.durable import sync_folder
+from onediff_ext.store.durable_write import sync_folder
 
 OLD, NEW = KindKey({"graph": "old"}), KindKey({"graph": "new"})
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, so a POSIX system")
@@ -82,11 +82,11 @@ def test_a_failing_call_leaves_the_old_store(
                 closing(descriptor)
                 raise OSError(code, os.strerror(code))
 
-            patch.setattr("onediff_ext.store.durable.os", with_call("close", close_and_fail))
+            patch.setattr("onediff_ext.store.durable_write.os", with_call("close", close_and_fail))
         else:
             broken = with_call(call, fail_after(0, code, getattr(os, call)))
-            patch.setattr("onediff_ext.store.durable.os", broken)
-            patch.setattr("onediff_ext.store.atomic.os", broken)
+            patch.setattr("onediff_ext.store.durable_write.os", broken)
+            patch.setattr("onediff_ext.store.atomic_write.os", broken)
         with pytest.raises(ERRORS[code]) as caught:
             put(library, NEW)
     assert caught.value.hint
@@ -108,7 +108,7 @@ class with_call:  # noqa: N801 - reads like the function it stands for
 
 def test_short_writes_are_continued(library: GraphLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     short = with_call("write", lambda descriptor, chunk: os.write(descriptor, chunk[:777]))
-    monkeypatch.setattr("onediff_ext.store.durable.os", short)
+    monkeypatch.setattr("onediff_ext.store.durable_write.os", short)
     put(library, NEW)
     got = library.get(NEW)
     assert got is not None
@@ -128,8 +128,10 @@ def test_bytes_are_on_the_disk_before_their_name_is(
 
         return call
 
-    monkeypatch.setattr("onediff_ext.store.durable.os", with_call("fsync", noting("fsync")))
-    monkeypatch.setattr("onediff_ext.store.atomic.os", with_call("replace", noting("replace")))
+    monkeypatch.setattr("onediff_ext.store.durable_write.os", with_call("fsync", noting("fsync")))
+    monkeypatch.setattr(
+        "onediff_ext.store.atomic_write.os", with_call("replace", noting("replace"))
+    )
     put(library, NEW)
     assert calls == ["fsync", "replace"] + (["fsync folder"] if os.name != "nt" else [])
 
@@ -141,7 +143,7 @@ def test_disks_that_cannot_sync_a_folder(
     if os.name == "nt":
         pytest.skip("Windows syncs no folders")
     broken = with_call("fsync", fail_after(0, code, os.fsync))
-    monkeypatch.setattr("onediff_ext.store.durable.os", broken)
+    monkeypatch.setattr("onediff_ext.store.durable_write.os", broken)
     if code == errno.EINVAL:
         sync_folder(tmp_path)
     else:
@@ -156,7 +158,7 @@ def test_an_interrupted_put_leaves_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("onediff_ext.store.durable.os", with_call("fsync", interrupt))
+        patch.setattr("onediff_ext.store.durable_write.os", with_call("fsync", interrupt))
         with pytest.raises(KeyboardInterrupt):
             put(library, NEW)
     expect_old_store(library)
@@ -167,7 +169,7 @@ def test_disk_full_half_way_through_the_bytes(
 ) -> None:
     write = fail_after(3, errno.ENOSPC, lambda fd, chunk: os.write(fd, chunk[:500]))
     with monkeypatch.context() as patch:
-        patch.setattr("onediff_ext.store.durable.os", with_call("write", write))
+        patch.setattr("onediff_ext.store.durable_write.os", with_call("write", write))
         with pytest.raises(StoreFullError):
             put(library, NEW)
     expect_old_store(library)
@@ -303,7 +305,7 @@ REAL_DISK = """
 import os, sys
 from pathlib import Path
 from onediff_ext.core.errors import StoreFullError
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import GraphLibrary
 library = GraphLibrary(Path(sys.argv[1]) / "store", 1 << 30)
 stored = 0

@@ -11,9 +11,9 @@ import pytest
 
 from onediff_ext.core import ownership
 from onediff_ext.core.errors import StoreError, UntrustedGraphError
-from onediff_ext.core.keys import KindKey
-from onediff_ext.store import GraphLibrary, StoredGraph, Verdicts
-from onediff_ext.store.private import TRUST_VARIABLE
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.store import BuildRecords, GraphLibrary, StoredGraph
+from onediff_ext.store.permissions import TRUST_VARIABLE
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="owners and modes are POSIX's")
 needs_root = pytest.mark.skipif(
@@ -122,12 +122,12 @@ def test_a_folder_of_another_user_is_refused_with_what_mends_it(
 
 @needs_root
 def test_a_record_of_another_user_is_not_believed(library: GraphLibrary) -> None:
-    verdicts = Verdicts(library.folder)
-    verdicts.record_proof(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
-    path = library.folder.verdicts / f"{KEY.digest}.json"
-    assert verdicts.proof(KEY.digest, "m", "0" * 64) is not None
+    build_records = BuildRecords(library.folder)
+    build_records.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
+    path = library.folder.build_records / f"{KEY.digest}.json"
+    assert build_records.proof(KEY.digest, "m", "0" * 64) is not None
     os.chown(path, STRANGER, STRANGER)
-    assert verdicts.proof(KEY.digest, "m", "0" * 64) is None
+    assert build_records.proof(KEY.digest, "m", "0" * 64) is None
 
 
 @needs_root

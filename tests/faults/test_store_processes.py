@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from filelock import BaseFileLock, FileLock, Timeout
 
-from onediff_ext.core.keys import KindKey
-from onediff_ext.store import GraphLibrary, StoreBusyError, durable
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.store import GraphLibrary, StoreBusyError, durable_write
 from onediff_ext.store import locks as locks_module
-from onediff_ext.store.atomic import STALE_PART_AGE_S, collect_stale_parts
+from onediff_ext.store.atomic_write import STALE_PART_AGE_S, collect_stale_parts
 from onediff_ext.store.locks import StoreLocks
 
 MB = 1 << 20
@@ -64,7 +64,7 @@ def lock_files(library: GraphLibrary) -> list[str]:
 BUILD = """
 import random, sys, time
 from pathlib import Path
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import GraphLibrary
 root, kinds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 library = GraphLibrary(root, 1 << 30)
@@ -98,7 +98,7 @@ def test_each_kind_is_built_exactly_once(tmp_path: Path, process_count: int) -> 
 STRESS = """
 import random, sys, time
 from pathlib import Path
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import GraphLibrary
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(seed)
@@ -212,7 +212,7 @@ def test_the_guard_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 HOLD = """
 import sys, time
 from pathlib import Path
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import GraphLibrary
 with GraphLibrary(Path(sys.argv[1]), 1 << 20).build_lock(KindKey({"number": "1"}), 5):
     print("held", flush=True)
@@ -267,7 +267,7 @@ class SlowDisk:
 
 
 def writer(root: Path, seed: int) -> None:
-    durable.os = SlowDisk()  # type: ignore[assignment]  # in this forked process only
+    durable_write.os = SlowDisk()  # type: ignore[assignment]  # in this forked process only
     chance = random.Random(seed)
     library = GraphLibrary(root, 200_000)
     while True:

@@ -13,15 +13,15 @@ import pytest
 from onediff_ext.cli import graphs as graphs_command
 from onediff_ext.cli.main import main
 from onediff_ext.core.errors import CheckpointError, GraphCorruptError, StoreError
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.words import day_of, printable
 from onediff_ext.store import (
+    BuildHistory,
+    BuildRecords,
     CheckpointRecords,
     ContentHashes,
     GraphLibrary,
-    History,
     StoredGraph,
-    Verdicts,
 )
 from onediff_ext.store.folder import encode_schema
 
@@ -78,13 +78,13 @@ def test_no_file_of_another_kind_holds_the_store_up(library: GraphLibrary, what:
 @pytest.mark.parametrize("what", WHATS)
 def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, what: str) -> None:
     put(library)
-    verdicts, records = Verdicts(library.folder), CheckpointRecords(library.folder)
-    history = History(library.folder)
-    verdicts.record_proof(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
+    build_records, records = BuildRecords(library.folder), CheckpointRecords(library.folder)
+    history = BuildHistory(library.folder)
+    build_records.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
     history.record_build("m", "L", 1.0)
     records.record("0" * 64, name="n", path="p", architecture="a", kinds={})
     names = [
-        library.folder.verdicts / f"{KEY.digest}.json",
+        library.folder.build_records / f"{KEY.digest}.json",
         library.folder.checkpoints / f"{'0' * 64}.json",
         library.folder.home / "history.json",
         library.folder.home / "content-hashes.json",
@@ -95,8 +95,8 @@ def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, wha
         make(path, what)
     other = GraphLibrary(library.folder.root, MB)
     assert other.get(KEY) is not None
-    assert verdicts.read(KEY.digest).proofs == {}
-    assert list(verdicts.failures()) == []
+    assert build_records.read(KEY.digest).proofs == {}
+    assert list(build_records.failures()) == []
     assert records.list() == []
     assert history.build_seconds("m", ["L"]) == [None]
     assert {problem.path for problem in other.verify()} == {*names[:5]}
@@ -125,7 +125,7 @@ def test_archives_and_checkpoints_of_another_kind_are_refused(
 def test_an_archive_with_a_graph_of_no_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onediff_ext.store.transfer.MAX_GRAPH_BYTES", 100)
+    monkeypatch.setattr("onediff_ext.store.graph_archive.MAX_GRAPH_BYTES", 100)
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("0" * 64 + ".graph", b"x" * 101)
     with pytest.raises(GraphCorruptError, match="size"):
@@ -247,20 +247,20 @@ SHAPES += [{"m": {"L": ["x"]}}, {"m": {"payload_sha256": 1}}, float("inf"), 10**
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape)[:20])
 def test_verdicts_of_any_shape_are_read(library: GraphLibrary, field: str, shape: object) -> None:
     put(library)
-    verdicts = Verdicts(library.folder)
-    verdicts.record_failure(KEY.digest, "L", "reason", attempts=1, version="1")
-    verdicts.record_eviction(KEY.digest, "pruned")
-    path = library.folder.verdicts / f"{KEY.digest}.json"
+    build_records = BuildRecords(library.folder)
+    build_records.record_failure(KEY.digest, "L", "reason", attempts=1, version="1")
+    build_records.record_eviction(KEY.digest, "pruned")
+    path = library.folder.build_records / f"{KEY.digest}.json"
     record = json.loads(path.read_text())
     values = [shape]
     if isinstance(record[field], dict):
         values += [{**record[field], name: shape} for name in ("at", *record[field])]
     for value in values:
         path.write_text(json.dumps({**record, field: value}))
-        verdict = verdicts.read(KEY.digest)
+        verdict = build_records.read(KEY.digest)
         assert isinstance(verdict.proofs, dict)
         assert verdict.failure is None or isinstance(verdict.failure.at, float)
-        list(verdicts.failures())
+        list(build_records.failures())
         library.delete(KEY.digest)
         library.explain(KEY)
 
@@ -268,9 +268,9 @@ def test_verdicts_of_any_shape_are_read(library: GraphLibrary, field: str, shape
 @pytest.mark.parametrize("field", ["builds", "steps", "schema"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape)[:20])
 def test_histories_of_any_shape_are_read(library: GraphLibrary, field: str, shape: object) -> None:
-    from onediff_ext.service.break_even import pictures_until_it_pays, speedup_of
+    from onediff_ext.session.break_even import pictures_until_it_pays, speedup_of
 
-    history = History(library.folder)
+    history = BuildHistory(library.folder)
     history.record_build("m", "L", 1.0)
     history.record_step(checkpoint="c", machine="m", size="1x1@1", eager_ms=2, compiled_ms=1)
     path = library.folder.home / "history.json"
@@ -287,7 +287,7 @@ def test_histories_of_any_shape_are_read(library: GraphLibrary, field: str, shap
 
 @pytest.mark.parametrize("step_ms", [0, -1.5, 0.0])
 def test_steps_that_took_no_time_are_not_believed(library: GraphLibrary, step_ms: float) -> None:
-    history = History(library.folder)
+    history = BuildHistory(library.folder)
     history.record_step(checkpoint="c", machine="m", size="s", eager_ms=2, compiled_ms=1)
     path = library.folder.home / "history.json"
     record = json.loads(path.read_text())
@@ -315,13 +315,15 @@ def test_no_command_hands_escape_sequences_to_the_terminal(
     library = GraphLibrary(tmp_path / "store", MB)
     key = KindKey({"class": NASTY, NASTY: "x"})
     graph = put(library, NASTY, key)
-    verdicts = Verdicts(library.folder)
-    verdicts.record_proof(key.digest, NASTY, machine="m", payload_sha256="0" * 64, problem=NASTY)
+    build_records = BuildRecords(library.folder)
+    build_records.record_load_check(
+        key.digest, NASTY, machine="m", payload_sha256="0" * 64, problem=NASTY
+    )
     if action in ("retry", "status"):
         library.delete(key.digest)
         from onediff_ext import __version__
 
-        verdicts.record_failure(key.digest, NASTY, NASTY, attempts=1, version=__version__)
+        build_records.record_failure(key.digest, NASTY, NASTY, attempts=1, version=__version__)
     CheckpointRecords(library.folder).record(
         "0" * 64, name=NASTY, path=NASTY, architecture=NASTY, kinds={key.digest: 1}
     )

@@ -51,12 +51,15 @@ _PIPE = SimpleNamespace(
 
 
 def _header(content: bytes) -> None:
-    from onediff_ext.hosts.diffusers.file_kinds import describe_keys
-    from onediff_ext.hosts.diffusers.ldm_checkpoint import find_architecture, unet_config
-    from onediff_ext.hosts.diffusers.ldm_hints import read_hints
-    from onediff_ext.hosts.diffusers.ldm_shapes import below
-    from onediff_ext.hosts.diffusers.lora_files import _check_fit
-    from onediff_ext.hosts.diffusers.tensor_file import open_tensor_file
+    from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
+    from onediff_ext.hosts.diffusers.checkpoints.ldm_architecture import below
+    from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import (
+        find_architecture,
+        unet_config,
+    )
+    from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import read_hints
+    from onediff_ext.hosts.diffusers.checkpoints.tensor_file import open_tensor_file
+    from onediff_ext.hosts.diffusers.lora.lora_file import _check_fit
 
     path = file_of(content, "a.safetensors")
     with contextlib.suppress(CheckpointError):
@@ -91,8 +94,8 @@ YAML = """model:
 
 
 def _yaml(text: str) -> None:
-    from onediff_ext.hosts.diffusers.ldm_hints import read_hints
-    from onediff_ext.hosts.diffusers.tensor_file import TensorFile
+    from onediff_ext.hosts.diffusers.checkpoints.ldm_hints import read_hints
+    from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile
 
     path = file_of(text.encode("utf-8", "surrogatepass"), "b.yaml")
     with contextlib.suppress(CheckpointError):
@@ -118,7 +121,7 @@ INDEX = {
 
 
 def _index(value: Any) -> None:
-    from onediff_ext.hosts.diffusers.model_folder import _read_index, _refuse_other_code
+    from onediff_ext.hosts.diffusers.checkpoints.model_folder import _read_index, _refuse_other_code
 
     with tempfile.TemporaryDirectory() as folder:
         text = value if isinstance(value, str) else json.dumps(value)

@@ -17,9 +17,9 @@ from PIL import Image, features
 from onediff_ext.core.errors import OneDiffError, OptionError, PictureError, ShapeError
 from onediff_ext.core.shapes import format_sizes, parse_sizes
 from onediff_ext.pictures.captions import read_caption
-from onediff_ext.pictures.facts import read_facts
 from onediff_ext.pictures.infotext import build_infotext, parse_infotext
 from onediff_ext.pictures.naming import NameFacts, NameTemplate
+from onediff_ext.pictures.picture_header import read_facts
 from onediff_ext.pictures.png_chunks import MAX_ALL_TEXTS_BYTES, read_png
 from onediff_ext.pictures.reading import read_picture
 from onediff_ext.pictures.sizing import fit_size, parse_size_rule

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from onediff_ext.cli import bench, demo, doctor, graphs, img2img, model_arguments, txt2img, ui
 from onediff_ext.cli import warmup as warmup_command
 from onediff_ext.cli.main import Parser, main
-from onediff_ext.core.deepcache import DeepCacheOptions
+from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.status import Status
+from onediff_ext.panel import html
+from onediff_ext.panel.choices import Choices, from_arguments, from_infotext
+from onediff_ext.panel.fields import BY_NAME, FIELDS
+from onediff_ext.panel.foreign_requests import why_foreign
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.sizing import parse_size_rule
-from onediff_ext.ui import html
-from onediff_ext.ui.choices import Choices, from_arguments, from_infotext
-from onediff_ext.ui.fields import BY_NAME, FIELDS
-from onediff_ext.ui.foreign import why_foreign
-from onediff_ext.ui.standalone.models import parse_loras
-from onediff_ext.ui.standalone.serving import parse_serving
+from onediff_ext.standalone.checkpoint_list import parse_loras
+from onediff_ext.standalone.serving import parse_serving
 from tests.fuzz.strategies import JSON, TEXTS, joined, near
 from tests.fuzz.target import Target
 
@@ -63,14 +63,14 @@ def _body(value: list[Any]) -> None:
 
     request = Request({"type": "http", "headers": headers}, receive)
     body: Any = None
-    refusal: HTTPException | None = None
+    refusal_reason: HTTPException | None = None
     try:
         body = asyncio.run(read_body(request, tuple(BY_NAME)))
     except HTTPException as exc:
-        refusal = exc
-    if refusal is not None:
-        assert 400 <= refusal.status_code < 500
-        assert refusal.detail.encode("utf-8")
+        refusal_reason = exc
+    if refusal_reason is not None:
+        assert 400 <= refusal_reason.status_code < 500
+        assert refusal_reason.detail.encode("utf-8")
         return
     assert isinstance(body, dict)
     assert kind.partition(";")[0].strip().lower() == "application/json"
@@ -80,12 +80,12 @@ def _body(value: list[Any]) -> None:
 
 def _choices(values: Any) -> None:
     """Whatever is sent as choices: choices that infotext gives back, or an OptionError."""
-    choices, refusal = None, ""
+    choices, refusal_reason = None, ""
     try:
         choices = Choices.parse(from_arguments(values if isinstance(values, list) else [values]))
     except OptionError as exc:
-        refusal = str(exc)
-    assert len(refusal) < 1000
+        refusal_reason = str(exc)
+    assert len(refusal_reason) < 1000
     if choices is None:
         return
     entries = choices.infotext()

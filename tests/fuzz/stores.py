@@ -16,10 +16,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.keys import KindKey
-from onediff_ext.store import CheckpointRecords, ContentHashes, GraphLibrary, History, Verdicts
-from onediff_ext.store.container import read_head, read_payload
-from onediff_ext.ui.graph_rows import graph_groups
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.panel.graph_rows import graph_groups
+from onediff_ext.store import (
+    BuildHistory,
+    BuildRecords,
+    CheckpointRecords,
+    ContentHashes,
+    GraphLibrary,
+)
+from onediff_ext.store.graph_file import read_head, read_payload
 from tests.fuzz.strategies import damaged, near
 from tests.fuzz.target import Target
 
@@ -67,7 +73,7 @@ def _records(value: list[Any]) -> None:
         for path, record in (
             (folder.checkpoints / f"{DIGEST}.json", checkpoint),
             (folder.home / "history.json", history),
-            (folder.verdicts / f"{DIGEST}.json", verdict),
+            (folder.build_records / f"{DIGEST}.json", verdict),
             (folder.home / "content-hashes.json", hashes),
         ):
             path.parent.mkdir(exist_ok=True)
@@ -77,11 +83,11 @@ def _records(value: list[Any]) -> None:
             lambda: CheckpointRecords(folder).record(
                 DIGEST, name="m", path="/m", architecture="sd1", kinds={DIGEST: 1}
             ),
-            lambda: History(folder).build_seconds(MACHINE, ["One 8", "Two"]),
-            lambda: History(folder).record_build(MACHINE, "One 8", 1.0),
-            lambda: Verdicts(folder).read(DIGEST),
-            lambda: Verdicts(folder).failure(DIGEST, "1"),
-            lambda: Verdicts(folder).proof(DIGEST, MACHINE, DIGEST),
+            lambda: BuildHistory(folder).build_seconds(MACHINE, ["One 8", "Two"]),
+            lambda: BuildHistory(folder).record_build(MACHINE, "One 8", 1.0),
+            lambda: BuildRecords(folder).read(DIGEST),
+            lambda: BuildRecords(folder).failure(DIGEST, "1"),
+            lambda: BuildRecords(folder).proof(DIGEST, MACHINE, DIGEST),
             lambda: ContentHashes(folder).content_hash(folder.home / "content-hashes.json"),
             lambda: [group.as_json() for group in graph_groups(library, MACHINE)],
         ):

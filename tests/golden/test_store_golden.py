@@ -11,9 +11,9 @@ import os
 from io import BytesIO
 from pathlib import Path
 
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.records import GraphHeader
-from onediff_ext.store.container import GRAPH_SCHEMA, encode_head, read_head, read_payload
+from onediff_ext.store.graph_file import GRAPH_SCHEMA, encode_head, read_head, read_payload
 
 GOLDEN = Path(__file__).with_name(f"schema-{GRAPH_SCHEMA}.graph")
 PAYLOAD = b"\x7fELF\0golden payload\r\n"

@@ -1,15 +1,5 @@
-"""Graphs of the backend "eager" are built and loaded once for all tests of the hosts."""
+"""Sessions with one store for the whole run."""
 
-from __future__ import annotations
+from tests.support.shared_store import make_session, quick_eager_graphs, shared_store
 
-from collections.abc import Iterator
-
-import pytest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    from tests.quick import quick_builds, quick_loads
-
-    with quick_builds(), quick_loads():
-        yield
+__all__ = ["make_session", "quick_eager_graphs", "shared_store"]

@@ -22,11 +22,11 @@ from onediff_ext.backends.registry import make_backend, why_no_graphs
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine import torch_versions
-from onediff_ext.engine.capture.captures import Captures
-from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.webui.acceleration import Acceleration
-from tests.hosts.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
+from tests.support.a1111_stand_in import A1111StandIn, FakeProcessing, a1111
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +106,7 @@ def test_eager_is_captured(
     acceleration.begin(p, options)
     session = acceleration.session
     assert session is not None
-    session.captures = Captures(AgainRecorder())
+    session.captures = CudaGraphCache(AgainRecorder())
     acceleration.before_sampling(p)
     for _ in range(5):
         assert torch.equal(host.unet(), expected[0])
@@ -129,9 +129,9 @@ def test_warming_up_ends_without_graphs(
 
 
 WITHOUT = """
-import tests.hosts.torch_2_1, importlib, pkgutil, sys, onediff_ext, pytest
+import tests.support.torch_2_1, importlib, pkgutil, sys, onediff_ext, pytest
 for found in pkgutil.walk_packages(onediff_ext.__path__, "onediff_ext."):
-    if not found.name.startswith("onediff_ext.backends.kernels."):
+    if not found.name.startswith("onediff_ext.backends.inductor.kernels."):
         try:
             importlib.import_module(found.name)
         except ModuleNotFoundError as exc:

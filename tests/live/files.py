@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
-from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
-from tests import models
+from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
+from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+from tests.support import models
 
 ASSETS = Path(__file__).resolve().parents[2] / "onediff_ext" / "assets"
 DEMO = ASSETS / "demo" / "onediff-demo.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.conftest import shared_store  # noqa: F401  (a fixture)
+from tests.support.shared_store import shared_store  # noqa: F401  (a fixture)
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onediff_ext.backends.oneflow import exchange
-from onediff_ext.backends.oneflow.plans import Plans
+from onediff_ext.backends.oneflow import tensor_exchange
 from onediff_ext.backends.oneflow.program import FlowProgram
+from onediff_ext.backends.oneflow.static_graphs import Plans
 
 
 class Mixes(torch.nn.Module):
@@ -36,9 +36,9 @@ def _layouts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", _layouts())
 def test_memory_is_shared_where_it_can_be(flow, layout):
     tensor = _layouts()[layout]
-    crossed = exchange.to_flow(flow, tensor)
-    back = exchange.to_torch(flow, crossed)
-    if exchange.is_permuted(tensor):
+    crossed = tensor_exchange.to_flow(flow, tensor)
+    back = tensor_exchange.to_torch(flow, crossed)
+    if tensor_exchange.is_permuted(tensor):
         back = back.permute(0, 3, 1, 2)
     assert torch.equal(back, tensor)
     is_shared = back.data_ptr() == tensor.data_ptr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onediff_ext.cli.main import main
-from onediff_ext.core.keys import KindKey
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import GraphLibrary
 
 

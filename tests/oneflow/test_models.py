@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from tests import models
-from tests.engine.draw import relative_error
+from tests.support import models
+from tests.support.draw import relative_error
 
 SIZES = ((1, 16, 16), (2, 16, 16), (1, 17, 15), (2, 17, 15), (1, 24, 40), (2, 24, 40))
 

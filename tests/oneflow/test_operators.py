@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from onediff_ext.backends.oneflow import exchange
-from onediff_ext.backends.oneflow.table import TABLE
+from onediff_ext.backends.oneflow import tensor_exchange
+from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.core.errors import BackendError
 from tests.oneflow.operators import NO_RESULT, REFUSED, SAME_RESULT
 
@@ -19,7 +19,7 @@ def _as_flow(flow: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bool:  # no DLPack for it in OneFlow 0.9
             return _as_flow(flow, value.to(torch.uint8)).to(flow.bool)
-        return exchange.to_flow(flow, value)
+        return tensor_exchange.to_flow(flow, value)
     if isinstance(value, list):
         return [_as_flow(flow, item) for item in value]
     return value
@@ -27,7 +27,7 @@ def _as_flow(flow: Any, value: Any) -> Any:
 
 def _as_torch(flow: Any, value: Any) -> list[Any]:
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [exchange.to_torch(flow, v) if isinstance(v, flow.Tensor) else v for v in values]
+    return [tensor_exchange.to_torch(flow, v) if isinstance(v, flow.Tensor) else v for v in values]
 
 
 def _operator(name: str) -> Any:

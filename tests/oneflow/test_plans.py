@@ -10,9 +10,9 @@ torch.set_num_threads(1)
 from onediff_ext.backends.oneflow.availability import process_reason
 assert process_reason() is None, process_reason()
 import oneflow
-from onediff_ext.backends.oneflow.plans import Plans
+from onediff_ext.backends.oneflow.static_graphs import Plans
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.table import TABLE
+from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.core.errors import BackendError
 
 class Block(torch.nn.Module):
@@ -170,9 +170,9 @@ assert len(plans) == 0
 _THIRTY_SIZES = """
 import json, random, sys, torch
 torch.set_num_threads(1)
-from onediff_ext.backends.oneflow.plans import process_plans
+from onediff_ext.backends.oneflow.static_graphs import process_plans
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
-from tests import models
+from tests.support import models
 unet = models.unet((32,), attention=(True,))
 holder = type("Holder", (), {})()
 holder.unet = unet

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from onediff_ext.backends.oneflow.backend import OneFlowBackend
+from onediff_ext.backends.oneflow.operator_table import TABLE
 from onediff_ext.backends.oneflow.program import FlowProgram
-from onediff_ext.backends.oneflow.table import TABLE
 from onediff_ext.core.errors import BackendError
-from onediff_ext.engine.families.diffusers import AttentionFamily
-from onediff_ext.engine.structure import BlockTree
-from onediff_ext.engine.trace import export_block, load_program
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.export.exporter import export_block, load_program
+from onediff_ext.hosts.diffusers.blocks import AttentionFamily
 from tests.contracts.test_backend_contract import BLOCKS
 from tests.oneflow.operators import NO_RESULT, REFUSED, SAME_RESULT
 

@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onediff_ext.core.errors import CaptureError
-from onediff_ext.engine.capture.recorder import Recorder, Recording
+from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import observed_by
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from tests.support.operator_log import OperatorLog, alive_storage, spoil

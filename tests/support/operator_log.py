@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.graph_calls import GraphObserver
-from onediff_ext.engine.port import Graph
 
 # Operators that a CUDA graph cannot hold: they would have the CPU wait for the GPU, or draw
 # numbers that would be the same in each replay.

@@ -1,23 +1,6 @@
-"""A stand-in for the host, in place before our own modules that need it are imported."""
+"""A stand-in for the host; graphs of the backend "eager" are built once for all tests."""
 
-from __future__ import annotations
+from tests.support.shared_store import quick_eager_graphs
+from tests.support.webui_fixtures import host
 
-from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
-
-from tests.webui.stand_in import EagerHost, install_modules
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """The stand-in, with our extension on an `EagerHost`."""
-    pytest.importorskip("gradio", reason="the extension needs gradio, which is not installed")
-    found = install_modules(monkeypatch, onediff_store=str(tmp_path / "store"))
-    from onediff_ext.webui import extension
-
-    found.adapter = EagerHost()
-    found.extension = extension.Extension(found.adapter, found.shared.opts)
-    monkeypatch.setattr(extension, "_current", found.extension)
-    return found
+__all__ = ["host", "quick_eager_graphs"]

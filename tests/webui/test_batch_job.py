@@ -18,7 +18,7 @@ from onediff_ext.pictures.sizing import parse_size_rule
 from onediff_ext.pictures.writing import write_png
 from onediff_ext.webui import batch_job
 from onediff_ext.webui.batch_job import BatchChoices, BatchJob, BatchResult
-from tests.webui.stand_in import StandInJob, StandInState
+from tests.support.webui_stand_in import StandInJob, StandInState
 
 
 class InvertingHost:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.webui.stand_in import StandInJob
+from tests.support.webui_stand_in import StandInJob
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onediff_ext.ui.fields import fields_for
+from onediff_ext.panel.fields import fields_for
 from onediff_ext.webui.settings import HOST_FEATURES
 
 SERVER = "http://127.0.0.1:7860"
@@ -28,12 +28,12 @@ def make_client(host: SimpleNamespace, api_auth: str | None, **flags: Any) -> An
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from onediff_ext.webui.access import ApiAccess
-    from onediff_ext.webui.port import WebUIPort
+    from onediff_ext.webui.host_access import ApiAccess
     from onediff_ext.webui.rest import add_routes
+    from onediff_ext.webui.webui_panel_host import WebUIPanelHost
 
     app = FastAPI()
-    port = WebUIPort(lambda: host.extension)
+    port = WebUIPanelHost(lambda: host.extension)
     access = ApiAccess.of(SimpleNamespace(api_auth=api_auth, **flags))
     add_routes(app, port, access, "stand-in")
     add_routes(app, port, access, "stand-in")  # "Reload UI"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from onediff_ext.ui.fields import fields_for
+from onediff_ext.panel.fields import fields_for
 from onediff_ext.webui.settings import HOST_FEATURES
-from tests.webui.stand_in import StandInJob
+from tests.support.webui_stand_in import StandInJob
 
 FIELDS = fields_for(HOST_FEATURES)
 
@@ -174,7 +174,7 @@ def test_the_panel_has_an_argument_for_each_field_and_pastes_back(script: Any) -
 
 def test_old_name_turns_it_on_for_that_job_only(host: Any) -> None:
     from onediff_ext.webui.always_visible import OneDiffScript
-    from onediff_ext.webui.old_name import OLD_NAME, OldNameScript
+    from onediff_ext.webui.legacy_script import OLD_NAME, OldNameScript
 
     drawn = []
 

@@ -8,7 +8,7 @@ import pytest
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.webui.settings import BUILDS, SECTION, SETTINGS, Settings, add_settings
-from tests.webui.stand_in import StandInOption, StandInOptions
+from tests.support.webui_stand_in import StandInOption, StandInOptions
 
 
 class StandInGradio:

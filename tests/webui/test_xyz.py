@@ -6,9 +6,9 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from onediff_ext.ui.choices import Choices
+from onediff_ext.panel.choices import Choices
 from onediff_ext.webui.xyz import AXES, add_axes, axis_values, remove_axes
-from tests.webui.stand_in import StandInJob
+from tests.support.webui_stand_in import StandInJob
 
 
 class StandInAxis:

@@ -4,7 +4,7 @@
     python -m tools.deepcache.golden /tmp/reference
 
 Run from the repository's root. Latents [1, 4, h, w] of the small models, in float32 on a CPU,
-named "<model>/<interval>/<branch>"; the settings are those of `tests.engine.deepcache_golden`.
+named "<model>/<interval>/<branch>"; the settings are those of `tests.support.deepcache_golden`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from safetensors.torch import save_file
 
-from tests.engine.deepcache_golden import CASES, GOLDEN, draw_golden, golden_pipe
+from tests.support.deepcache_golden import CASES, GOLDEN, draw_golden, golden_pipe
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from sample import to_image
 from scenes import SceneDrawer, plain_scene
 
-from onediff_ext.hosts.diffusers.ldm_layout import save_ldm
+from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 
 THUMBNAIL_PX = 32
 PER_ROW = 16

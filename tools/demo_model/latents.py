@@ -49,7 +49,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """What is made of the drawn pictures [B, 3, H, W] in 0..1.
 
     Attributes:
@@ -94,7 +94,7 @@ def make_buckets(
     drawer: SceneDrawer,
     device: torch.device,
     share: float = 1.0,
-    kind: Kind | None = None,
+    kind: BlockKind | None = None,
 ) -> list[Bucket]:
     """Draw and encode the whole training set.
 
@@ -105,7 +105,7 @@ def make_buckets(
         share: Part of the full set, for a try on a small machine.
         kind: The plain pictures, or something made of them.
     """
-    tokenizer, buckets, kind = load_tokenizer(), [], kind or Kind()
+    tokenizer, buckets, kind = load_tokenizer(), [], kind or BlockKind()
     for seed, (height_px, width_px, count, weight) in enumerate(SIZES, start=100):
         scenes = make_scenes(height_px, width_px, max(8, int(count * share)), seed)
         pixels = height_px * width_px // 64

@@ -91,7 +91,7 @@ def load_finished(
     arguments: argparse.Namespace, device: torch.device
 ) -> tuple[UNet2DConditionModel, CLIPTextModel, AutoencoderKL]:
     """The trained UNet, text encoder and VAE, frozen."""
-    from onediff_ext.hosts.diffusers.checkpoint import load_checkpoint
+    from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 
     pipeline = load_checkpoint(arguments.model, dtype=torch.float32).pipeline
     parts = (pipeline.unet, pipeline.text_encoder, pipeline.vae)

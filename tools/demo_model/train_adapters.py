@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from filters import edges, sketch
-from latents import Bucket, Kind
+from latents import BlockKind, Bucket
 from models import encode_text
 from safetensors.torch import save_file
 from torch import Tensor
 from train_diffusion import Predict, Schedule, Trainer
 from transformers import CLIPTextModel
 
-SKETCH = Kind(style=sketch, batch_share=0.25)
-EDGES = Kind(hint=edges, batch_share=0.25)
+SKETCH = BlockKind(style=sketch, batch_share=0.25)
+EDGES = BlockKind(hint=edges, batch_share=0.25)
 
 LORA_RANK = 8
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from onediff_ext.backends.oneflow.availability import unavailable_reason
-from onediff_ext.backends.oneflow.plans import process_plans
 from onediff_ext.backends.oneflow.program import FlowProgram
+from onediff_ext.backends.oneflow.static_graphs import process_plans
 from onediff_ext.core.errors import BackendError
-from onediff_ext.engine.port import Backend, Graph
+from onediff_ext.engine.backend_port import Backend, Graph
+from onediff_ext.engine.export.exporter import load_program, save_program
 from onediff_ext.engine.torch_versions import too_old_for_graphs
-from onediff_ext.engine.trace import load_program, save_program
 
 # Raised whenever a stored program would be run in another way.
 _SCHEMA = "1"
@@ -29,7 +29,7 @@ class OneFlowBackend(Backend):
     capturable = False  # it works on streams of its own
 
     @property
-    def spent(self) -> bool:  # type: ignore[override]
+    def needs_restart(self) -> bool:  # type: ignore[override]
         return process_plans.cache_info().currsize > 0 and process_plans().broken is not None
 
     def unavailable_reason(self, device: torch.device) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from onediff_ext.backends.oneflow.table import ARITHMETIC, TABLE, Lowering
+from onediff_ext.backends.oneflow.operator_table import ARITHMETIC, TABLE, Lowering
 from onediff_ext.core.errors import BackendError
 
 _NUMBERS = itertools.count()

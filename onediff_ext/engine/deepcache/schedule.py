@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from onediff_ext.core.deepcache import DeepCacheOptions
+from onediff_ext.core.deepcache_options import DeepCacheOptions
 
 
 def is_full(

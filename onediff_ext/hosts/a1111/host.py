@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from onediff_ext.core.shapes import CELL_PX, BatchShape
-from onediff_ext.engine.families.base import BlockFamily
-from onediff_ext.engine.families.ldm import AttentionSetting, ldm_families
-from onediff_ext.engine.patch import Patches
-from onediff_ext.engine.weights import WrapperRule
+from onediff_ext.engine.blocks.family import BlockFamily
+from onediff_ext.engine.blocks.weight_slots import WrapperRule
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.a1111.blocks import AttentionSetting, ldm_families
 from onediff_ext.hosts.a1111.controlnet import control_models, keeper
-from onediff_ext.hosts.a1111.layers import LAYER_STATE, PendingNetworks, lora_module
-from onediff_ext.hosts.a1111.refusals import attention_refusal, job_refusal
+from onediff_ext.hosts.a1111.eager_reasons import attention_refusal, job_refusal
+from onediff_ext.hosts.a1111.lora import LAYER_STATE, PendingNetworks, lora_module
+from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
-from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
 
 # How large the VAE is tried while warming up, in latent cells.
 _VAE_CELLS = (16, 24)
@@ -28,7 +28,7 @@ class A1111Host(WebUIHost):
     """AUTOMATIC1111 1.10: one model object whose weights change under it."""
 
     name = "a1111"
-    lent = ("controlnet",)
+    host_owned = ("controlnet",)
 
     def __init__(self) -> None:
         self._pending: WeakKeyDictionary[nn.Module, PendingNetworks] = WeakKeyDictionary()
@@ -38,7 +38,7 @@ class A1111Host(WebUIHost):
         from modules import shared
 
         setting = AttentionSetting(
-            upcast=lambda: bool(shared.opts.upcast_attn), refusal=attention_refusal
+            upcast=lambda: bool(shared.opts.upcast_attn), refusal_reason=attention_refusal
         )
         return ldm_families(LAYER_STATE, setting)
 
@@ -76,7 +76,7 @@ class A1111Host(WebUIHost):
             found += control_components(control_models(model.model.diffusion_model))
         return found
 
-    def refusal(self, job: Any) -> str | None:
+    def refusal_reason(self, job: Any) -> str | None:
         return job_refusal(_loaded_model(), job)
 
     def attach(self, patches: Patches, model: nn.Module, component: str) -> None:
@@ -107,7 +107,7 @@ class A1111Host(WebUIHost):
         return super().weights(), tuple(networks)
 
     def owner(self, component: str, model: nn.Module) -> object | None:
-        return keeper(model) if component.startswith(self.lent) else None
+        return keeper(model) if component.startswith(self.host_owned) else None
 
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices

@@ -11,13 +11,13 @@ from torch import nn
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
-from onediff_ext.engine.families.diffusers import DIFFUSERS_FAMILIES
-from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lifted_from
-from onediff_ext.hosts.diffusers.exact_fusing import ExactFusing
-from onediff_ext.hosts.diffusers.lora_rule import PeftLoraRule
-from onediff_ext.service.component import Component
-from onediff_ext.service.session import Session
+from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
+from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
+from onediff_ext.session.model_component import Component
+from onediff_ext.session.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from onediff_ext.core.deepcache import OFF, DeepCacheOptions, few_steps_refusal
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_refusal
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.deepcache.diffusers_unet import DiffusersUNet
-from onediff_ext.engine.deepcache.reuse import DeepCache, deepcache_of
-from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
 
 Pipe = TypeVar("Pipe")
 
@@ -152,7 +152,7 @@ class _Switch:
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
         last, self._last = self._last, timestep
         if last is None or not _same_picture(last, timestep):
-            cache.begin_picture(evaluations=_evaluations(timestep), refusal=self._why_not())
+            cache.begin_picture(evaluations=_evaluations(timestep), refusal_reason=self._why_not())
         elif _same_evaluation(last, timestep):
             return
         cache.begin_evaluation()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from onediff_ext.core.errors import OptionError, StoreError
 from onediff_ext.core.options import parse_ignores
-from onediff_ext.engine.kinds import KindState
+from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.probe import probe
 

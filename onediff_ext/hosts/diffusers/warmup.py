@@ -12,7 +12,7 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
-from onediff_ext.service.warmup import ProgressListener, WarmUp
+from onediff_ext.session.warm_up import ProgressListener, WarmUp
 
 
 def pipe_warm_up(

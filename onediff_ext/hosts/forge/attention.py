@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from onediff_ext.engine.families.forge import AttentionRules
+from onediff_ext.hosts.forge.blocks import AttentionRules
 
 # Functions whose result is that of PyTorch's kernel but for rounding. Those that quantise
 # (sage) are not: a graph would draw another picture than the host.
@@ -40,7 +40,7 @@ def forge_attention() -> AttentionRules:
     from backend import attention
     from backend.nn import unet, vae
 
-    def refusal() -> str | None:
+    def refusal_reason() -> str | None:
         chosen = _foreign(unet.attention_function, attention, _EXACT)
         spatial = vae.attention_function_single_head_spatial
         return chosen or _foreign(spatial, attention, _EXACT_SPATIAL)
@@ -50,14 +50,14 @@ def forge_attention() -> AttentionRules:
             return False
         return attention.get_attn_precision(None) is torch.float32
 
-    return AttentionRules(refusal, upcasts)
+    return AttentionRules(refusal_reason, upcasts)
 
 
 def reforge_attention() -> AttentionRules:
     """The rules of reForge."""
     from ldm_patched.ldm.modules import attention
 
-    def refusal() -> str | None:
+    def refusal_reason() -> str | None:
         return _foreign(attention.optimized_attention, attention, _EXACT)
 
     def upcasts(wanted: torch.dtype | None, dtype: torch.dtype) -> bool:
@@ -65,7 +65,7 @@ def reforge_attention() -> AttentionRules:
             return False
         return attention.get_attn_precision(wanted, dtype) is torch.float32
 
-    return AttentionRules(refusal, upcasts)
+    return AttentionRules(refusal_reason, upcasts)
 
 
 def _foreign(function: object, home: ModuleType, exact: frozenset[str]) -> str | None:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from onediff_ext.core.shapes import CELL_PX, BatchShape
-from onediff_ext.engine.families.base import BlockFamily
-from onediff_ext.engine.families.forge import FORGE, forge_families
-from onediff_ext.engine.patch import Patches
-from onediff_ext.engine.weights import WrapperRule
+from onediff_ext.engine.blocks.family import BlockFamily
+from onediff_ext.engine.blocks.weight_slots import WrapperRule
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.forge.attention import forge_attention
+from onediff_ext.hosts.forge.blocks import FORGE, forge_families
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
-from onediff_ext.hosts.webui import HostCheckpoint, WebUIHost, control_components
 
 # How far the VAE is tried while warming up: its kinds do not depend on the size.
 _VAE_CELLS = (16, 24)
@@ -73,7 +73,7 @@ class ForgeHost(WebUIHost):
             if name not in ignores and isinstance(module, nn.Module)
         ]
 
-    def refusal(self, job: Any) -> str | None:  # noqa: ARG002
+    def refusal_reason(self, job: Any) -> str | None:  # noqa: ARG002
         objects = _objects(self.loaded_model())
         if objects is None:
             return None  # the host loads one before it samples
@@ -173,11 +173,11 @@ class ForgeHost(WebUIHost):
         """Whether a LoRA of the UNet's patcher is added at each call, not merged."""
         return bool(unet.has_online_lora())
 
-    def move_to_device(self, patchers: list[Any]) -> None:
+    def move_to_device(self, trusted_patchers: list[Any]) -> None:
         """Bring models where they compute, as the host does before sampling."""
         from backend import memory_management
 
-        memory_management.load_models_gpu(patchers)
+        memory_management.load_models_gpu(trusted_patchers)
 
     def computation_dtype(self, unet: Any) -> torch.dtype:
         """What the UNet's inputs are cast to."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.engine.families.base import BlockFamily
-from onediff_ext.engine.families.forge import REFORGE, forge_families
-from onediff_ext.engine.patch import Patches
+from onediff_ext.engine.blocks.family import BlockFamily
+from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.forge.attention import reforge_attention
+from onediff_ext.hosts.forge.blocks import REFORGE, forge_families
 from onediff_ext.hosts.forge.host import ForgeHost
 
 
@@ -41,10 +41,10 @@ class ReForgeHost(ForgeHost):
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Nothing: its UNet can be recorded as it is."""
 
-    def move_to_device(self, patchers: list[Any]) -> None:
+    def move_to_device(self, trusted_patchers: list[Any]) -> None:
         from ldm_patched.modules import model_management
 
-        model_management.load_models_gpu(patchers)
+        model_management.load_models_gpu(trusted_patchers)
 
     def computation_dtype(self, unet: Any) -> torch.dtype:
         dtype: torch.dtype = unet.model.manual_cast_dtype or unet.model.get_dtype()

@@ -162,7 +162,7 @@ def lora_scale_of_the_call(world: World, random: Random) -> None:
 @operation(lambda w: not w.adapters and not w.no_adapters)
 def lora_from_a_file(world: World, random: Random) -> None:
     """As a state dict, with diffusers' own names."""
-    from tests.models import lora_tensors
+    from tests.support.models import lora_tensors
 
     state = lora_tensors(world.twin, text=False, rank=2, seed=random.randrange(1000))
     for pipe in world.both:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.differential.registry import feature, operation
 from tests.differential.world import World
-from tests.hosts.ldm_stand_in import live_in
+from tests.support.ldm_stand_in import live_in
 
 
 def _own_class() -> type:

@@ -1,0 +1,273 @@
+"""Worker processes that build graphs, seen from the process that draws pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import onediff_ext
+from onediff_ext.core.errors import (
+    BackendError,
+    MachineError,
+    NoMemoryError,
+    WorkerKilledError,
+    WorkerLostError,
+)
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 120.0
+_BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
+_INSTALLED = ("site-packages", "dist-packages")
+# Signals that come from outside: a user, a supervisor, or the kernel when memory is short.
+_NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
+_KILLERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a worker made.
+
+    Args:
+        payload: The graph's bytes.
+        seconds: In the worker, its trial included.
+    """
+
+    payload: bytes
+    seconds: float
+
+
+class WorkerProcess:
+    """One build process, started at the first build and kept for the next ones.
+
+    Args:
+        backend: Name of the backend that it builds for.
+        cache: Folder for the compiler's own caches; workers may share one.
+        in_background: At a low priority, since somebody draws beside it.
+    """
+
+    script = Path(onediff_ext.__file__).parent / "building" / "worker" / "start_worker.py"
+
+    def __init__(self, backend: str, cache: Path, in_background: bool = False) -> None:
+        self._backend, self._in_background = backend, in_background
+        self._cache = cache.absolute()  # workers have a current folder of their own
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._scratch: Path | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it lives."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def build(self, program: bytes, device: str, timeout_s: float) -> Built:
+        """Build the graph of an exported program, and try it out.
+
+        Raises:
+            WorkerLostError: The worker died, hung, or had too little memory.
+            MachineError: There is no space, or no compiler.
+            BackendError: It cannot be built, or is wrong.
+        """
+        answer, payload = self._work(program, None, device, timeout_s)
+        assert payload is not None
+        return Built(payload, float(str(answer["seconds"])))
+
+    def prove(self, payload: bytes, program: bytes, device: str, timeout_s: float) -> None:
+        """Load a stored graph where a crash hurts nobody, and compare it with its program.
+
+        Raises:
+            WorkerLostError: It took the worker with it.
+            MachineError: There is no space.
+            BackendError: It cannot be loaded, or is wrong.
+        """
+        self._work(program, payload, device, timeout_s)
+
+    def renew(self) -> None:
+        """Have the next build begin in another process: this one's failure may be its own."""
+        with self._lock:
+            self._end()
+
+    def close(self) -> None:
+        """End the worker and its compilers, at once, and remove what they left. It stays closed."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _work(
+        self, program: bytes, payload: bytes | None, device: str, timeout_s: float
+    ) -> tuple[dict[str, object], bytes | None]:
+        try:
+            scratch = self._start()
+            source, target = scratch / "program.pt2", scratch / "graph.bin"
+            source.write_bytes(program)
+            request = {
+                "program": str(source),
+                "graph": str(target),
+                "backend": self._backend,
+                "device": device,
+                "task": "build" if payload is None else "prove",
+            }
+            if payload is not None:
+                target.write_bytes(payload)
+            answer = self._ask(request, timeout_s)
+            if "error" in answer:
+                error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
+                if answer.get("spent") or isinstance(error, WorkerLostError):
+                    self._end()  # the next build starts another process
+                raise error
+            made = target.read_bytes() if payload is None else None
+            target.unlink()
+        except OSError as exc:
+            self._end()
+            if exc.errno in _NO_ROOM_FOR_A_PROCESS:
+                raise NoMemoryError(f"No build process can be started ({exc.strerror}).") from exc
+            raise MachineError(
+                f"A build cannot work in {self._cache} ({exc.strerror or exc}).",
+                "Free some space there, or set TMPDIR to another folder.",
+            ) from exc
+        return answer, made
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            _kill_group(process)
+            process.wait()
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _start(self) -> Path:
+        with self._lock:
+            if self._closed:
+                raise WorkerLostError("The worker was ended.")
+            if self._process is not None and self._process.poll() is None and self._scratch:
+                return self._scratch
+            self._end()
+            self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
+            self._answers = queue.SimpleQueue()
+            command = _command(self.script)
+            with (self._scratch / "log").open("w") as log:
+                self._process = subprocess.Popen(
+                    [*command, "background"] if self._in_background else command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    # Not the user's current folder: it may hold modules and programs of any kind.
+                    cwd=self._scratch,
+                    env=_environment(self._cache),
+                    start_new_session=True,  # a group of its own: its compilers end with it
+                )
+            scratch = self._scratch
+        threading.Thread(
+            target=_pump, args=(self._process, self._answers), name="onediff-worker", daemon=True
+        ).start()
+        self._read_answer(_START_TIMEOUT_S)
+        return scratch
+
+    def _ask(self, request: dict[str, str], timeout_s: float) -> dict[str, object]:
+        process = self._process
+        if process is None or process.stdin is None:
+            raise WorkerLostError("The worker was ended.")
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except (OSError, ValueError) as exc:
+            raise lost(self._last_words()) from exc
+        return self._read_answer(timeout_s)
+
+    def _read_answer(self, timeout_s: float) -> dict[str, object]:
+        try:
+            line = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            self._end()
+            # A machine that is busy or asleep: not the program's fault, as far as one can tell.
+            raise WorkerKilledError(f"The build took longer than {timeout_s:.0f} s.") from None
+        if line is None:
+            words = self._last_words()
+            self._end()
+            raise lost(words)
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+    def _last_words(self) -> str:
+        process = self._process
+        if process is None:
+            return "it was ended"
+        code = process.wait()
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        log = self._scratch / "log" if self._scratch else None
+        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
+        return lines[-1] if lines else f"exit code {code}"
+
+
+def lost(words: str) -> WorkerLostError:
+    """The error for a worker that died so."""
+    killed = any(words == f"killed by {name}" for name in _KILLERS)
+    return (WorkerKilledError if killed else WorkerLostError)(f"The build worker died: {words}")
+
+
+def _pump(process: subprocess.Popen[str], answers: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put(None)
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+
+def _command(script: Path) -> list[str]:
+    """How a worker is started, with the package and the libraries that this process runs."""
+    flags = sys.flags
+    options = ["-I"] if flags.isolated else []
+    options += ["-E"] if flags.ignore_environment else []
+    options += ["-s"] if flags.no_user_site else []
+    package = Path(onediff_ext.__file__).resolve().parent
+    # Where packages are installed, and never a script's folder or the current one.
+    folders = {Path(entry) for entry in sys.path if entry.endswith(_INSTALLED)}
+    folders |= {
+        Path(found).resolve().parent.parent
+        for name in ("torch", "filelock")
+        if (found := getattr(sys.modules.get(name), "__file__", None))
+    }
+    where = os.pathsep.join(sorted(str(f) for f in folders if f.is_absolute()))
+    return [sys.executable, *options, str(script), str(package), where]
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {
+        **os.environ,
+        # An empty or relative entry means the current folder, which is another one there.
+        "PYTHONPATH": os.pathsep.join(entry for entry in inherited if os.path.isabs(entry)),
+        # Not the user's cache: nothing is left behind, and nothing old is found.
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
+        # What a compiler leaves when it is killed goes with the folder; Windows has TMP and TEMP.
+        **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(cache)),
+        "OMP_NUM_THREADS": "1",
+    }

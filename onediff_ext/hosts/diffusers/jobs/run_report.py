@@ -1,0 +1,185 @@
+"""What a run did, as data: for `--report`, for tables and for tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.session.session import Session
+
+if TYPE_CHECKING:
+    from onediff_ext.hosts.diffusers.vae.vae_fallbacks import VaeNote
+
+
+@dataclass(frozen=True)
+class PictureResult:
+    """One finished picture.
+
+    Args:
+        input, output: Paths as text; input is empty for text to image.
+        width, height: Of the result, in pixels.
+        seconds: Its share of its batch's time.
+        seconds_per_step: Its batch's median time of a sampling step.
+    """
+
+    input: str
+    output: str
+    width: int
+    height: int
+    seconds: float
+    seconds_per_step: float
+
+
+@dataclass
+class RunReport:
+    """Everything that a run did."""
+
+    device: str = ""
+    pictures: list[PictureResult] = field(default_factory=list)
+    already_done: list[str] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    built: int = 0
+    loaded: int = 0
+    reused: int = 0
+    recompiles: int = 0
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    peak_bytes: int = 0
+    ready_seconds: float = 0.0
+    _noted: set[str] = field(default_factory=set, repr=False)
+
+    def take_notes(self, notes: Sequence[VaeNote]) -> None:
+        """Note how the VAE ran, once for each kind of note: the first stands for the others."""
+        for note in notes:
+            if note.what not in self._noted:
+                self._noted.add(note.what)
+                self.warnings.append(str(note))
+
+    def take_session(self, session: Session | None, device: torch.device) -> None:
+        """Note what became of the kinds, and how much memory was used."""
+        self.peak_bytes = peak_bytes(device)
+        self.recompiles = recompile_count()
+        if session is None:
+            return
+        self.built, self.loaded = session.count("built"), session.count("loaded")
+        self.warnings += session.builder.warnings
+        self.fallbacks = left_eager(session)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as `--report` writes it."""
+        return {
+            "device": self.device,
+            "versions": versions(),
+            "pictures": [asdict(picture) for picture in self.pictures],
+            "already_done": self.already_done,
+            "graphs": {"built": self.built, "loaded": self.loaded, "reused": self.reused},
+            "recompiles": self.recompiles,
+            "fallbacks": self.fallbacks,
+            "skipped": self.skipped,
+            "warnings": self.warnings,
+            "peak_bytes": self.peak_bytes,
+            "ready_seconds": self.ready_seconds,
+        }
+
+
+def left_eager(session: Session) -> list[dict[str, Any]]:
+    """What ran eager although a graph was wanted, and why; most calls first."""
+    calls = Counter({(f.what, f.reason): f.count for f in session.fallbacks()})
+    for kind in session.kinds:
+        if kind.state is KindState.MISSING:
+            calls[kind.label, _why_missing(session)] += kind.calls
+    return [
+        {"what": what, "reason": reason, "count": count}
+        for (what, reason), count in calls.most_common()
+    ]
+
+
+def _why_missing(session: Session) -> str:
+    if session.options.build == "never":
+        return "no graph is stored, and none may be built"
+    if session.builder.problem:
+        return session.builder.problem
+    return "its graph was still being built; the next run goes on"
+
+
+class ReuseCounter:
+    """Counts, size by size, the kinds that served a new size with the graph they had."""
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+        self._seen: set[tuple[int, int]] = set()
+        self.by_size: dict[tuple[int, int], Counter[str]] = {}
+
+    def before(self) -> set[str]:
+        """Digests of the kinds that have a graph now."""
+        if self._session is None:
+            return set()
+        return {kind.key.digest for kind in self._session.kinds if kind.graph is not None}
+
+    def after(self, width_px: int, height_px: int, had: set[str]) -> int:
+        """Note a finished batch; returns how many kinds were reused for a size seen first."""
+        size = (width_px, height_px)
+        if self._session is None or size in self._seen:
+            return 0
+        self._seen.add(size)
+        now = {k.key.digest: k.source for k in self._session.kinds if k.graph is not None}
+        fresh = Counter(source for digest, source in now.items() if digest not in had)
+        reused = len(now) - sum(fresh.values())
+        self.by_size[size] = Counter({**fresh, "reused": reused})
+        return reused
+
+
+def recompile_count() -> int:
+    """Graphs that Dynamo or Inductor compiled in this process, by their own counters.
+
+    Inductor's count of kernels is not among them: loading a stored graph raises it too.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0
+    counters = dynamo.counters
+    return int(
+        counters["stats"]["unique_graphs"]
+        + counters["inductor"]["fxgraph_cache_miss"]
+        + counters["inductor"]["fxgraph_cache_bypass"]
+        + counters["aot_autograd"]["autograd_cache_miss"]
+        + counters["aot_autograd"]["autograd_cache_bypass"]
+    )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory used so far: of the GPU's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def describe_device(device: torch.device) -> str:
+    """``"cpu: 8 threads"`` or ``"cuda: NVIDIA H200"``."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {torch.get_num_threads()} threads, {platform.machine()}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that decides a picture or its speed."""
+    found = {"python": platform.python_version()}
+    for name in ("onediff-ext", "torch", "diffusers", "transformers", "peft", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,87 @@
+"""LoRA layers of peft, expressed as another weight of the layer that they wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.engine.blocks.weight_slots import WrapperRule
+from onediff_ext.engine.validity.tensor_contents import content_of
+
+
+class PeftLoraRule(WrapperRule):
+    """peft's LoRA around a Linear or Conv2d: base weight + Σ scale · B·A.
+
+    So a LoRA that is merely loaded runs through the graph of the bare layer,
+    without a rebuild, and once it is unloaded, the very weights from before run.
+    """
+
+    def matches(self, module: nn.Module) -> bool:
+        return type(module).__module__.startswith("peft.tuners.")
+
+    def base(self, module: Any) -> nn.Module:
+        base: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        return base
+
+    def refusal_reason(self, module: Any) -> str | None:
+        cls = type(module)
+        if not cls.__module__.startswith("peft.tuners.lora") or cls.__name__ not in (
+            "Linear",
+            "Conv2d",
+        ):
+            return f"adapter layers of class {cls.__name__} are not known as plain LoRA"
+        for name in self._live(module):
+            if name in getattr(module, "lora_variant", {}) or module.use_dora.get(name):
+                return "a LoRA variant such as DoRA is active"
+            if getattr(module, "lora_bias", {}).get(name):
+                return "a LoRA with a bias is active"
+            if not _adds_up(module.get_base_layer(), module.lora_A[name]):
+                return "a LoRA pads or strides in another way than its layer"
+        return None
+
+    def state(self, module: Any) -> Hashable:
+        weight = module.get_base_layer().weight
+        parts: list[Hashable] = [weight.dtype, content_of(weight)]
+        for name in self._live(module):
+            down, up = module.lora_A[name].weight, module.lora_B[name].weight
+            parts += [name, module.scaling[name], content_of(down), content_of(up)]
+            parts += [getattr(module, "fan_in_fan_out", False)]
+        # A merge or an undone one writes into the base weight past its version counter.
+        parts += module.merged_adapters
+        return tuple(parts)
+
+    def sources(self, module: Any) -> Sequence[torch.Tensor]:
+        live = self._live(module)
+        if not live:
+            return ()
+        factors = (module.lora_A, module.lora_B)
+        adapters = [layers[name].weight for name in live for layers in factors]
+        return (module.get_base_layer().weight, *adapters)
+
+    def effective(
+        self, module: Any, weight: torch.Tensor, room: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        live = self._live(module)
+        if not live:
+            return weight
+        with torch.no_grad():
+            merged = weight.detach().float()
+            for name in live:
+                merged = merged + module.get_delta_weight(name).to(merged)
+            return room().copy_(merged)
+
+    @staticmethod
+    def _live(module: Any) -> list[str]:
+        """Adapters that the layer's forward adds to its base, in order."""
+        if module.disable_adapters or module.merged:
+            return []
+        return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _adds_up(base: Any, down: Any) -> bool:
+    """Whether a convolution with the sum of both weights is the sum of both convolutions."""
+    names = ("stride", "padding", "dilation", "padding_mode")
+    return all(getattr(base, name, None) == getattr(down, name, None) for name in names)

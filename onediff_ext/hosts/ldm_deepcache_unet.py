@@ -1,0 +1,197 @@
+"""UNets with input_blocks, middle_block and output_blocks: compvis, sgm, Forge, reForge.
+
+Block i of the encoder leaves skip connection i; the decoder's blocks take them in reverse. At
+depth n the first n + 1 blocks of the encoder and the last n + 1 of the decoder run.
+
+The lists keep their length, with stand-ins for skipped blocks that return zeros of the right
+shape: extensions go by a block's number, and ControlNet's residuals by their order. The last
+stand-in returns the feature, which is all that counts of what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.engine.deepcache.features import Feature
+from onediff_ext.engine.deepcache.unet_adapter import (
+    Replay,
+    Uncached,
+    UNetAdapter,
+    UNetCall,
+    keeping,
+    replaced,
+)
+
+_ORDER = ("x", "timesteps", "context", "y")
+_NAMES = ("input_blocks", "middle_block", "output_blocks")
+# Forge's hooks around blocks, which may change the shape of what goes through.
+_MODIFIERS = ("block_modifiers", "block_inner_modifiers")
+
+
+class _Zeros(nn.Module):
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self._shape = shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Real memory: hosts add to it in place. The batch may be a half of that which was noted.
+        return x.new_zeros((x.shape[0], *self._shape[1:]))
+
+
+class _Feature(nn.Module):
+    def __init__(self, feature: Feature) -> None:
+        super().__init__()
+        self.forward = Replay(feature)
+
+
+class _StandIn(nn.Sequential):
+    """A block of one layer. Some hosts call a block, others go through its layers."""
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
+        output: torch.Tensor = self[0](input)
+        return output
+
+
+class LdmUNet(UNetAdapter):
+    """Args:
+        unet: A UNet of this form.
+
+    Raises:
+        OptionError: It is of another form.
+    """
+
+    def __init__(self, unet: Any) -> None:
+        if not is_ldm_unet(unet):
+            raise OptionError(
+                f"DeepCache does not know the blocks of this {type(unet).__name__}.",
+                "It works with the UNets of SD 1.x, SD 2.x and SDXL.",
+            )
+        self._unet = unet
+        self._blocks = len(unet.output_blocks)
+
+    def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> UNetCall | Uncached:
+        given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+        # x [2B, C, H/8, W/8], context [2B, 77n, D]
+        x, context = given.get("x"), given.get("context")
+        if not isinstance(x, torch.Tensor) or len(args) > len(_ORDER):
+            return Uncached("the UNet was called in a way that is not known")
+        options = given.get("transformer_options") or {}
+        for name in _MODIFIERS:
+            if options.get(name):
+                return Uncached("an extension changes what goes from block to block")
+        # Forge says which of its calls are for the prompt and which for the negative one.
+        parts = tuple(options.get("cond_or_uncond") or ())
+        kind = (x.shape, x.dtype, x.device, getattr(context, "shape", None), parts)
+        state = (
+            _lengths(given.get("control")),
+            _lengths(options.get("patches")),
+            _lengths(options.get("patches_replace")),
+        )
+        return UNetCall(kind, state, x.shape[0])
+
+    def max_depth(self) -> int:
+        return self._blocks - 2
+
+    @contextmanager
+    def full(self, depth: int, feature: Feature) -> Iterator[None]:
+        boundary = _last(self._unet.output_blocks[self._blocks - depth - 2])
+        shapes = feature.parts.setdefault("shapes", {})
+        hooks = []
+        if not shapes:
+            for place, block in self._skipped(depth):
+                hooks.append(_last(block).register_forward_hook(_NoteShape(shapes, place)))
+        try:
+            with keeping(boundary, feature):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def shallow(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
+        stand_ins = feature.parts.get("stand-ins")
+        if stand_ins is None:
+            stand_ins = feature.parts["stand-ins"] = self._make_stand_ins(depth, feature)
+        return replaced(stand_ins)
+
+    def shallow_arguments(
+        self, depth: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        control = kwargs.get("control")
+        if not control:
+            return tuple(args), dict(kwargs)
+        # Each block takes the last of what is left in its list.
+        kept = {name: list(values) for name, values in control.items()}
+        for name, values in kept.items():
+            for i in range(len(values)):
+                block = len(values) - 1 - i
+                if (
+                    name == "middle"
+                    or (name == "input" and block > depth)
+                    or (name == "output" and block < self._blocks - depth - 1)
+                ):
+                    values[i] = None
+        return tuple(args), {**kwargs, "control": kept}
+
+    def _skipped(self, depth: int) -> Iterator[tuple[tuple[str, int], nn.Module]]:
+        """The blocks that a shallow forward leaves out, with their places."""
+        unet = self._unet
+        for index in range(depth + 1, len(unet.input_blocks)):
+            yield ("input_blocks", index), unet.input_blocks[index]
+        yield ("middle_block", 0), unet.middle_block
+        for index in range(self._blocks - depth - 1):
+            yield ("output_blocks", index), unet.output_blocks[index]
+
+    def _make_stand_ins(
+        self, depth: int, feature: Feature
+    ) -> tuple[tuple[nn.Module, str, nn.Module | None], ...]:
+        unet = self._unet
+        shapes = feature.parts["shapes"]
+        stand_ins = {place: _StandIn(_Zeros(shapes[place])) for place, _ in self._skipped(depth)}
+        stand_ins["output_blocks", self._blocks - depth - 2] = _StandIn(_Feature(feature))
+
+        def listed(name: str) -> nn.ModuleList:
+            blocks = enumerate(getattr(unet, name))
+            return nn.ModuleList(stand_ins.get((name, i), block) for i, block in blocks)
+
+        return (
+            (unet, "input_blocks", listed("input_blocks")),
+            (unet, "middle_block", stand_ins["middle_block", 0]),
+            (unet, "output_blocks", listed("output_blocks")),
+        )
+
+
+class _NoteShape:
+    """A hook that notes the shape of what a block returns."""
+
+    def __init__(self, shapes: dict[Hashable, torch.Size], place: Hashable) -> None:
+        self._shapes, self._place = shapes, place
+
+    def __call__(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        self._shapes[self._place] = output.shape
+
+
+def is_ldm_unet(unet: object) -> bool:
+    """Whether a UNet has this form."""
+    return all(isinstance(getattr(unet, name, None), nn.Module) for name in _NAMES) and (
+        len(unet.input_blocks) == len(unet.output_blocks) > 2  # type: ignore[attr-defined]
+    )
+
+
+def _last(block: Any) -> nn.Module:
+    """The last layer of a block, which every host calls as a module."""
+    layer: nn.Module = block[-1]
+    return layer
+
+
+def _lengths(lists: Mapping[str, Any] | None) -> tuple[tuple[str, int], ...]:
+    """What there is in each list, not counting what is None."""
+    return tuple(
+        (name, sum(value is not None for value in values))
+        for name, values in sorted((lists or {}).items())
+    )

@@ -1,0 +1,91 @@
+"""What the panel's graph library can do, each as one sentence about what was done."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections import Counter
+from pathlib import Path
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.words import counted
+from onediff_ext.panel.graph_rows import EVERYTHING, digests_of, size_text
+from onediff_ext.store import CheckpointRecords, GraphLibrary
+
+_SUFFIX = ".onediff-graphs.zip"
+
+
+def verify(library: GraphLibrary) -> str:
+    """Check every byte of every graph and whether each record can be read, and mend the store.
+
+    Damaged files, and graphs that others may have written, are deleted; a damaged
+    `schema.json` is written again, and misplaced graphs are moved back. Files of other
+    versions stay.
+
+    Raises:
+        StoreError: The store cannot be read, or not be mended.
+    """
+    count = len(library.entries())
+    problems = library.verify(repair=True)
+    if not problems:
+        return f"{counted(count, 'graph')} checked: all sound."
+    remedies = Counter(problem.remedy or "left alone" for problem in problems)
+    done = ", ".join(f"{counted(n, 'file')} {remedy}" for remedy, n in remedies.items())
+    lines = "; ".join(f"{_short(p.path.name)} {p.reason}" for p in problems[:5])
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return f"{done}: {lines}{more}."
+
+
+def delete(library: GraphLibrary, name: str) -> str:
+    """Delete the graphs that a name from the table stands for.
+
+    Raises:
+        StoreError: The folder cannot be written.
+    """
+    digests = digests_of(library, name)
+    sizes = {graph.digest: graph.size_bytes for graph in library.entries()}
+    freed = sum(sizes.get(digest, 0) for digest in digests if library.delete(digest))
+    records = CheckpointRecords(library.folder)
+    for listing in records.list():
+        if len(listing.missing) == len(listing.record.kinds):
+            records.delete(listing.record.content_hash)
+    return f"{counted(len(digests), 'graph')} deleted, {size_text(freed)} free again."
+
+
+def export(library: GraphLibrary, name: str, folder: Path) -> Path:
+    """Write the graphs that a name stands for into an archive in a folder.
+
+    Returns:
+        The archive.
+
+    Raises:
+        OptionError: There is nothing to export.
+        StoreError: It cannot be written.
+    """
+    digests = digests_of(library, name)
+    if not digests:
+        raise OptionError("There are no graphs to export.", "Warm up first.")
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    what = "all" if name == EVERYTHING else "".join(c if c.isalnum() else "-" for c in name)
+    path = folder / f"{what}-{now}{_SUFFIX}"
+    library.export(path, digests)
+    return path
+
+
+def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, trust: bool) -> str:
+    """Take over the graphs of an archive that the user chose.
+
+    Raises:
+        OptionError: No file was chosen.
+        UntrustedGraphError: The user has not said that the graphs can be trusted.
+        StoreError: It is no sound archive, or the store cannot be written.
+    """
+    if not path:
+        raise OptionError("No file is chosen.", "Choose an archive that was exported.")
+    report = library.import_archive(Path(path), trust=trust)
+    kept = f", {len(report.kept)} were here already" if report.kept else ""
+    return f"{counted(len(report.imported), 'graph')} imported{kept}."
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:12]}…"

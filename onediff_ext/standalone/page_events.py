@@ -1,0 +1,322 @@
+"""What happens on the stand-alone page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from gradio.processing_utils import save_file_to_cache
+from starlette.middleware import Middleware
+
+from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
+from onediff_ext.core.errors import OneDiffError, OptionError
+from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.panel import html
+from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.fields import FIELDS
+from onediff_ext.panel.foreign_requests import RefuseForeign
+from onediff_ext.panel.gradio_versions import accepted
+from onediff_ext.panel.panel_host import WarmUpStep
+from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
+from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.standalone.app import StandaloneApp
+from onediff_ext.standalone.checkpoint_list import known_models, parse_loras
+from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
+from onediff_ext.standalone.folder_job import FolderProgress, run_folder
+from onediff_ext.standalone.page import Page, PageDefaults, page_css, page_theme
+from onediff_ext.standalone.serving import Serving
+
+_PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch")
+_FOLDER = (
+    "source",
+    "target",
+    "strength",
+    "size",
+    "recursive",
+    "captions",
+    "vary_seed",
+    "keep_alpha",
+)
+_SHOWN_RESULTS = 30
+_MAX_UPLOAD = "100mb"
+_HOST_HINT = "Start the page with --allow-host NAME if that is its name."
+Values = dict[str, Any]
+
+
+class PageEvents:
+    """Connects the page with the studio.
+
+    Args:
+        page: From `build_page`.
+        standalone_app: Draws.
+        defaults: Where pictures go.
+    """
+
+    def __init__(self, page: Page, standalone_app: StandaloneApp, defaults: PageDefaults) -> None:
+        self.page, self.standalone_app, self.defaults = page, standalone_app, defaults
+
+    def connect(self) -> None:
+        """Give every button its work. The panel's own are connected already."""
+        page = self.page
+        with page.blocks:
+            self._on_draw("txt2img", page.text, ("width", "height"), self._draw_text)
+            self._on_draw("img2img", page.image, ("source", "strength", "size"), self._draw_image)
+            if page.folder:
+                self._on_folder()
+            for event in (page.model["load"].click, page.model["checkpoint"].input):
+                event(
+                    self._load,
+                    inputs=[
+                        page.model["checkpoint"],
+                        page.model["loras"],
+                        page.panel.controls["enabled"],
+                    ],
+                    outputs=[page.result["said"], *page.panel.status_outputs],
+                    api_name="load",
+                )
+            page.result["gallery"].select(
+                self._show_infotext, inputs=[page.result["gallery"]], outputs=[page.result["info"]]
+            )
+
+    def _on_draw(
+        self, name: str, tab: Values, names: tuple[str, ...], draw: Callable[..., Result]
+    ) -> None:
+        page = self.page
+        result = page.result
+        count = len(FIELDS)
+
+        def run(*values: Any, progress: gr.Progress = gr.Progress()) -> list[Any]:  # noqa: B008
+            try:
+                choices = Choices.parse(from_arguments(values[:count]))
+                picture = dict(zip(_PICTURE, values[count:], strict=False))
+                own = values[count + len(_PICTURE) :]
+
+                def on_step(step: int, of: int) -> None:
+                    progress((step, of), desc="drawing", unit="steps")
+
+                done = draw(choices, picture, *own, on_step)
+            except OneDiffError as exc:
+                return [gr.update(), html.error(exc), gr.update(), *self._status(values[0])]
+            shown = [self._shown(path) for path in done.paths]
+            text = _infotext_of(done.paths[0])
+            return [
+                shown,
+                html.message(done.said),
+                text,
+                *self._status(values[0]),
+            ]
+
+        inputs = [
+            *page.panel.inputs,
+            *(page.picture[name] for name in _PICTURE),
+            *(tab[name] for name in names),
+        ]
+        outputs = [result["gallery"], result["said"], result["info"], *page.panel.status_outputs]
+        tab["go"].click(
+            run,
+            inputs=inputs,
+            outputs=outputs,
+            api_name=name,
+            **accepted(tab["go"].click, show_progress_on=result["gallery"]),
+        )
+        self._on_cancel(tab)
+
+    def _on_cancel(self, tab: Values) -> None:
+        def cancel() -> str:
+            self.standalone_app.cancel()
+            return html.message("Stopping at the next step.")
+
+        tab["cancel"].click(
+            cancel, outputs=[self.page.result["said"]], queue=False, show_progress="hidden"
+        )
+
+    def _draw_text(
+        self, choices: Choices, picture: Values, width: float, height: float, on_step: Any
+    ) -> Result:
+        return from_text(
+            self.standalone_app,
+            choices,
+            _settings(choices, picture),
+            _whole(width, "width"),
+            _whole(height, "height"),
+            _whole(picture["batch"], "number of pictures"),
+            chosen_seed(picture["seed"]),
+            self.defaults.output_dir,
+            on_step,
+        )
+
+    def _draw_image(
+        self,
+        choices: Choices,
+        picture: Values,
+        source: str | None,
+        strength: float,
+        size: str,
+        on_step: Any,
+    ) -> Result:
+        return from_picture(
+            self.standalone_app,
+            choices,
+            _settings(choices, picture, strength),
+            Path(source) if source else None,
+            size or "own",
+            _whole(picture["batch"], "number of pictures"),
+            chosen_seed(picture["seed"]),
+            self.defaults.output_dir,
+            on_step,
+        )
+
+    def _on_folder(self) -> None:
+        page, count = self.page, len(FIELDS)
+        tab = page.folder
+
+        def run(*values: Any) -> Iterator[list[Any]]:
+            try:
+                choices = Choices.parse(from_arguments(values[:count]))
+                picture = dict(zip(_PICTURE, values[count:], strict=False))
+                own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
+                for progress in run_folder(
+                    self.standalone_app, choices, self._folder_job(choices, picture, own)
+                ):
+                    shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
+                    yield [_folder_html(progress), shown, *self._status(values[0])]
+            except OneDiffError as exc:
+                yield [html.error(exc), gr.update(), *self._status(values[0])]
+
+        inputs = [
+            *page.panel.inputs,
+            *(page.picture[name] for name in _PICTURE),
+            *(tab[name] for name in _FOLDER),
+        ]
+        outputs = [tab["progress"], page.result["gallery"], *page.panel.status_outputs]
+        tab["go"].click(
+            run, inputs=inputs, outputs=outputs, api_name="batch", show_progress="hidden"
+        )
+        self._on_cancel(tab)
+
+    def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
+        if not (own["source"] or "").strip():
+            raise OptionError("No input folder is given.", "Write the path of a folder.")
+        if not (own["target"] or "").strip():
+            raise OptionError("No output folder is given.", "Write the path of a folder.")
+        return Img2ImgJob(
+            inputs=[Path(own["source"]).expanduser()],
+            output_dir=Path(own["target"]).expanduser(),
+            settings=_settings(choices, picture, own["strength"]),
+            identity={**self.standalone_app.identity, **choices.changes()},
+            seed=chosen_seed(picture["seed"]),
+            size_rule=parse_size_rule(own["size"] or "own"),
+            vary_seed=own["vary_seed"],
+            batch_size=_whole(picture["batch"], "number of pictures"),
+            recursive=own["recursive"],
+            captions=own["captions"],
+            keep_alpha=own["keep_alpha"],
+        )
+
+    def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
+        try:
+            if not self.defaults.is_local:
+                self._refuse_other_files(checkpoint, loras)
+            self.standalone_app.load(Path(checkpoint), parse_loras(loras or ""))
+        except OneDiffError as exc:
+            return [html.error(exc), *self._status(enabled)]
+        name = self.standalone_app.loaded().checkpoint.name
+        return [html.message(f"{name} is loaded."), *self._status(enabled)]
+
+    def _refuse_other_files(self, checkpoint: str, loras: str) -> None:
+        if checkpoint not in known_models(self.defaults.model) or (loras or "").strip():
+            raise OptionError(
+                "Only the page's own checkpoints can be loaded, as others can reach it.",
+                "Choose one of the list.",
+            )
+
+    def _shown(self, path: Path) -> str:
+        """A copy of a picture that Gradio hands out: of the output folder, it hands out nothing.
+
+        So that visitors see what was drawn here, and nothing else that lies there.
+        """
+        cache = self.page.result["gallery"].GRADIO_CACHE
+        return str(save_file_to_cache(path, cache))
+
+    def _show_infotext(self, shown: Any, event: gr.SelectData) -> str:
+        try:
+            return _infotext_of(Path(shown[event.index][0]))
+        except (OSError, IndexError, TypeError):
+            return ""
+
+    def _status(self, enabled: bool) -> list[str]:
+        return self.page.panel.show_status(enabled)
+
+
+def launch(page: Page, serving: Serving, *, wait: bool = True) -> None:
+    """Serve the page.
+
+    Args:
+        page: With its events.
+        serving: Where, and for whom.
+        wait: Until the process ends; else it is served beside.
+    """
+    blocks = page.blocks
+    look = accepted(blocks.launch, css=page_css(), theme=page_theme())
+    # What Gradio would take from the environment otherwise: nobody has asked for it here.
+    plain = accepted(
+        blocks.launch, share=False, ssr_mode=False, mcp_server=False, enable_monitoring=False
+    )
+    guard = Middleware(RefuseForeign, names=serving.names, hint=_HOST_HINT)
+    blocks.queue().launch(
+        server_name=serving.host,
+        server_port=serving.port,
+        inbrowser=serving.open_browser,
+        auth=list(serving.auth) or None,
+        max_file_size=None if serving.is_local else _MAX_UPLOAD,
+        app_kwargs={"middleware": [guard]},
+        quiet=True,
+        prevent_thread_lock=not wait,
+        **plain,
+        **look,
+    )
+
+
+def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawSettings:
+    return DrawSettings(
+        prompt=picture["prompt"] or "",
+        negative_prompt=picture["negative"] or "",
+        steps=_whole(picture["steps"], "number of steps"),
+        guidance=float(_given(picture["guidance"], "guidance")),
+        strength=float(_given(strength, "strength")),
+        scheduler=picture["sampler"],
+        deepcache=DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF,
+    )
+
+
+def _whole(value: float | None, name: str) -> int:
+    return int(_given(value, name))
+
+
+def _given(value: float | None, name: str) -> float:
+    """A number of the page; a box that the user has emptied has none.
+
+    Raises:
+        OptionError: There is none.
+    """
+    if value is None:
+        raise OptionError(f"The {name} is missing.", "Write a number.")
+    return value
+
+
+def _infotext_of(path: Path) -> str:
+    return read_png(path).texts.get(INFOTEXT_KEYWORD, "")
+
+
+def _folder_html(progress: FolderProgress) -> str:
+    parts = []
+    if progress.needed:
+        parts.append(html.progress_bar(WarmUpStep(progress.done, progress.needed, progress.note)))
+    if progress.already_done:
+        parts.append(html.message(f"{progress.already_done} were done already."))
+    if progress.skipped:
+        parts.append(html.message("Left out: " + "; ".join(progress.skipped[:10])))
+    return "".join(parts)

@@ -1,0 +1,189 @@
+"""Graphs on their way to another machine: a plain zip of graph files.
+
+The names in an archive are compared, never used as paths: where a graph goes
+follows from the key in its header.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import struct
+import zipfile
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+
+from onediff_ext.core.errors import (
+    GraphCorruptError,
+    StoreError,
+    StoreFullError,
+    UnsafeFileError,
+    UntrustedGraphError,
+)
+from onediff_ext.core.records import ORIGIN_IMPORTED, GraphHeader
+from onediff_ext.core.untrusted_files import open_regular, read_regular
+from onediff_ext.store.graph_file import UnknownSchemaError, read_head, read_payload
+from onediff_ext.store.stored_graph import MAX_GRAPH_BYTES, SUFFIX
+from onediff_ext.store.write_errors import mapped_write_errors
+
+_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
+_FIRST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal graphs give equal archives
+_ENCRYPTED = 0x1
+_ARCHIVE_BYTES = 1 << 40  # the sum of its graphs has a limit of its own: the store's
+_ARCHIVE_S = 3600.0
+_GRAPH_S = 300.0
+_HINT = "Export it again on the machine that it comes from."
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import did.
+
+    Args:
+        imported: Digests of the graphs that were taken over.
+        kept: Digests of graphs that were here already and stayed as they were.
+    """
+
+    imported: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def write_archive(archive_path: Path, paths: Sequence[Path]) -> int:
+    """Write graph files to an archive, each checked first; return how many.
+
+    Raises:
+        StoreError: A graph is missing, damaged or of another version.
+        StoreFullError, StoreReadOnlyError: The archive cannot be written.
+    """
+    part = archive_path.with_name(f".{archive_path.name}.{secrets.token_hex(8)}.part")
+    try:
+        with mapped_write_errors(archive_path):
+            with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED) as archive:
+                for path in paths:
+                    archive.writestr(
+                        zipfile.ZipInfo(path.name, _FIRST_ZIP_DATE), _checked_bytes(path)
+                    )
+            os.replace(part, archive_path)
+    finally:
+        with mapped_write_errors(part):
+            part.unlink(missing_ok=True)
+    return len(paths)
+
+
+def read_archive(
+    path: Path, *, trust: bool, limit_bytes: int
+) -> Generator[tuple[GraphHeader, bytes], None, None]:
+    """Check a whole archive, then yield its graphs, marked as imported.
+
+    Args:
+        trust: Whether the user vouches for the native code in it.
+        limit_bytes: What the store may hold.
+
+    Raises:
+        UntrustedGraphError: `trust` is false.
+        GraphCorruptError: The archive, or a graph in it, is damaged.
+        UnknownSchemaError: A graph is of another version.
+        StoreFullError: The graphs are larger than `limit_bytes`.
+        StoreError: There is no such archive.
+    """
+    try:
+        file = open_regular(path, limit_bytes=_ARCHIVE_BYTES, limit_s=_ARCHIVE_S)
+    except UnsafeFileError as exc:
+        raise StoreError(exc.message, exc.hint) from exc
+    except OSError as exc:
+        raise StoreError(
+            f"{path} cannot be read ({exc.strerror or exc}).", "Check the file's name."
+        ) from exc
+    with file:
+        if not trust:
+            raise UntrustedGraphError(
+                f"{path.name} may hold native code that would run on this machine.",
+                "Graphs are native code, like a program: if you trust where the file comes "
+                f"from, run `onediff-ext graphs import {path} --trust`.",
+            )
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = _checked_members(archive, path, limit_bytes)
+                for member in members:
+                    _read_member(archive, member)
+                for member in members:
+                    header, payload = _read_member(archive, member)
+                    yield replace(header, origin=ORIGIN_IMPORTED), payload
+        except UnsafeFileError as exc:
+            raise StoreError(exc.message, exc.hint) from exc
+        except _ZIP_ERRORS as exc:
+            raise GraphCorruptError(f"{path.name} is no sound archive: {exc}.", _HINT) from exc
+
+
+# What `zipfile` raises for damaged archives, found by flipping their bytes.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    EOFError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    UnicodeError,
+    ValueError,
+    struct.error,
+)
+
+
+def _checked_members(
+    archive: zipfile.ZipFile, path: Path, limit_bytes: int
+) -> list[zipfile.ZipInfo]:
+    members = archive.infolist()
+    for member in members:
+        if not _NAME.fullmatch(member.filename):
+            raise GraphCorruptError(
+                f"{path.name} holds {member.filename!r}, which is no graph.", _HINT
+            )
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
+            raise GraphCorruptError(f"{path.name} is packed in a way we do not use.", _HINT)
+    if len({member.filename for member in members}) < len(members):
+        raise GraphCorruptError(f"{path.name} holds a graph twice.", _HINT)
+    if any(member.file_size > MAX_GRAPH_BYTES for member in members):
+        raise GraphCorruptError(f"{path.name} holds a graph of a size that none has.", _HINT)
+    size_bytes = sum(member.file_size for member in members)
+    if size_bytes > limit_bytes:
+        raise StoreFullError(
+            f"{path.name} holds {size_bytes} bytes of graphs, the store may have {limit_bytes}.",
+            "Raise the store's size limit in the settings.",
+        )
+    return members
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[GraphHeader, bytes]:
+    header, payload = _decoded(archive.read(member), member.filename)
+    if f"{header.key.digest}{SUFFIX}" != member.filename:
+        raise GraphCorruptError(f"{member.filename} holds the graph of another kind.", _HINT)
+    return header, payload
+
+
+def _checked_bytes(path: Path) -> bytes:
+    try:
+        graph_file = read_regular(path, limit_bytes=MAX_GRAPH_BYTES, limit_s=_GRAPH_S)
+    except UnsafeFileError as exc:
+        raise StoreError(exc.message, "Run `onediff-ext graphs verify`.") from exc
+    except OSError as exc:
+        raise StoreError(
+            f"Graph {path.stem} cannot be read ({exc.strerror or exc}).",
+            "`onediff-ext graphs list` shows what is stored.",
+        ) from exc
+    _decoded(graph_file, path.name)
+    return graph_file
+
+
+def _decoded(graph_file: bytes, name: str) -> tuple[GraphHeader, bytes]:
+    stream = BytesIO(graph_file)
+    try:
+        header = read_head(stream, len(graph_file))
+        return header, read_payload(stream, header)
+    except GraphCorruptError as exc:
+        raise GraphCorruptError(f"{name} is damaged: {exc.message}.", _HINT) from exc
+    except UnknownSchemaError as exc:
+        raise UnknownSchemaError(f"{name} was {exc.message}.", exc.hint) from exc

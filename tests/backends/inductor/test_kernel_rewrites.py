@@ -1,0 +1,217 @@
+"""Which kernels an exported block gets: read from its graph, wherever Triton is installed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from onediff_ext.engine.export.autocast import CudaAutocast
+from onediff_ext.engine.quantization import QuantizedLinears, QuantizedWeights, plan
+from tests.support.ldm_stand_in import BasicTransformerBlock, CrossAttention, ResBlock
+
+pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, is not installed")
+
+
+class GroupNorm32(nn.GroupNorm):
+    """As CompVis' UNets have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class Normed(nn.Module):
+    """A norm, and what follows it."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.then = nn.GroupNorm(4, 16), then
+        self.convolution = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(self.then(self.norm(self.convolution(x))))
+
+
+class UnderAutocast(nn.Module):
+    """As it is traced for a GPU."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        with CudaAutocast(torch.float16):
+            output: torch.Tensor = self.block(*tensors)
+        return output
+
+
+def rewritten(module: nn.Module, *arguments: Any) -> Any:
+    from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
+
+    with torch.no_grad():
+        program = torch.export.export(module.eval(), arguments, strict=False)
+        return with_kernels(program.graph_module)
+
+
+def calls(graph: Any) -> Counter[str]:
+    """Names of our kernels, and "cast"."""
+    found: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        name = str(node.target)
+        if name.startswith("onediff."):
+            found[name.split(".")[1]] += 1
+        elif node.target is torch.ops.aten.to.dtype:
+            found["cast"] += 1
+    return found
+
+
+def only(graph: Any, name: str) -> Any:
+    (node,) = [n for n in graph.graph.nodes if str(n.target).startswith(f"onediff.{name}.")]
+    return node
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).half()
+
+
+@pytest.fixture
+def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as a runner prepares it."""
+
+    def forward(
+        self: Any, x: torch.Tensor, context: torch.Tensor | None = None, mask: None = None
+    ) -> torch.Tensor:
+        context = x if context is None else context
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in (self.to_q(x), self.to_k(context), self.to_v(context))
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return self.to_out(mixed.transpose(1, 2).flatten(2))
+
+    monkeypatch.setattr(CrossAttention, "forward", forward)
+
+
+@pytest.mark.parametrize("norm", [GroupNorm32, nn.GroupNorm])
+def test_a_residual_block_under_autocast_casts_nothing(norm: type[nn.GroupNorm]) -> None:
+    block = ResBlock(16, 12, 32)
+    block.in_layers[0], block.out_layers[0] = norm(8, 16), norm(8, 32)
+    graph = rewritten(UnderAutocast(block.half()), half(2, 16, 8, 8), half(2, 12))
+    assert calls(graph) == {"group_norm": 2}
+    norms = [n for n in graph.graph.nodes if "group_norm" in str(n.target)]
+    for node in norms:
+        assert node.args[5]  # SiLU
+        assert node.args[7:] == (torch.float16, norm is GroupNorm32)
+        assert node.meta["val"].dtype is torch.float16
+    # The first convolution's bias and the time embedding are summed within the second norm.
+    assert [node.args[6] is not None for node in norms] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("then", "dtype", "silu"),
+    [
+        (lambda x: x * torch.sigmoid(x), torch.float16, True),
+        (lambda x: torch.sigmoid(x) * x, torch.float16, True),
+        (lambda x: functional.dropout(x * torch.sigmoid(x), 0.0), torch.float16, True),
+        (lambda x: x * torch.sigmoid(x + 1), torch.float32, False),
+        (lambda x: x, torch.float16, False),
+        (lambda x: x + x.half(), torch.float32, False),
+    ],
+)
+def test_what_follows_a_norm(
+    then: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, silu: bool
+) -> None:
+    node = only(rewritten(UnderAutocast(Normed(then).half()), half(2, 16, 8, 8)), "group_norm")
+    assert node.args[5] is silu
+    assert node.args[7] is dtype
+    assert node.args[0].meta["val"].dtype is torch.float16
+    assert node.args[6] is not None  # the convolution's bias
+
+
+def test_what_others_read_is_computed_whole() -> None:
+    class Both(Normed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = self.convolution(x).float()
+            return self.norm(wide) + wide
+
+    node = only(
+        rewritten(UnderAutocast(Both(functional.silu).half()), half(2, 16, 8, 8)), "group_norm"
+    )
+    assert node.args[6] is None
+
+
+@pytest.mark.usefixtures("traceable")
+def test_a_transformer_under_autocast_casts_nothing() -> None:
+    block = BasicTransformerBlock(32, 2, 24).half()
+    graph = rewritten(UnderAutocast(block), half(2, 9, 32), half(2, 7, 24))
+    assert calls(graph) == {
+        "layer_norm": 1, "add_layer_norm": 2, "cross_attention": 1, "geglu": 1
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_8_bits_come_from_the_kernels_before_them(precision: str, autocast: bool) -> None:
+    block = BasicTransformerBlock(32, 2, 48).half().requires_grad_(False)
+    names, weights = zip(*block.named_parameters(), strict=True)
+    quantization = plan(names, weights, precision)
+    assert quantization is not None
+
+    class Quantised(nn.Module):
+        def forward(self, weights: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            dtype = torch.float16 if autocast else None
+            named = dict(zip(names, weights, strict=False))
+            with QuantizedLinears(quantization, weights, dtype):
+                output: torch.Tensor = torch.func.functional_call(block, named, tensors)
+            return output
+
+    taken = QuantizedWeights(quantization).apply(weights, 0)
+    module = UnderAutocast(Quantised()) if autocast else Quantised()
+    found = calls(rewritten(module, taken, half(2, 9, 32), half(2, 7, 48)))
+    del found["cast"]  # of products
+    assert found == {
+        "layer_norm_in_8_bits": 1, "add_layer_norm_in_8_bits": 2, "rows_in_8_bits": 1,
+        "cross_attention": 1, "geglu_in_8_bits": 1,
+    }  # fmt: skip
+
+
+class CastingNorm(nn.LayerNorm):
+    """As Forge's: it casts its weights to its input's type by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form: dict[str, Any] = {"device": x.device, "dtype": x.dtype, "non_blocking": True}
+        weight, bias = self.weight.to(**form), self.bias.to(**form)
+        return functional.layer_norm(x, self.normalized_shape, weight, bias)
+
+
+class AddsInPlace(nn.Module):
+    """A residual sum as Forge's transformers have it, and the norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(32, 32), CastingNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x += self.layer(x)
+        normed: torch.Tensor = self.norm(x)
+        return normed + x
+
+
+def test_forges_layers_cast_weights_that_have_the_type_already() -> None:
+    graph = rewritten(AddsInPlace().half(), half(2, 9, 32))
+    assert calls(graph) == {"add_layer_norm": 1}
+
+
+def test_a_weight_that_is_really_cast_stands_behind_the_sum() -> None:
+    block = AddsInPlace().half()
+    block.norm.to(torch.float8_e4m3fn)  # stored so, as the host can
+    graph = rewritten(block, half(2, 9, 32))
+    assert calls(graph) == {"layer_norm": 1}  # not the sum's, which comes before the cast
+    graph.graph.lint()

@@ -1,0 +1,219 @@
+"""Tables and plots of README and docs: made from result files, and up to date."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plot, start_up, tables
+from benchmarks.results import write_result
+
+FINGERPRINT = {"gpu": "NVIDIA H200", "versions": {"torch": "2.11.0"}}
+
+
+def row(contender: str, width: int, height: int, ms: float, **more: object) -> dict:
+    return {
+        "contender": contender, "dtype": "float16", "width": width, "height": height,
+        "ms_median": ms, "first_s": 1.5, **more,
+    }  # fmt: skip
+
+
+def unet(*rows: dict, **more: object) -> dict:
+    return {"model": "sdxl", "fingerprint": FINGERPRINT, "rows": list(rows), **more}
+
+
+def test_all_pages_are_up_to_date() -> None:
+    assert tables.main(check=True) == 0, "run python -m benchmarks.tables"
+
+
+def test_the_plots_are_up_to_date() -> None:
+    assert plot.main(check=True) == 0, "run python -m benchmarks.plot"
+
+
+def test_a_missing_file_leaves_its_section_empty(tmp_path: Path) -> None:
+    text = "a\n<!-- figures: pipeline sdxl -->\nold\n<!-- end -->\nb\n<!-- figures: other -->\nc\n"
+    expected = "a\n<!-- figures: pipeline sdxl -->\n<!-- end -->\nb\n<!-- figures: other -->\nc\n"
+    assert tables.with_tables(text, tmp_path) == expected
+    assert tables.with_tables(expected, tmp_path) == expected
+
+
+def test_a_section_is_made_anew_and_again_the_same(tmp_path: Path) -> None:
+    write_result(
+        tmp_path / "unet-sdxl-h200.json",
+        unet(row("eager", 512, 512, 44.0), row("ours-exact", 512, 512, 11.0)),
+    )
+    text = "<!-- figures: unet sdxl -->\nold\n<!-- end -->\nafter"
+    once = tables.with_tables(text, tmp_path)
+    assert "| 512x512 | 44.0 | 11.0 | 4.0 |" in once
+    assert once.endswith("<!-- end -->\nafter")
+    assert "old" not in once
+    assert tables.with_tables(once, tmp_path) == once
+
+
+def test_what_was_not_measured_at_a_size_is_a_dash() -> None:
+    table = tables.unet_table(
+        unet(
+            row("eager", 512, 512, 44.0),
+            row("torch.compile", 1024, 1024, 30.0),
+            row("ours-exact", 512, 512, 11.0),
+        )
+    )
+    header, _, *lines = table.splitlines()
+    assert header == "| size | eager | compile | OneDiff | times faster |"
+    assert "| 512x512 | 44.0 | - | 11.0 | 4.0 |" in lines
+    assert "| 1024x1024 | - | 30.0 | - | - |" in lines
+
+
+def test_rows_of_another_dtype_stay_out() -> None:
+    rows = (row("eager", 512, 512, 44.0), row("eager", 512, 512, 99.0) | {"dtype": "bfloat16"})
+    assert "99.0" not in tables.unet_table(unet(*rows))
+    assert "99.0" in tables.unet_table(unet(*rows), "bfloat16")
+    with pytest.raises(tables.NotMeasured):
+        tables.unet_table(unet(*rows), "float32")
+
+
+def test_the_vaes_parts_are_tables_of_their_own() -> None:
+    rows = [
+        row(name, 512, 512, ms, part=part) | {"dtype": "bfloat16"}
+        for part, name, ms in (
+            ("decode", "eager", 40.0), ("decode", "ours-exact", 10.0),
+            ("encode", "eager", 20.0), ("encode", "ours-exact", 8.0),
+        )
+    ]  # fmt: skip
+    assert tables.vae_table(unet(*rows)).splitlines()[2:] == ["| 512x512 | 40.0 | 10.0 | 4.0 |"]
+    encode = tables.vae_table(unet(*rows), "encode").splitlines()[2:]
+    assert encode == ["| 512x512 | 20.0 | 8.0 | 2.5 |"]
+    with pytest.raises(tables.NotMeasured):
+        tables.vae_table(unet(*rows[:2]), "encode")
+
+
+def test_first_steps_tell_what_is_missing_and_leave_old_rows_out() -> None:
+    found = tables.first_steps(
+        unet(
+            row("compile_repeated_blocks", 512, 512, 1.0),
+            row("ours-exact", 512, 512, 1.0, measured="now"),
+            row("ours-exact", 720, 720, 1.0, measured="now", first_s=0.25),
+            {
+                "contender": "torch.compile",
+                "dtype": "float16",
+                "width": 512,
+                "height": 512,
+                "failed": "stopped",
+                "measured": "now",
+            },
+            contenders={
+                "ours-exact": {"ready_s": 18.0},
+                "stable-fast": {"not_installed": "No module named 'sfast'"},
+            },
+        )
+    )
+    assert "| OneDiff | 18.0 | 0.25 | 2 |" in found
+    assert "repeated" not in found
+    assert "compile at 512x512: stopped" in found
+    assert "stable-fast is not installed there (No module named 'sfast')" in found
+
+
+def test_the_pipelines_ratio_is_withheld_when_pictures_differ() -> None:
+    def contender(ratio: float | None) -> dict:
+        return {
+            "start_up_s": 8.0, "pictures_per_minute": 60.0, "ratio": ratio,
+            "ratio_without_start_up": ratio,
+        }  # fmt: skip
+
+    found = tables.pipeline_table({
+        "model": "sdxl", "pictures": 48, "unet_steps": 20, "batch_size": 1,
+        "rows": [row("eager", 512, 512, 1.0)],
+        "contenders": {
+            "eager": contender(None), "ours-empty-store": contender(1.5),
+            "ours-filled-store fp8": contender(None),
+        },
+    })  # fmt: skip
+    assert "48 pictures of 1 sizes, 20 UNet steps each, one at a time" in found
+    assert "| diffusers, eager | 8.0 | 60.0 | 1.0 | 1.0 |" in found
+    assert "| OneDiff, empty store | 8.0 | 60.0 | 1.5 | 1.5 |" in found
+    assert "| OneDiff, filled store, fp8 | 8.0 | 60.0 | - | - |" in found
+
+
+def process(seconds: float, start_s: float) -> dict:
+    """Four pictures of each size, one second apart."""
+    rows = [
+        {
+            "width": w, "height": h, "seconds": seconds, "since_start_s": start_s + n,
+            "running": "graphs", "kinds_ready": 2, "kinds_needed": 2,
+        }
+        for n, (w, h) in enumerate(size for size in start_up.SIZES for _ in range(4))
+    ]  # fmt: skip
+    return {
+        "rows": rows, "dtype": "float16", "built": 2, "loaded": 0, "fingerprint": FINGERPRINT,
+    }  # fmt: skip
+
+
+def test_hosts_stand_side_by_side_where_all_were_measured() -> None:
+    def host(*jobs: tuple[str, int, float, float]) -> dict:
+        rows = [
+            {"model": "sd1", "what": what, "width": width, "height": 512,
+             "eager_its": 10.0, "ours_its": its, "psnr_db": psnr}
+            for what, width, its, psnr in jobs
+        ]  # fmt: skip
+        return {"rows": rows}
+
+    table = tables.webui_table(
+        [
+            host(("txt2img", 512, 30.0, 57.2), ("LoRA", 512, 31.0, 50.0)),
+            host(("LoRA", 768, 20.0, 50.0), ("txt2img", 512, 20.0, 53.4)),
+            host(("txt2img", 512, 21.0, 54.0), ("LoRA", 512, 22.0, 50.0)),
+        ]
+    )
+    assert table.splitlines()[2:] == [
+        "| SD1.5, txt2img, 512x512 | 10.0 → 30.0 | 10.0 → 20.0 | 10.0 → 21.0 | 53 |"
+    ]
+
+
+def test_start_up_has_rows_and_a_table() -> None:
+    found = {"eager": process(1.0, 9.0), "cold": process(1.1, 10.0), "warm": process(0.5, 12.0)}
+    firsts = {role: [one["rows"][0]] for role, one in found.items()}
+    firsts["cold"] += [{"seconds": s, "since_start_s": 10.0} for s in (3.0, 1.2)]
+    warm_up = {"seconds": 10.5, "sizes": [{}] * 12, "built": 0}
+    figures = start_up.summary(found, firsts, warm_up, "sdxl", 20)
+    assert len(figures["rows"]) == 60
+    assert figures["new_size_costs_s"] == figures["new_size_costs_eager_s"] == 0
+    assert len(figures["first_pictures"]["ours-empty-store"]) == 3
+    names = list(dict.fromkeys(row["contender"] for row in figures["rows"]))
+    assert names == ["eager", "ours-empty-store", "ours-filled-store"]
+    assert figures["contenders"]["eager"] == {"dtype": "float16", "built": 2, "loaded": 0}
+    table = tables.start_up_table(figures)
+    assert "| restart: start to first picture, s | 12.0 |" in table
+    assert "| empty store: first picture, times eager's | 1.20 |" in table
+    assert "| a size's first picture over its later ones, s | 0.00 |" in table
+    assert "| the same, eager, s | 0.00 |" in table
+    assert "| filled store: warm-up of 12 sizes, s | 10.5 |" in table
+
+
+@pytest.mark.parametrize("page", list(plot.PAGES))
+def test_a_plot_is_svg_with_a_line_for_each_contender(page: str) -> None:
+    rows = [
+        row(name, side, side, 10.0 + number)
+        for number, name in enumerate(plot.STYLES)
+        for side in (512, 1024)
+    ]
+    svg = plot.draw(unet(*rows, row("unknown", 512, 512, 1.0)), "A <model>", page)
+    root = ElementTree.fromstring(svg)
+    texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert all(style.title in texts for style in plot.STYLES.values())
+    lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 2 * len(plot.STYLES)  # in the plot and in the legend
+    for node in root.iter("{http://www.w3.org/2000/svg}circle"):
+        assert 0 < float(node.get("cx", 0)) < plot.WIDTH
+        assert 0 < float(node.get("cy", 0)) < plot.HEIGHT
+
+
+def test_sizes_of_as_many_pixels_are_one_point() -> None:
+    rows = [row("eager", 960, 720, 10.0), row("eager", 720, 960, 12.0), row("eager", 64, 64, 1.0)]
+    assert plot.series_of(rows, "float16") == {"eager": [(4096.0, 1.0), (691200.0, 11.0)]}
+
+
+def test_failed_rows_are_not_drawn() -> None:
+    failed = {"contender": "eager", "dtype": "float16", "width": 8, "height": 8, "failed": "x"}
+    assert plot.series_of([failed], "float16") == {}

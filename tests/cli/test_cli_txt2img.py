@@ -1,0 +1,112 @@
+"""`onediff-ext txt2img`: sizes, seeds and names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from onediff_ext.pictures.infotext import parse_infotext
+from tests.support.sample_pictures import difference, infotext_of
+
+if TYPE_CHECKING:
+    from tests.support.command_line import CommandLine
+
+pytest_plugins = ("tests.support.command_line",)
+
+
+@pytest.fixture
+def draw(command_line: CommandLine, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def draw(output: Path, *options: object) -> dict[str, Any]:
+        report = tmp_path / "report.json"
+        command = ["txt2img", "-o", output, "--steps", "2", "--report", report, *options]
+        ended = command_line(*command)
+        assert ended.status == 0, ended
+        loaded: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        assert f"{len(loaded['pictures'])} picture" in ended.out
+        return loaded
+
+    return draw
+
+
+def test_sizes_and_seeds(draw: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    options = ("--sizes", "64x64, 72x96@2", "--seed", "5", "-p", "a fox")
+    report = draw(tmp_path / "out", *options)
+    names = [Path(picture["output"]).name for picture in report["pictures"]]
+    assert names == ["00005-64x64.png", "00006-72x96.png", "00007-72x96.png"]
+    assert report["graphs"] == {"built": 0, "loaded": 18, "reused": 2 * 18}
+    assert report["fallbacks"] == []
+    for picture in report["pictures"]:
+        with Image.open(picture["output"]) as image:
+            assert image.size == (picture["width"], picture["height"])
+        assert picture["input"] == ""
+    fields = parse_infotext(infotext_of(tmp_path / "out" / names[2])).fields
+    assert (fields["Seed"], fields["Size"]) == ("7", "72x96")
+
+    alone = draw(tmp_path / "alone", "--sizes", "72x96", "--seed", "7", "-p", "a fox", "--eager")
+    drawn = Path(alone["pictures"][0]["output"])
+    assert difference(drawn, tmp_path / "out" / names[2]) <= 1
+    assert difference(drawn, tmp_path / "out" / names[1]) > 8
+
+
+def test_nothing_is_overwritten(draw: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    options = ("--sizes", "64x64", "--count", "2", "--eager")
+    for _ in range(2):
+        draw(tmp_path, *options)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "00000-64x64-2.png",
+        "00000-64x64.png",
+        "00001-64x64-2.png",
+        "00001-64x64.png",
+    ]
+
+
+def test_more_at_once_than_graphs_take(draw: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    report = draw(tmp_path / "out", "--sizes", "64x64@32", "--steps", "1")
+    assert len(report["pictures"]) == 32
+    assert {entry["reason"] for entry in report["fallbacks"]} == {"more than 63 images at once"}
+
+
+def test_lora_in_infotext(
+    draw: Callable[..., dict[str, Any]], command_line: CommandLine, tmp_path: Path
+) -> None:
+    lora = command_line.lora("kohya")
+    report = draw(tmp_path, "--sizes", "64x64", "--eager", "--lora", f"{lora}:0.5")
+    text = infotext_of(Path(report["pictures"][0]["output"]))
+    assert f'Lora: "{lora.stem}:0.5:' in text
+
+
+def test_deepcache_in_infotext_where_it_was_used(
+    draw: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    options = ("--sizes", "64x64", "--eager", "--deepcache", "3")
+    few = draw(tmp_path / "few", *options)
+    assert "DeepCache needs 10 steps" in few["warnings"][0]
+    assert "DeepCache" not in infotext_of(Path(few["pictures"][0]["output"]))
+    enough = draw(tmp_path / "enough", *options, "--steps", "10")
+    assert enough["warnings"] == []
+    fields = parse_infotext(infotext_of(Path(enough["pictures"][0]["output"]))).fields
+    assert fields["OneDiff DeepCache"] == "medium"
+
+
+def test_not_enough_memory(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
+
+    def refuse(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ImageGenerator, "txt2img", refuse)
+    ended = command_line("txt2img", "-o", tmp_path, "--sizes", "64x64", "--eager")
+    assert ended.status == 2
+    assert ended.said == [
+        "onediff-ext: There is not enough memory.",
+        "  Use smaller sizes, fewer at once, or close other programs.",
+    ]

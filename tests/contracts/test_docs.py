@@ -1,0 +1,87 @@
+"""The examples of the documentation work as they are written."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ModuleType]:
+    """The Python code of one page as a module."""
+    page: str = request.param
+    code = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text("utf-8"), re.S | re.M)
+    name = f"example_{Path(page).stem.replace('-', '_')}"
+    path = tmp_path / f"{name}.py"
+    path.write_text("\n".join(code), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a kind's key has the source of the modules that its classes are of
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize("example", ["adding-a-block-family.md"], indirect=True)
+def test_a_block_family(example: ModuleType, tmp_path: Path) -> None:
+    model = example.GatedModel().eval()
+    for tokens in (torch.randn(2, 7, 32), torch.randn(1, 50, 32)):
+        with torch.no_grad():
+            expected = model(tokens)
+        output, kinds = example.run_through_graphs(model, tokens, tmp_path / "store")
+        torch.testing.assert_close(output, expected)
+        assert kinds == [("GatedBlock 32", "ready")]
+
+
+@pytest.mark.parametrize("example", ["adding-a-backend.md"], indirect=True)
+def test_a_backend(example: ModuleType) -> None:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    from onediff_ext.core.errors import BackendError
+    from onediff_ext.engine.blocks.block_tree import BlockTree
+    from onediff_ext.engine.export.exporter import export_block
+    from onediff_ext.hosts.diffusers.blocks import ResnetFamily
+
+    block = ResnetBlock2D(in_channels=16, out_channels=24, temb_channels=32, groups=2).eval()
+    family, tree = ResnetFamily(), BlockTree(block, ("diffusers.",))
+    inputs = (torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last), torch.randn(2, 32))
+    call = family.bind(block, inputs, {})
+    program = export_block(tree.copy(), family, tree.names, tree.weights(), call, CPU)
+    backend = example.InterpreterBackend()
+    graph = backend.load(backend.build(program, CPU), CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(graph([*tree.weights(), *inputs]), block(*inputs))
+    with pytest.raises(BackendError):
+        backend.load(b"foreign", CPU)
+
+
+@pytest.mark.parametrize("example", ["adding-a-host.md"], indirect=True)
+def test_a_host(example: ModuleType, tmp_path: Path) -> None:
+    from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+    from tests.support import models
+
+    ui = example.SmallUI(models.unet(seed=0))
+    job = example.Job(ui, 64, 96)
+    expected = job.draw()
+    before = dict(vars(ui.unet))
+    graphs = GraphsForJobs(example.SmallUIHost(ui))
+    for _ in range(3):
+        torch.testing.assert_close(example.draw(graphs, job, tmp_path / "store"), expected)
+        assert vars(ui.unet).keys() == before.keys()
+    assert graphs.status().running == "compiled"
+    ui.uses_offloading = True
+    torch.testing.assert_close(example.draw(graphs, job, tmp_path / "store"), expected)
+    assert graphs.status().reasons == ("weights move while drawing",)
+    graphs.close()

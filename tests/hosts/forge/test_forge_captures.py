@@ -1,0 +1,207 @@
+"""Captures of Forge's and reForge's UNets: what a GPU cannot record, and what nobody could compare.
+
+CUDA graphs need a GPU; a recorder stands in that sees what they see, and the stand-in's UNet
+fails while it is recorded where a GPU would.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.recorder import Recording
+from onediff_ext.hosts.forge.host import ForgeHost
+from onediff_ext.hosts.forge.reforge import ReForgeHost
+from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
+from onediff_ext.webui.acceleration import Acceleration
+from tests.support.forge_blocks_stand_in import Device, embed_from_the_cpu
+from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
+from tests.support.frozen_recorder import FrozenRecorder
+
+
+class StrictRecorder(FrozenRecorder):
+    """Lets nothing be copied from the CPU while it records."""
+
+    def record(self, *args: Any, **kwargs: Any) -> Recording:
+        Device.is_recording = True
+        try:
+            return super().record(*args, **kwargs)
+        finally:
+            Device.is_recording = False
+
+
+@pytest.fixture(params=["forge", "reforge"])
+def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
+    with running(request.param) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def acceleration(host: ForgeStandIn) -> Acceleration:
+    return Acceleration(ForgeHost() if host.name == "forge" else ReForgeHost())
+
+
+@pytest.fixture
+def recorder() -> StrictRecorder:
+    return StrictRecorder()
+
+
+@contextmanager
+def recorded_job(
+    acceleration: Acceleration, recorder: StrictRecorder, store: Path
+) -> Iterator[FakeProcessing]:
+    """A job whose session records on a CPU."""
+    options = CompileOptions(backend="eager", build="wait", store=store, workers=1)
+    p = FakeProcessing()
+    acceleration.begin(p, options)
+    assert acceleration.session is not None
+    acceleration.session.captures = CudaGraphCache(recorder)
+    acceleration.before_sampling(p)
+    yield p
+    acceleration.end(p)
+
+
+@pytest.fixture
+def job(
+    acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Path
+) -> Iterator[FakeProcessing]:
+    with recorded_job(acceleration, recorder, tmp_path) as p:
+        yield p
+
+
+def step(
+    host: ForgeStandIn, seed: int, timestep: float = 321.0, control: float = 0, **more: Any
+) -> torch.Tensor:
+    """One step as the hosts' samplers ask for it, with what a ControlNet adds in the middle."""
+    noise = torch.Generator().manual_seed(seed)
+    x, context = torch.randn(2, 4, 8, 8, generator=noise), torch.randn(2, 77, 24, generator=noise)
+    options: dict[str, Any] = {"cond_or_uncond": [1, 0], "sigmas": torch.full((1,), 2.5)}
+    if host.name == "reforge":
+        options["uuids"] = [uuid.uuid4(), uuid.uuid4()]
+    with torch.inference_mode():
+        result: torch.Tensor = host.unet(
+            x,
+            torch.full((2,), timestep),
+            context=context,
+            control={"middle": [control * torch.ones(2, 32, 8, 8)]} if control else None,
+            transformer_options=options,
+            **more,
+        )
+        return result.clone()
+
+
+def captured(acceleration: Acceleration) -> Any:
+    unet = next(a for a in acceleration._attached if a.component.name == "unet")
+    return unet.component.captured
+
+
+def assert_right(host: ForgeStandIn, acceleration: Acceleration, seed: int, **more: Any) -> None:
+    found = step(host, seed, **more)
+    unet = next(a for a in acceleration._attached if a.component.name == "unet")
+    with unet.component.paused():
+        expected = step(host, seed, **more)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def settle(host: ForgeStandIn, **more: Any) -> None:
+    for seed in range(7):
+        step(host, seed, **more)
+
+
+@pytest.mark.usefixtures("job")
+def test_the_unet_is_recorded_and_replayed(
+    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+) -> None:
+    settle(host)
+    assert recorder.recorded == 1
+    assert captured(acceleration).reason == ""
+    assert_right(host, acceleration, 50)
+    assert_right(host, acceleration, 50, timestep=17.5)
+    assert recorder.recorded == 1
+
+
+def test_the_timesteps_are_embedded_exactly_as_by_the_host(
+    host: ForgeStandIn, acceleration: Acceleration, job: FakeProcessing
+) -> None:
+    if host.name == "reforge":
+        pytest.skip("reForge computes them where they are")
+    home = host.classes.modules["backend.nn.unet"]
+    ours = home.timestep_embedding
+    assert isinstance(ours, TimestepEmbedding)
+    for timesteps in (torch.tensor([321.0, 0.0]), torch.tensor([999.0]), torch.tensor([3, 4])):
+        for width in (8, 320):
+            for _ in range(2):
+                assert torch.equal(ours(timesteps, width), embed_from_the_cpu(timesteps, width))
+        assert torch.equal(ours(timesteps, 3, repeat_only=True), timesteps[:, None].expand(-1, 3))
+    acceleration.end(job)
+    assert home.timestep_embedding is embed_from_the_cpu
+
+
+def test_an_embedding_that_is_another_goes_on_as_it_is(
+    host: ForgeStandIn,
+    acceleration: Acceleration,
+    recorder: StrictRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It cannot be recorded, so the blocks run through their graphs one by one."""
+    if host.name == "reforge":
+        pytest.skip("reForge computes them where they are")
+    home = host.classes.modules["backend.nn.unet"]
+
+    def shifted(timesteps: torch.Tensor, dim: int, max_period: float = 10000) -> torch.Tensor:
+        return embed_from_the_cpu(timesteps + 1, dim, max_period)
+
+    monkeypatch.setattr(home, "timestep_embedding", shifted)
+    with recorded_job(acceleration, recorder, tmp_path):
+        settle(host)
+        assert "not permitted" in captured(acceleration).reason
+        assert acceleration.session is not None
+        before = sum(kind.calls for kind in acceleration.session.kinds)
+        assert_right(host, acceleration, 50)
+        assert sum(kind.calls for kind in acceleration.session.kinds) > before
+    assert home.timestep_embedding is shifted
+
+
+@pytest.mark.usefixtures("job")
+def test_a_controlnet_handed_on_to_the_unet_is_no_hindrance(
+    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+) -> None:
+    if host.name == "reforge":
+        pytest.skip("reForge keeps it to itself")
+    settle(host, control_model=object())
+    assert recorder.recorded == 1
+    assert captured(acceleration).reason == ""
+    assert_right(host, acceleration, 50, control_model=object())
+
+
+@pytest.mark.usefixtures("job")
+def test_what_a_controlnet_adds_is_part_of_the_shape(
+    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder
+) -> None:
+    settle(host)
+    settle(host, control=0.5)
+    assert recorder.recorded == 2
+    assert captured(acceleration).reason == ""
+    for strength in (0.5, -0.7):
+        assert_right(host, acceleration, 50, control=strength)
+    assert recorder.recorded == 2
+    assert not torch.equal(step(host, 50), step(host, 50, control=0.5))
+
+
+def test_nothing_is_left_behind(
+    host: ForgeStandIn, acceleration: Acceleration, recorder: StrictRecorder, tmp_path: Path
+) -> None:
+    before = host.attributes()
+    with recorded_job(acceleration, recorder, tmp_path):
+        settle(host)
+        assert host.attributes() != before
+    assert host.attributes() == before

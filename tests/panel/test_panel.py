@@ -1,0 +1,227 @@
+"""The panel's components and what its buttons do, in this environment's gradio."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from onediff_ext.core.kind_key import KindKey
+from onediff_ext.core.status import Status
+from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.fields import FIELDS
+from tests.support.still_panel_host import StillPanelHost
+from tests.support.ui_strings import messages_of, texts_of, texts_of_html
+
+gradio = pytest.importorskip("gradio", reason="the panel needs gradio, which is not installed")
+LOCALIZATIONS = sorted((Path(__file__).resolve().parents[2] / "localizations").glob("*.json"))
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> StillPanelHost:
+    return StillPanelHost(tmp_path)
+
+
+@pytest.fixture
+def page(port: StillPanelHost) -> SimpleNamespace:
+    """A panel on a page of its own, with a host's controls of size."""
+    from onediff_ext.panel.panel import build_panel
+
+    with gradio.Blocks() as blocks:
+        enabled = gradio.Checkbox(False, label="OneDiff")
+        header = gradio.HTML()
+        panel = build_panel(port, enabled, header, lambda name: f"x_{name}")
+        sides = [gradio.Number(value) for value in (513, 764, 2)]
+        panel.warm_up.connect_size(*sides)
+    return SimpleNamespace(blocks=blocks, panel=panel, port=port)
+
+
+@pytest.fixture
+def client(page: SimpleNamespace) -> Iterator[Any]:
+    """Presses the page's buttons over HTTP, as a browser does."""
+    from gradio_client import Client
+
+    for attempt in range(3):
+        try:
+            page.blocks.queue().launch(
+                prevent_thread_lock=True, quiet=True, server_name="127.0.0.1"
+            )
+            break
+        except ValueError:  # a busy machine does not answer itself within two seconds
+            page.blocks.close(verbose=False)
+            if attempt == 2:
+                raise
+    try:
+        yield Client(page.blocks.local_url, verbose=False)
+    finally:
+        page.blocks.close(verbose=False)
+
+
+def arguments(**values: Any) -> list[Any]:
+    """The panel's values in the order of its controls."""
+    given = {f.name: f.default for f in FIELDS} | values
+    return [list(v) if isinstance(v, tuple) else v for v in given.values()]
+
+
+def test_each_field_has_a_control_with_its_default(page: SimpleNamespace) -> None:
+    values = [control.value for control in page.panel.inputs]
+    assert Choices.parse(from_arguments(values)) == Choices()
+    assert [c.label for c in page.panel.inputs[1:]] == [f.label for f in FIELDS[1:]]
+
+
+def test_ids_are_distinct(page: SimpleNamespace) -> None:
+    ids = [b.elem_id for b in page.blocks.blocks.values() if b.elem_id]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("path", LOCALIZATIONS, ids=lambda path: path.stem)
+def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: Any) -> None:
+    from onediff_ext.webui.batch_script import TITLE, BatchScript
+    from onediff_ext.webui.settings import SETTINGS
+
+    with gradio.Blocks() as batch:
+        BatchScript().ui(True)
+    texts = {TITLE, *texts_of(page.blocks), *texts_of(batch), *texts_of_html()}
+    for setting in SETTINGS:
+        texts |= {setting.label, *setting.choices}
+        texts |= {f"({setting.help})"} if setting.help else set()
+    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {page.port.off_reason()}
+    messages = {*messages_of("panel"), *messages_of("webui")}
+    assert len(messages) > 10
+    known = json.loads(path.read_text(encoding="utf-8"))
+    assert {*texts, *messages} - set(known) == set()
+    assert all(known.values())
+
+
+def _is_the_same_everywhere(text: str) -> bool:
+    """Names, sizes, sizing rules and templates are not translated."""
+    names = {
+        "OneDiff",
+        "UNet",
+        "VAE",
+        "ControlNet",
+        "inductor",
+        "eager",
+        "oneflow",
+        "own",
+        "Number",
+    }
+    return text in {*names, "–"} or any(character.isdigit() for character in text) or "{" in text
+
+
+def test_there_are_chinese_and_japanese() -> None:
+    assert [path.stem for path in LOCALIZATIONS] == ["ja_JP", "zh_CN"]
+
+
+def test_what_is_missing_is_said_before_anything_is_drawn(page: SimpleNamespace) -> None:
+    details = page.panel.show_status
+    assert "There is no GPU here." in details(False)[1]
+    assert details(True)[1] == ""
+    page.port.lacking = "Triton is missing: python -m pip install triton"
+    assert "There is no GPU here." in details(False)[1]
+    assert "python -m pip install triton" in details(True)[1]
+
+
+def test_status_follows_the_tick(client: Any, port: StillPanelHost) -> None:
+    line, details = client.predict(True, api_name="/show_status")
+    assert "nothing drawn with it yet" in line
+    line, details = client.predict(False, api_name="/show_status")
+    assert "off" in line
+    assert "no GPU" in details
+    port.now = Status("compiled", 16, 0, 16, speedup=1.94)
+    assert "1.9x measured" in client.predict(True, api_name="/show_status")[0]
+
+
+def test_warm_up_shows_progress_and_what_is_wrong(client: Any, port: StillPanelHost) -> None:
+    job = client.submit(*arguments(enabled=True, sizes="512x768, 64x64@2"), api_name="/warm_up")
+    last = job.result(timeout=30)
+    assert port.warmed == ["512x768", "64x64@2"]
+    assert "Ready" in last[0]
+    shown = [output[0] for output in job.outputs()]
+    assert any("2 of 2" in text for text in shown)
+    assert "off" in client.predict(*arguments(sizes="512x768"), api_name="/warm_up")[0]
+    wrong = client.predict(*arguments(enabled=True, sizes="big"), api_name="/warm_up")[0]
+    assert "not a size" in wrong
+
+
+def test_deepcache_takes_a_text_of_ones_own(client: Any, port: StillPanelHost) -> None:
+    given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="4 depth=1")
+    assert "Ready" in client.predict(*given, api_name="/warm_up")[0]
+    given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="much")
+    assert "no DeepCache interval" in client.predict(*given, api_name="/warm_up")[0]
+
+
+def test_cancel_reaches_the_port(client: Any, port: StillPanelHost) -> None:
+    assert "what was finished stays" in client.predict(api_name="/cancel")
+    assert port.cancelled == 1
+
+
+def test_sizes_are_added_from_the_hosts_controls_and_from_pictures(
+    client: Any, port: StillPanelHost
+) -> None:
+    sizes, _ = client.predict("64x64", 513, 764, 2, api_name="/add")
+    assert sizes == "64x64, 512x768@2"
+    assert "no pictures" in client.predict("", api_name="/propose")[1]
+    (port.root / "pictures").mkdir()
+    Image.new("RGB", (640, 448)).save(port.root / "pictures" / "a.png")
+    assert client.predict("64x64", api_name="/propose")[0] == "64x64, 640x448"
+
+
+def test_library_shows_exports_imports_and_deletes(
+    client: Any, port: StillPanelHost, tmp_path: Path
+) -> None:
+    from gradio_client import handle_file
+
+    port.library().put(
+        KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
+    )
+    everything = "Everything"
+    assert "One" in client.predict(everything, api_name="/show")[0]
+    exported, said = client.predict(everything, api_name="/on_export")
+    path = exported["value"] if isinstance(exported, dict) else exported
+    assert "ready" in said
+    assert "first" in client.predict(everything, False, api_name="/on_delete")[2]
+    assert len(port.library().entries()) == 1
+    assert "1 graph deleted" in client.predict(everything, True, api_name="/on_delete")[2]
+    assert port.library().entries() == []
+    untrusted = client.predict(everything, handle_file(path), False, api_name="/on_import")
+    assert port.library().entries() == []
+    assert "onediff-bad" in untrusted[2]
+    assert "Tick" in untrusted[2]  # and no command line
+    client.predict(everything, handle_file(path), True, api_name="/on_import")
+    assert len(port.library().entries()) == 1
+
+
+def test_exports_do_not_add_up(
+    client: Any, port: StillPanelHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    port.library().put(
+        KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    for _ in range(3):
+        assert "ready" in client.predict("Everything", api_name="/on_export")[1]
+    assert len(list(folder.glob("onediff-export-*"))) == 1
+
+
+def test_what_is_no_local_page_has_no_import(port: StillPanelHost, tmp_path: Path) -> None:
+    from onediff_ext.panel.panel import build_panel
+
+    def names() -> set[str]:
+        with gradio.Blocks() as blocks:
+            build_panel(port, gradio.Checkbox(), gradio.HTML(), lambda name: f"x_{name}")
+        functions = {function.api_name for function in blocks.fns.values()}
+        return functions | {one.elem_id for one in blocks.blocks.values() if one.elem_id}
+
+    assert {"on_import", "x_library_import", "x_library_archive"} <= names()
+    port.no_import = "Others can reach this page."
+    assert not {"on_import", "x_library_import", "x_library_archive", "x_library_trust"} & names()
+    assert "on_export" in names()

@@ -1,0 +1,193 @@
+"""Warm-up: kinds, captures, and a measured step of each size."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
+from onediff_ext.session.warm_up import WarmUp, WarmUpReport, in_passes
+from tests.support import models
+
+CHECKPOINT = "c" * 64
+SHAPES = [BatchShape(128, 128), BatchShape(192, 128, 2)]
+
+
+@pytest.fixture
+def warm(open_session, small, instant):
+    """Makes warm-ups of the small UNet over one store."""
+
+    def make(listen=None, shapes=SHAPES, **options):
+        session = open_session(**options)
+        session.use_checkpoint(CHECKPOINT, name="small", architecture="sd1")
+        compile_pipe(small.pipe, session=session)
+        return session, pipe_warm_up(small.pipe, shapes, listen)
+
+    return make
+
+
+def test_everything_is_built_and_measured(warm):
+    seen = []
+    session, warm_up = warm(seen.append)
+    report = warm_up.run()
+    assert report.built == len(session.kinds) > 5
+    assert [figures.shape for figures in report.sizes] == SHAPES
+    assert all(f.eager_ms > 0 and f.compiled_ms > 0 and f.first_s > 0 for f in report.sizes)
+    assert list(dict.fromkeys(p.stage for p in seen)) == ["kinds", "captures", "measuring"]
+    kinds = [p for p in seen if p.stage == "kinds"]
+    assert kinds[-1].done == kinds[-1].needed == len(session.kinds)
+    assert session.stage == ""
+    status = session.status()
+    assert status.speedup == pytest.approx(report.speedup)
+    assert "measured" in status.line()
+    json = report.as_json()
+    assert json["sizes"][1]["size"] == "192x128@2"
+    steps = session.builder.history.steps(machine_of(session), CHECKPOINT)
+    assert [step.size for step in steps] == ["128x128", "192x128@2"]
+
+
+def machine_of(session):
+    from onediff_ext.engine.machine import machine_digest
+
+    return machine_digest(session.kinds[0].device)
+
+
+def test_a_second_one_builds_nothing(warm):
+    warm()[1].run()
+    session, warm_up = warm()
+    report = warm_up.run()
+    assert (report.built, report.loaded) == (0, len(session.kinds))
+    assert not [e for e in session.event_log.events if e.what == "build"]
+
+
+def test_cancelled_while_building(warm):
+    session, warm_up = warm()
+    timer = threading.Timer(0.0, warm_up.cancel)
+    session.builder.history.build_seconds  # noqa: B018
+    step = warm_up._forward
+
+    def cancel_after_the_first(shape, noise):
+        step(shape, noise)
+        if not timer.is_alive() and not timer.finished.is_set():
+            timer.start()
+
+    warm_up._forward = cancel_after_the_first
+    report = warm_up.run()
+    assert report.cancelled
+    assert report.sizes == []
+    assert "cancelled" in report.line()
+    assert not session.status().building
+    assert session.stage == ""
+
+
+@pytest.mark.parametrize(
+    ("last", "measured"), [(2, 0), (5, 0), (12, 1), (13, 1)], ids=["first", "pair", "all", "next"]
+)
+def test_cancelled_between_steps(open_session, small, monkeypatch, last, measured):
+    """One for the kinds; then one and five pairs for each size."""
+    monkeypatch.setattr("onediff_ext.session.warm_up._MEASURE_S", 60)
+    session = open_session(build="never")
+    compile_pipe(small.pipe, session=session)
+    steps = []
+
+    def step(shape, noise):
+        steps.append(shape)
+        small(shape.height_px // 8, shape.width_px // 8)
+        if len(steps) == last:
+            warm_up.cancel()
+
+    components = compiled_state(small.pipe).components
+    warm_up = WarmUp(session, components, step, lambda: None, SHAPES, torch.device("cpu"))
+    report = warm_up.run()
+    assert report.cancelled
+    assert len(steps) == last
+    assert len(report.sizes) == measured
+
+
+def test_a_whole_pipeline_has_its_vae_warm_too(open_session, instant):
+    pipe = models.sd15()
+    session = open_session()
+    compile_pipe(pipe, session=session)
+    pipe_warm_up(pipe, SHAPES[:1]).run()
+    assert any(kind.label.startswith("Attention") for kind in session.kinds)
+    assert session.count("built") == len(session.kinds)
+
+
+def test_restart_reads_ahead_and_the_first_forward_is_compiled(warm, open_session):
+    session, warm_up = warm()
+    warm_up.run()
+    kinds = len(session.kinds)
+    again = open_session()
+    again.use_checkpoint(CHECKPOINT, name="small", device=torch.device("cpu"))
+    again.read_ahead.wait()
+    from tests.support.session_fixtures import SmallUNet
+
+    other = SmallUNet(seed=3)
+    compile_pipe(other.pipe, session=again)
+    other()
+    assert again.count("loaded") == kinds == len(again.kinds)
+    assert {e.reason for e in again.event_log.events} == {"read ahead"}
+    start = time.monotonic()
+    assert again.status().running == "compiled"
+    assert time.monotonic() - start < 1
+
+
+def test_it_gives_way_while_graphs_are_built_and_they_go_on(warm):
+    wanted = []
+    session, warm_up = warm(lambda progress: wanted.append(True))  # told while it waits for builds
+    warm_up._give_way = lambda: bool(wanted)
+    report = warm_up.run()
+    assert (report.gave_way, report.cancelled, report.sizes) == (True, False, [])
+    assert session.stage == ""
+    assert session.wait_for_builds(60)
+    assert session.count("built") == len(session.kinds) > 5
+
+
+@pytest.mark.parametrize("steps_before", range(2, 14, 3))
+def test_what_one_pass_leaves_the_next_one_does(warm, monkeypatch, steps_before):
+    """Somebody wants a picture after so many steps, once."""
+    monkeypatch.setattr("onediff_ext.session.warm_up._LET_PASS_S", 0.0)
+    warm()[1].run()
+    steps, lists = [], []
+
+    def one_pass(left):
+        lists.append(left)
+        _, warm_up = warm(shapes=left)
+        step = warm_up._forward
+        warm_up._forward = lambda *given: (steps.append(given), step(*given))
+        warm_up._give_way = lambda: len(lists) == 1 and len(steps) >= steps_before
+        return warm_up.run()
+
+    report = in_passes(SHAPES, one_pass, lambda: False)
+    assert sorted(str(figures.shape) for figures in report.sizes) == sorted(map(str, SHAPES))
+    assert not report.gave_way
+    assert len(lists) == 2
+    assert lists[0] == SHAPES
+    assert set(lists[1]) <= set(SHAPES)
+
+
+def test_a_cancel_between_passes_ends_them(warm, monkeypatch):
+    monkeypatch.setattr("onediff_ext.session.warm_up._LET_PASS_S", 0.0)
+
+    def one_pass(left):
+        return WarmUpReport(gave_way=True)
+
+    report = in_passes(SHAPES, one_pass, lambda: True)
+    assert report.cancelled
+    assert in_passes(SHAPES, lambda left: None, lambda: False) is None
+
+
+def test_status_tells_how_many_sizes_are_done(warm):
+    seen = []
+    session, warm_up = warm(lambda progress: seen.append((progress.stage, session.status())))
+    warm_up.run()
+    measuring = [status for stage, status in seen if stage == "measuring"]
+    assert [(s.sizes_done, s.sizes_needed) for s in measuring] == [(0, 2), (1, 2), (2, 2)]
+    assert "warming up 1 of 2 sizes" in measuring[1].line()
+    assert session.status().sizes_needed == 0
+    assert "warming up" not in session.status().line()

@@ -1,0 +1,82 @@
+"""The page says how the VAE ran, and remembers what a checkpoint's VAE cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("diffusers", reason="the page draws with diffusers, which is not installed")
+
+import torch
+
+from onediff_ext.core.errors import PictureError
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
+from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.panel.choices import Choices
+from onediff_ext.pictures.sizing import parse_size_rule
+from onediff_ext.standalone.app import StandaloneApp
+from onediff_ext.standalone.drawing_tabs import from_text
+from onediff_ext.standalone.folder_job import run_folder
+from tests.support import models
+from tests.support.sample_pictures import save_pictures
+from tests.support.vae_stand_ins import overflowing_vae
+
+SETTINGS = DrawSettings(prompt="a fox", steps=1, strength=1.0, scheduler="Euler")
+NOTE = "VAE decoded in fp32: its numbers run over in fp16"
+
+
+@pytest.fixture
+def standalone_app(tmp_path: Path) -> StandaloneApp:
+    """A studio in fp16 with a checkpoint whose decoder runs over."""
+    pipe = models.sd15()
+    pipe.vae = overflowing_vae("decoder")
+    model = save_ldm(pipe, tmp_path / "overflowing.safetensors")
+    options = CompileOptions(store=tmp_path / "store", build="never")
+    standalone_app = StandaloneApp(torch.device("cpu"), torch.float16, options)
+    standalone_app.load(model)
+    return standalone_app
+
+
+def draw(standalone_app: StandaloneApp, folder: Path) -> str:
+    return from_text(
+        standalone_app, Choices(), SETTINGS, 64, 64, 1, 5, folder, lambda step, of: None
+    ).said
+
+
+def test_the_line_below_a_picture_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
+    assert draw(standalone_app, tmp_path).endswith(f"{NOTE}.")
+    first = standalone_app.loaded().checkpoint.path
+    standalone_app.load(save_ldm(models.sd15(seed=1), tmp_path / "good.safetensors"))
+    assert NOTE not in draw(standalone_app, tmp_path)
+    standalone_app.load(first)
+    decoder = standalone_app.loaded().pipe.vae.decoder
+    dtypes = []
+    decoder.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+    draw(standalone_app, tmp_path)
+    assert dtypes == [torch.float32]  # it is not tried in fp16 a second time
+
+
+def test_a_folders_progress_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
+    job = Img2ImgJob(
+        inputs=[save_pictures(tmp_path / "in", a=(64, 64))],
+        output_dir=tmp_path / "out",
+        settings=SETTINGS,
+        identity={},
+        seed=0,
+        size_rule=parse_size_rule("own"),
+    )
+    assert [progress.note for progress in run_folder(standalone_app, Choices(), job)][-1].endswith(
+        NOTE
+    )
+
+
+def test_nan_of_the_unet_is_an_error_with_the_next_step(
+    standalone_app: StandaloneApp, tmp_path: Path
+) -> None:
+    standalone_app.loaded().pipe.unet.conv_out.bias.data[0] = torch.nan
+    with pytest.raises(PictureError, match="The UNet's numbers ran over") as raised:
+        draw(standalone_app, tmp_path)
+    assert "--dtype bf16" in raised.value.hint
