@@ -37,6 +37,7 @@ _DTYPES = ("auto", "fp32", "fp16", "bf16")
 _VAE_TILING = ("auto", "on", "off")
 # Cached hashes are there by then; a run that finds nothing to do should not import libraries.
 _AT_ONCE_S = 0.2
+_MAX_AMOUNT = 1e12
 
 
 def default_model() -> Path:
@@ -45,18 +46,18 @@ def default_model() -> Path:
 
 
 def amount(text: str) -> float:
-    """A finite number, zero or above, for argparse."""
+    """A number, zero or above, for argparse; so large that bytes or seconds overflow is none."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of zero or above")
+    if not 0 <= number <= _MAX_AMOUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {_MAX_AMOUNT:g}")
     return number
 
 
 def positive_amount(text: str) -> float:
-    """A finite number above zero, for argparse."""
+    """A number above zero, for argparse."""
     number = amount(text)
     if number == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above zero")

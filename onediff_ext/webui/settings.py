@@ -102,7 +102,10 @@ class Settings:
     @property
     def store_limit_bytes(self) -> int:
         """The store's size limit."""
-        return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
+        try:
+            return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
+        except (TypeError, ValueError, OverflowError):  # a config file may say anything
+            return CompileOptions.store_limit_bytes
 
     @property
     def build(self) -> str:
