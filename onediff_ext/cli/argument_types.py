@@ -11,20 +11,22 @@ from onediff_ext.core.errors import OptionError
 if TYPE_CHECKING:
     from onediff_ext.core.shapes import BatchShape
 
+_MAX_AMOUNT = 1e12
+
 
 def amount(text: str) -> float:
-    """Read a finite number of zero or above, for argparse."""
+    """Read a number from 0 to 1e12, for argparse: bytes and seconds must not overflow."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of zero or above")
+    if not 0 <= number <= _MAX_AMOUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {_MAX_AMOUNT:g}")
     return number
 
 
 def positive_amount(text: str) -> float:
-    """Read a finite number above zero, for argparse."""
+    """Read a number above zero, for argparse."""
     number = amount(text)
     if number == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above zero")

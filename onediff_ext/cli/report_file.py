@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.fault_points import reached
+from onediff_ext.core.untrusted_files import other_kind
 from onediff_ext.core.words import printable
 
 if TYPE_CHECKING:
@@ -21,17 +22,18 @@ def check_report_path(path: Path | None) -> None:
     """Check that a JSON file can be written, before hours of work.
 
     Raises:
-        OptionError: Its folder is missing or not writable, or the path is a folder.
+        OptionError: Its folder does not exist or takes no files, or it is a folder, a device, a
+            link or the like.
     """
     if path is None:
         return
-    if path.is_dir():
-        raise OptionError(f"The report {path} cannot be written.", "That is a folder: name a file.")
+    if kind := other_kind(path):
+        raise OptionError(f"The report {path} cannot be written.", f"That is {kind}: name a file.")
     try:
-        _part(path).touch()
+        os.close(_new_part(path))
+        _part(path).unlink()
     except OSError as exc:
         raise _not_written(path, exc) from exc
-    _part(path).unlink()
 
 
 def write_report(path: Path, report: RunReport) -> None:
@@ -51,7 +53,7 @@ def write_json(path: Path, value: object) -> None:
     """
     try:
         try:
-            with _part(path).open("w", encoding="utf-8") as file:
+            with os.fdopen(_new_part(path), "w", encoding="utf-8") as file:
                 reached("opened")
                 file.write(json.dumps(value, indent=1) + "\n")
                 file.flush()
@@ -107,6 +109,12 @@ def print_left_out(report: RunReport) -> None:
 
 def _part(path: Path) -> Path:
     return path.with_name(path.name + ".part")
+
+
+def _new_part(path: Path) -> int:
+    """A descriptor of a new file, never of what somebody has put there, such as a link."""
+    _part(path).unlink(missing_ok=True)  # of a run that was killed
+    return os.open(_part(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 def _not_written(path: Path, exc: OSError) -> OptionError:

@@ -108,6 +108,22 @@ def read_regular(
         return file.read()
 
 
+def other_kind(path: Path) -> str:
+    """Say what a name stands for that is no regular file; "" for a regular file or nothing.
+
+    Writing a new file in its place would take a device, or a link such as /dev/stdout, away from
+    the whole machine.
+
+    Returns:
+        Such as "a folder", "a link" or "a device".
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (OSError, ValueError):
+        return ""  # writing says what is wrong with the name
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
 class _BoundedFile(io.RawIOBase):
     """A raw file that raises beyond its size limit or its deadline."""
 

@@ -24,7 +24,7 @@ from onediff_ext.core.errors import (
     UntrustedGraphError,
 )
 from onediff_ext.core.records import ORIGIN_IMPORTED, GraphHeader
-from onediff_ext.core.untrusted_files import open_regular, read_regular
+from onediff_ext.core.untrusted_files import open_regular, other_kind, read_regular
 from onediff_ext.store.graph_file import UnknownSchemaError, read_head, read_payload
 from onediff_ext.store.stored_graph import MAX_GRAPH_BYTES, SUFFIX
 from onediff_ext.store.write_errors import mapped_write_errors
@@ -62,9 +62,12 @@ def write_archive(archive_path: Path, paths: Sequence[Path]) -> int:
         The number of graphs.
 
     Raises:
-        StoreError: A graph is missing, damaged or of another version.
+        StoreError: A graph is missing, damaged or of another version; or a folder, device or link
+            has the archive's name.
         StoreFullError, StoreReadOnlyError: The archive cannot be written.
     """
+    if kind := other_kind(archive_path):
+        raise StoreError(f"{archive_path} is {kind}, not a file.", "Name another file.")
     part = archive_path.with_name(f".{archive_path.name}.{secrets.token_hex(8)}.part")
     try:
         with mapped_write_errors(archive_path):

@@ -101,8 +101,11 @@ class Settings:
 
     @property
     def store_limit_bytes(self) -> int:
-        """The size limit of the graph store."""
-        return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
+        """The store's size limit."""
+        try:
+            return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
+        except (TypeError, ValueError, OverflowError):  # a config file may say anything
+            return CompileOptions.store_limit_bytes
 
     @property
     def build(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
+from onediff_ext.core.errors import OptionError
 from tests.support import models
 from tests.support.sample_pictures import save_pictures
 
@@ -51,6 +53,7 @@ def folder(tmp_path: Path) -> Path:
         (["--device", "cuda:99"], "torch sees no GPU 'cuda:99'", "doctor"),
         (["--workers", "0"], "argument --workers: '0'", "--help"),
         (["--store-limit-gb", "nan"], "argument --store-limit-gb: 'nan'", "--help"),
+        (["--store-limit-gb", "1e308"], "argument --store-limit-gb: '1e308'", "--help"),
         (["--store-limit-gb", "0"], "argument --store-limit-gb: '0' is not above zero", "--help"),
         (["--vae-tiling", "much"], "argument --vae-tiling: invalid choice: 'much'", "--help"),
         (["--backend", "magic"], "argument --backend: invalid choice: 'magic'", "--help"),
@@ -197,6 +200,27 @@ def test_reports_that_cannot_be_written(command_line: CommandLine, folder: Path)
         for path in (folder, folder / "no" / "r.json"):
             ended = command_line(*command, *out, option, path)
             ended.refused(f"The report {path} cannot be written", "ame a file")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes and links in folders")
+def test_a_report_takes_the_place_of_files_only(tmp_path: Path) -> None:
+    from onediff_ext.cli.report_file import check_report_path, write_json
+
+    pipe, link, target = (tmp_path / name for name in ("pipe", "link", "target"))
+    os.mkfifo(pipe)
+    target.write_text("mine")
+    link.symlink_to(target)
+    for path, kind in ((pipe, "a pipe"), (link, "a link")):
+        with pytest.raises(OptionError, match=kind):
+            check_report_path(path)
+    # What somebody else has put where the report is made first.
+    (tmp_path / "report.json.part").symlink_to(target)
+    check_report_path(tmp_path / "report.json")
+    (tmp_path / "report.json.part").symlink_to(target)
+    write_json(tmp_path / "report.json", {"a": 1})
+    assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
+    assert target.read_text() == "mine"
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_checkpoints(command_line: CommandLine, folder: Path, tmp_path: Path) -> None:

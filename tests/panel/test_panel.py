@@ -91,8 +91,8 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
     for setting in SETTINGS:
         texts |= {setting.label, *setting.choices}
         texts |= {f"({setting.help})"} if setting.help else set()
-    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {page.port.why_off()}
-    messages = {*messages_of("ui"), *messages_of("webui")}
+    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {page.port.off_reason()}
+    messages = {*messages_of("panel"), *messages_of("webui")}
     assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))
     assert {*texts, *messages} - set(known) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -186,3 +187,16 @@ def test_a_damaged_archive_never_crashes(
     with suppress(OneDiffError):
         library.import_archive(path, trust=True)
     assert library.verify() == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes and links in folders")
+def test_an_export_takes_the_place_of_files_only(source: GraphLibrary, tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "nothing")
+    for path in (pipe, link):
+        with pytest.raises(StoreError, match="not a file"):
+            source.export(path)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert source.export(tmp_path / "a.zip") == source.export(tmp_path / "a.zip")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from onediff_ext.panel import html
 from onediff_ext.panel.graph_rows import GraphGroup, age_text
 
 _ROOT = Path(onediff_ext.__file__).parent
+_REASON = re.compile(r"why_\w+|\w+_reason")
 
 
 def texts_of(blocks: Any) -> Iterator[str]:
@@ -57,17 +59,18 @@ def text_nodes(source: str) -> Iterator[str]:
 def messages_of(package: str) -> Iterator[str]:
     """Messages that do not depend on anything, from the source of a package's modules.
 
-    They are what `html.message` shows, what errors say, and what functions named ``why_…`` return.
+    They are what `html.message` shows, what errors say, and what functions named ``why_…`` or
+    ``…_reason`` return.
 
     Args:
-        package: Such as ``"ui"``; the packages in it are left out.
+        package: Such as ``"panel"``; the packages in it are left out.
     """
     for path in sorted((_ROOT / package).glob("*.py")):
         module = importlib.import_module(f"onediff_ext.{package}.{path.stem}")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 yield from _messages_of_call(node, module)
-            elif isinstance(node, ast.FunctionDef) and node.name.startswith("why_"):
+            elif isinstance(node, ast.FunctionDef) and _REASON.fullmatch(node.name):
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Return):
                         yield from _values(inner.value, module)

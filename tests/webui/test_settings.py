@@ -48,6 +48,12 @@ def test_defaults_hold_where_the_host_has_nothing_or_nonsense() -> None:
     assert Settings({"onediff_backend": None}).get("onediff_backend") == "inductor"
 
 
+@pytest.mark.parametrize("value", ["much", [], "inf", "nan", 1e308, float("nan")])
+def test_a_limit_that_is_no_number_is_the_default(value: object) -> None:
+    limit_bytes = Settings({"onediff_store_limit_gb": value}).store_limit_bytes
+    assert limit_bytes == CompileOptions.store_limit_bytes
+
+
 def test_a_home_folder_is_resolved() -> None:
     assert Settings({"onediff_store": " ~/graphs "}).store == Path.home() / "graphs"
 

@@ -131,7 +131,7 @@ def _from_markers(file: TensorFile) -> LdmHints:
 def _from_yaml(path: Path) -> LdmHints:
     import yaml
 
-    from onediff_ext.hosts.diffusers.plain_yaml import load_plain
+    from onediff_ext.hosts.diffusers.checkpoints.plain_yaml import load_plain
 
     hint = "Correct it, or move it away to let OneDiff deduce the settings."
     try:
