@@ -28,7 +28,7 @@ def verify(library: GraphLibrary) -> str:
     count = len(library.entries())
     problems = library.verify(repair=True)
     if not problems:
-        return f"{counted(count, 'graph')} checked: all sound."
+        return f"{counted(count, 'graph')} checked: all intact."
     remedies = Counter(problem.remedy or "left alone" for problem in problems)
     done = ", ".join(f"{counted(n, 'file')} {remedy}" for remedy, n in remedies.items())
     lines = "; ".join(f"{_short(p.path.name)} {p.reason}" for p in problems[:5])
