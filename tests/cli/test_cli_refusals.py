@@ -285,7 +285,7 @@ def test_other_commands(command_line: CommandLine, folder: Path, tmp_path: Path)
     refused("There is no folder", "Name another", "graphs", "export", tmp_path / "no" / "g.zip")
     refused("No checkpoint 'x'", "Known: ", "graphs", "export", "g.zip", "--checkpoint", "x")
     refused("cannot be read", "file's name", "graphs", "import", tmp_path / "g.zip", "--trust")
-    refused("no sound archive", "Export", "graphs", "import", folder / "a.png", "--trust")
+    refused("not a sound archive", "Export", "graphs", "import", folder / "a.png", "--trust")
     refused("--older-than-days: 'nan'", "--help", "graphs", "prune", "--older-than-days", "nan")
     refused("--to-gb: '-1'", "--help", "graphs", "prune", "--to-gb", "-1")
 

@@ -91,7 +91,9 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
     for setting in SETTINGS:
         texts |= {setting.label, *setting.choices}
         texts |= {f"({setting.help})"} if setting.help else set()
-    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {page.panel_host.off_reason()}
+    texts = {text for text in texts if not _is_the_same_everywhere(text)} - {
+        page.panel_host.off_reason()
+    }
     messages = {*messages_of("panel"), *messages_of("webui")}
     assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))

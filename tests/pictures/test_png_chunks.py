@@ -110,7 +110,10 @@ def test_texts_before_the_cut_of_a_truncated_file_are_kept(tmp_path: Path) -> No
 @given(
     st.dictionaries(
         st.text("abcXYZ ", min_size=1, max_size=8).map(str.strip).filter(bool),
-        st.tuples(st.text(st.characters(exclude_characters="\0"), max_size=40), st.booleans()),
+        st.tuples(
+            st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40),
+            st.booleans(),
+        ),
         max_size=4,
     )
 )
