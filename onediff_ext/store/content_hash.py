@@ -75,6 +75,10 @@ class ContentHashes:
             raise CheckpointError(
                 f"There is no file {path}.", "Check the path; nothing is downloaded."
             ) from exc
+        except RecursionError as exc:  # of Path.rglob up to Python 3.12
+            raise CheckpointError(
+                f"{path} is nested too deeply.", "Choose the top folder of a diffusers model."
+            ) from exc
         except RuntimeError as exc:  # of Path.resolve up to Python 3.12
             raise CheckpointError(
                 f"{path} is a link that leads to no file.", "Name the file itself."

@@ -103,10 +103,20 @@ def _yaml(text: str) -> None:
         assert hints.head_count is None or 0 < hints.head_count < 2**20
 
 
+def _repeating(form: str, count: int) -> str:
+    """A file whose last value is twice the one before it, and so on; it is printed to be read."""
+    lines = ["x0: &a0 {k: v}\n"]
+    lines += [f"x{n}: &a{n} {form.format(f'*a{n - 1}')}\n" for n in range(1, count + 1)]
+    return f"{''.join(lines)}{YAML}    denoiser_config: {{params: *a{count}}}\n"
+
+
 _YAMLS = st.one_of(
     st.deferred(lambda: damaged([YAML.encode()])).map(lambda raw: raw.decode("utf-8", "replace")),
     joined(
         ["a: ", "&a ", "*a", "\n", "[", "]", "{", "}", "- ", "!!python/object:os.system ", "  "], 12
+    ),
+    st.builds(
+        _repeating, st.sampled_from(["[{0}, {0}]", "{{<<: [{0}, {0}]}}"]), st.integers(0, 25)
     ),
 )
 

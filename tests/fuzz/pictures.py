@@ -173,7 +173,7 @@ TARGETS = (
         "infotext",
         joined([
             "Negative prompt:", "Steps: 20", ", ", "\n", ": ", '"', "\\", "Size: 1x1", "ab: ", " ",
-            "a", "\r", "\\\"", "Ab: \"", ",", "\t",
+            "a", "\r", "\\\"", "Ab: \"", ",", "\t", "\n Negative prompt:", "\nab: 1, cd: 2, ef: 3",
         ]),
         _infotext,
     ),

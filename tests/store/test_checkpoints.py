@@ -226,3 +226,18 @@ def test_what_cannot_be_hashed_is_a_checkpoint_error(folder: StoreFolder, tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="holds no"):
         ContentHashes(folder).content_hash(tmp_path / "empty")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no paths of that length")
+def test_a_folder_that_is_nested_deeper_than_calls(folder: StoreFolder, tmp_path: Path) -> None:
+    made = [tmp_path / "model"]
+    made[0].mkdir()
+    try:
+        for _ in range(1100):
+            made.append(made[-1] / "d")
+            made[-1].mkdir()
+        with pytest.raises(CheckpointError, match=r"nested too deeply|holds no \.safetensors"):
+            ContentHashes(folder).content_hash(made[0])
+    finally:
+        for path in reversed(made):
+            path.rmdir()
