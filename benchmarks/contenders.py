@@ -11,8 +11,15 @@ from typing import Any
 import torch
 
 from onediff_ext.core.options import CompileOptions
-from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
-from onediff_ext.hosts.diffusers.probe import probe
+from onediff_ext.hosts.diffusers.compile import (
+    compile_pipe,
+    compiled_state,
+    new_session,
+    one_picture,
+)
+from onediff_ext.hosts.diffusers.compile_module import compile_module
+from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
+from onediff_ext.session.session import Session
 
 Step = Any
 """A callable that takes the UNet's arguments."""
@@ -76,23 +83,49 @@ class Ours(Contender):
         probe(pipe)
         self._ready_s = time.perf_counter() - start
         probe(pipe)
-        # All steps belong to one picture, as in use: 8-bit weights and the text KV cache are made
-        # once for each picture.
+        # A host announces its pictures. Weights are compared, and the text KV cache is computed,
+        # once for each. All steps belong to one picture here.
         self._picture = one_picture(pipe)
         self._picture.__enter__()
         return unet
 
     def figures(self) -> dict[str, Any]:
-        return {
-            "ready_s": self._ready_s,
-            "kinds": len(self.session.kinds),
-            "built": self.session.count("built"),
-            "loaded": self.session.count("loaded"),
-            "captures": self.session.cuda_graphs.made,
-            "dropped": list(self.session.cuda_graphs.dropped),
-            "states": sorted({kind.state.value for kind in self.session.kinds}),
-            "fallbacks": [vars(f) for f in self.session.fallbacks()],
-        }
+        return figures_of(self.session, self._ready_s)
+
+
+class Plain(Contender):
+    """A user's own calls: the public API, and nothing told of where pictures begin."""
+
+    is_peer = False
+    _STEPS = 20
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name, self._options = name, options
+        self._timestep: torch.Tensor | None = None
+        self._schedule: list[torch.Tensor] = []
+
+    def make(self, unet: Any, store: Path) -> Step:
+        start = time.perf_counter()
+        compile_module(unet, options={"store": store, **self._options})
+        state = compiled_state(unet)
+        assert state is not None
+        self.session = state.session
+        small = unet_inputs(unet, torch.Generator().manual_seed(0))
+        for _ in range(2):  # finds and builds the kinds, and compares them
+            unet(**small)
+            self.session.wait_for_builds()
+        self._ready_s = time.perf_counter() - start
+
+        def step(**inputs: Any) -> Any:
+            of_size = inputs["timestep"]
+            if not self._schedule or of_size is not self._timestep:  # as `set_timesteps`
+                self._timestep, self._schedule = of_size, list(of_size.repeat(self._STEPS))
+            return unet(**{**inputs, "timestep": self._schedule.pop(0)})
+
+        return step
+
+    def figures(self) -> dict[str, Any]:
+        return figures_of(self.session, self._ready_s)
 
 
 class _Dynamo(Contender):
@@ -183,6 +216,25 @@ class TorchTensorRT(_Dynamo):
         )
 
 
+def figures_of(session: Session, ready_s: float) -> dict[str, Any]:
+    """Return what a session built, loaded and recorded.
+
+    Args:
+        session: Of a contender.
+        ready_s: Seconds until all its graphs were ready.
+    """
+    return {
+        "ready_s": ready_s,
+        "kinds": len(session.kinds),
+        "built": session.count("built"),
+        "loaded": session.count("loaded"),
+        "captures": session.cuda_graphs.made,
+        "dropped": list(session.cuda_graphs.dropped),
+        "states": sorted({kind.state.value for kind in session.kinds}),
+        "fallbacks": [vars(f) for f in session.fallbacks()],
+    }
+
+
 def all_contenders(*, channels_last: bool = True) -> list[Contender]:
     """Return all contenders in the order of measurement.
 
@@ -196,6 +248,8 @@ def all_contenders(*, channels_last: bool = True) -> list[Contender]:
         Ours("ours-graphs", build="wait", captures=False, **layout),
         Ours("ours-exact", build="wait", **layout),
         Ours("ours-fp8", build="wait", precision="fp8", **layout),
+        Plain("plain", **layout),
+        Plain("plain-fp8", precision="fp8", **layout),
         RepeatedBlocks(),
         Compiled("torch.compile dynamic", dynamic=True),
         Compiled("torch.compile"),

@@ -7,7 +7,8 @@ on a GPU, forwards are also recorded as CUDA graphs. For each setting: seconds f
 (median of `--pictures`), speed-up over no DeepCache, full and shallow calls, memory of the cached
 feature, and peak memory of a picture. Parity compares the compiled run with eager at the same
 setting. The difference to a picture without DeepCache is recorded too, but with random weights it
-says nothing about real models. ``--tiny`` tests the script on a CPU.
+says nothing about real models. Rows of the contender "plain" are a user's own calls: DeepCache is
+enabled once, and nothing says where a picture begins or ends. ``--tiny`` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from onediff_ext.core.options import BACKENDS, CompileOptions
 from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.hosts.diffusers.checkpoints.architectures import read_architecture
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
-from onediff_ext.hosts.diffusers.deepcache import deepcache_for, deepcache_state
+from onediff_ext.hosts.diffusers.deepcache import (
+    deepcache_for,
+    deepcache_state,
+    disable_deepcache,
+    enable_deepcache,
+)
 from onediff_ext.hosts.diffusers.jobs.run_report import recompile_count
 from onediff_ext.hosts.diffusers.jobs.step_bench import paused
 from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
@@ -104,6 +110,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for row, times in zip(rows, seconds, strict=True):
         row["picture_s"], row["slowest_s"] = statistics.median(times), max(times)
         row["speedup"] = None if without is None else without / row["picture_s"]
+    rows += [plain_row(picture, options, arguments.pictures, without) for options in chosen]
     return {
         "what": "deepcache",
         "model": arguments.model,
@@ -206,6 +213,7 @@ def warm_up(picture: Picture, options: DeepCacheOptions) -> dict[str, Any]:
     with deepcache_for(picture.models, DeepCacheOptions(1)):
         without, _ = picture.draw()
     return {
+        "contender": "ours-exact",
         "setting": str(options) if options.is_on else "off",
         "counts": counts,
         "first_s": first_s,
@@ -233,6 +241,36 @@ def timed(picture: Picture, options: DeepCacheOptions, row: dict[str, Any]) -> f
     if device.type == "cuda":
         row["peak_bytes"] = max(row["peak_bytes"], torch.cuda.max_memory_allocated(device))
     return seconds
+
+
+def plain_row(
+    picture: Picture, options: DeepCacheOptions, pictures: int, without_s: float | None
+) -> dict[str, Any]:
+    """Draw with a setting as a user does, and return its row.
+
+    Args:
+        picture: What is drawn.
+        options: The setting.
+        pictures: How many are timed.
+        without_s: Seconds of a picture without DeepCache.
+    """
+    if options.is_on:
+        enable_deepcache(picture.models, options)
+    seconds = []
+    for _ in range(pictures + 1):  # the first one is not counted
+        start = time.perf_counter()
+        picture.draw()
+        synchronize(picture.device)
+        seconds.append(time.perf_counter() - start)
+    disable_deepcache(picture.models)
+    picture_s = statistics.median(seconds[1:])
+    return {
+        "contender": "plain",
+        "setting": str(options) if options.is_on else "off",
+        "picture_s": picture_s,
+        "slowest_s": max(seconds[1:]),
+        "speedup": None if without_s is None else without_s / picture_s,
+    }
 
 
 def captured_reason(models: Any) -> str:

@@ -107,7 +107,7 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     from onediff_ext.engine.quantization import unavailable_reason
-    from onediff_ext.engine.quantized_linears import quantise_rows
+    from onediff_ext.engine.quantized_linears import quantize_rows
 
     ops = torch.ops.onediff
     noise = torch.Generator(device).manual_seed(0)
@@ -131,7 +131,7 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         return value * functional.gelu(gate)
 
     def in_fp8(x: torch.Tensor, bound: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        return quantise_rows(x.reshape(-1, x.shape[-1]), "fp8", bound)
+        return quantize_rows(x.reshape(-1, x.shape[-1]), "fp8", bound)
 
     def add_layer_norm_in_fp8(
         x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, b: torch.Tensor

@@ -5,6 +5,9 @@ in the background and faults happen: a build worker is killed, one runs out of m
 cancels and resumes, and the disk is full for a while. Each picture is timed against eager at its
 size and compared with eager's picture of the same seed.
 
+It does so twice: as the command line draws, which says where a picture begins, and by plain calls
+of the pipeline ("plain").
+
 Half of the cores draw, in place of a GPU. Builds use only idle cores, so drawing on all cores
 delays them until there is a pause (``--threads``).
 """
@@ -23,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +42,7 @@ from onediff_ext.core.priority import usable_cores
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
 from onediff_ext.session.session import Session
 from onediff_ext.store import durable_write
 
@@ -65,78 +68,111 @@ def main() -> int:
     import_libraries()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
-        figures = _measure(arguments, Path(folder) / "store")
+        figures = _measure(arguments, Path(folder))
     text = json.dumps(figures, indent=1)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(json.dumps({**figures, "rows": "...", "events": "..."}, indent=1))
+    hidden = {"rows": "...", "events": "..."}
+    print(json.dumps({**figures, **hidden, "plain": {**figures["plain"], **hidden}}, indent=1))
     return 0
 
 
-def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
-    device = torch.device("cpu")
+def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     image_generator = ImageGenerator(
-        load_checkpoint(arguments.model, dtype=torch.float32, device=device)
+        load_checkpoint(arguments.model, dtype=torch.float32, device=torch.device("cpu"))
     )
     settings = DrawSettings(prompt="a cat on a yellow background", steps=arguments.steps)
     chooser = random.Random(0)
     plan = [*SIZES, *(chooser.choice(SIZES) for _ in range(arguments.pictures - len(SIZES)))]
     plan = plan[: arguments.pictures]
-    eager_s: dict[tuple[int, int], list[float]] = {size: [] for size in SIZES}
-    expected = _draw_eager(image_generator, settings, plan, eager_s)
 
-    session = new_session(CompileOptions(backend=arguments.backend, store=store))
-    compile_pipe(image_generator.pipe, session=session)
+    def draw(size: tuple[int, int], seed: int) -> Any:
+        return image_generator.txt2img(settings, *size, [seed]).images[0]
+
+    def draw_plain(size: tuple[int, int], seed: int) -> Any:
+        return image_generator.pipe(
+            settings.prompt, width=size[0], height=size[1], num_inference_steps=settings.steps,
+            generator=torch.Generator().manual_seed(seed),
+        ).images[0]  # fmt: skip
+
+    image_generator.pipe.set_progress_bar_config(disable=True)
+    pipe, backend = image_generator.pipe, arguments.backend
+    announced = measure_contender(draw, pipe, plan, backend, folder / "announced")
+    plain = measure_contender(draw_plain, pipe, plan, backend, folder / "plain")
+    return {
+        "what": "never wait",
+        "fingerprint": fingerprint(torch.device("cpu")),
+        "model": arguments.model.stem,
+        "backend": backend,
+        "sizes": len(set(plan)),
+        "steps": arguments.steps,
+        **announced,
+        "plain": plain,
+    }
+
+
+def measure_contender(
+    draw: Callable[[tuple[int, int], int], Any],
+    pipe: Any,
+    plan: Sequence[tuple[int, int]],
+    backend: str,
+    store: Path,
+) -> dict[str, Any]:
+    """Draw a plan eager, while graphs are built, and eager again; return the figures.
+
+    Args:
+        draw: Draws a picture of (width, height) and a seed.
+        pipe: The pipeline that it draws with.
+        plan: The size of each picture; the seed is its number, from 1.
+        backend: Builds the graphs.
+        store: An empty folder.
+    """
+    eager_s: dict[tuple[int, int], list[float]] = {size: [] for size in SIZES}
+    expected = _draw_eager(draw, plan, eager_s)
+    session = new_session(CompileOptions(backend=backend, store=store))
+    compile_pipe(pipe, session=session)
     faults = Faults(session)
     rows: list[dict[str, Any]] = []
-    ready_at: int | None = None
     start = time.perf_counter()
-    for number, (width, height) in enumerate(plan, 1):
+    for number, size in enumerate(plan, 1):
         faults.before(number)
         before = time.perf_counter()
-        drawn = image_generator.txt2img(settings, width, height, [number])
+        drawn = draw(size, number)
         seconds = time.perf_counter() - before
         status = session.status()
-        done = status.kinds_ready + status.kinds_failed == status.kinds_needed
-        if done and ready_at is None:
-            ready_at = number
-        rows.append(
-            {
-                "width": width,
-                "height": height,
-                "seconds": seconds,
-                "levels_off": _levels_off(drawn, expected[number - 1]),
-                "kinds_ready": status.kinds_ready,
-                "status": status.line(),
-            }
-        )
-        print(f"{number}: {width}x{height} {seconds:.2f} s, {status.line()}", file=sys.stderr)
+        rows.append({
+            "width": size[0],
+            "height": size[1],
+            "seconds": seconds,
+            "levels_off": _levels_off(drawn, expected[number - 1]),
+            "kinds_ready": status.kinds_ready,
+            "kinds_done": status.kinds_ready + status.kinds_failed,
+            "kinds_needed": status.kinds_needed,
+            "status": status.line(),
+        })  # fmt: skip
+        shown = f"{size[0]}x{size[1]}"
+        print(f"{number}: {shown} {seconds:.2f} s, {status.line()}", file=sys.stderr)
     faults.end()
     drawn_s = time.perf_counter() - start
     finished = session.wait_for_builds(600)
     build_s = time.perf_counter() - start
-    states = sorted(kind.state.value for kind in session.kinds)
+    states = [kind.state.value for kind in session.kinds]
     events = [event.line() for event in session.event_log.events]
     session.close()
-    undo_compile(image_generator.pipe)
-    _draw_eager(image_generator, settings, plan, eager_s)
+    undo_compile(pipe)
+    _draw_eager(draw, plan, eager_s)
     for row in rows:
         row["eager_seconds"] = statistics.median(eager_s[row["width"], row["height"]])
         row["ratio"] = row["seconds"] / row["eager_seconds"]
     equal = sum(row["levels_off"] <= ALLOWED_LEVELS for row in rows)
+    done_at = (n for n, row in enumerate(rows, 1) if row["kinds_done"] == row["kinds_needed"])
     return {
-        "what": "never wait",
-        "fingerprint": fingerprint(device),
-        "model": arguments.model.stem,
-        "backend": arguments.backend,
         "pictures": len(rows),
-        "sizes": len(set(plan)),
-        "steps": arguments.steps,
         "longest_ratio": max(row["ratio"] for row in rows),
         "median_ratio": statistics.median(row["ratio"] for row in rows),
         "kinds_needed": len(states),
         "kinds_ready": sum(state != KindState.FAILED.value for state in states),
-        "kinds_ready_at_picture": ready_at,
+        "kinds_ready_at_picture": next(done_at, None),
         "builder_finished": finished,
         "pictures_equal_eager": equal,
         "all_pictures_equal_eager": equal == len(rows),
@@ -150,25 +186,24 @@ def _measure(arguments: argparse.Namespace, store: Path) -> dict[str, Any]:
 
 
 def _draw_eager(
-    image_generator: ImageGenerator,
-    settings: DrawSettings,
-    plan: list[tuple[int, int]],
+    draw: Callable[[tuple[int, int], int], Any],
+    plan: Sequence[tuple[int, int]],
     eager_s: dict[tuple[int, int], list[float]],
-) -> list[Drawn]:
+) -> list[Any]:
     """Draw the plan without graphs and record the times; each size at least twice."""
-    for width, height in SIZES:  # the first picture of a size includes allocations and tuning
-        image_generator.txt2img(settings, width, height, [0])
+    for size in SIZES:  # the first picture of a size includes allocations and tuning
+        draw(size, 0)
     drawn = []
-    for number, (width, height) in enumerate(plan, 1):
+    for number, size in enumerate(plan, 1):
         start = time.perf_counter()
-        drawn.append(image_generator.txt2img(settings, width, height, [number]))
-        eager_s[width, height].append(time.perf_counter() - start)
+        drawn.append(draw(size, number))
+        eager_s[size].append(time.perf_counter() - start)
     return drawn
 
 
-def _levels_off(drawn: Drawn, expected: Drawn) -> int:
+def _levels_off(drawn: Any, expected: Any) -> int:
     """Return the largest difference of two pictures, in levels of 256."""
-    ours, theirs = (numpy.asarray(d.images[0], dtype=numpy.int16) for d in (drawn, expected))
+    ours, theirs = (numpy.asarray(image, dtype=numpy.int16) for image in (drawn, expected))
     return int(abs(ours - theirs).max())
 
 

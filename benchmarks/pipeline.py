@@ -6,7 +6,8 @@ Each contender is a new process, timed from start to end with imports and loadin
 
 - eager: diffusers' own pipeline (`benchmarks.pipeline_eager`), channels last;
 - ours-empty-store: ``onediff-ext img2img`` with an empty store; graphs build in the background;
-- ours-filled-store: the same command with the store that ``onediff-ext warmup`` filled.
+- ours-filled-store: the same command with the store that ``onediff-ext warmup`` filled;
+- plain: eager's script with a call of `compile_pipe`, and that store.
 
 A contender gets a ratio only if its pictures match eager's. Stages can run in one command or in
 several with the same work folder; figures of several runs are merged into one JSON file.
@@ -38,7 +39,7 @@ SIZES = (
     "512x512, 640x640, 720x720, 896x768, 960x720, 720x960, 768x1152, 832x1216, "
     "1024x1024, 1152x896, 1280x1280, 2048x512"
 )
-STAGES = ("prepare", "eager", "empty", "fill", "filled")
+STAGES = ("prepare", "eager", "empty", "fill", "filled", "plain")
 READ_BEFORE = (
     "torch.export",
     "torch._inductor.compile_fx",
@@ -46,7 +47,12 @@ READ_BEFORE = (
     "onediff_ext.cli.img2img",
     "onediff_ext.hosts.diffusers.jobs.run_img2img",
 )
-CONTENDERS = {"eager": "eager", "empty": "ours-empty-store", "filled": "ours-filled-store"}
+CONTENDERS = {
+    "eager": "eager",
+    "empty": "ours-empty-store",
+    "filled": "ours-filled-store",
+    "plain": "plain",
+}
 STEPS, STRENGTH, GUIDANCE, SEED = 40, 0.5, 7.0, 0
 PROMPT, NEGATIVE_PROMPT = "a painting of a quiet harbour at dawn", "blurry, low quality"
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -183,7 +189,7 @@ class Run:
 
     def draw(self, stage: str) -> None:
         """Run one contender's process and record its figures."""
-        variant = self.options.variant if stage != "eager" else ""
+        variant = self.options.variant if stage not in ("eager", "plain") else ""
         name = " ".join([CONTENDERS[stage], *variant.split()])
         if not self.model.exists():
             raise SystemExit(f"There is no model in {self.work}: run the stage prepare first.")
@@ -194,8 +200,8 @@ class Run:
         output.mkdir(parents=True)
         report.unlink(missing_ok=True)
         command = (
-            self._eager(output)
-            if stage == "eager"
+            self._diffusers(output, compiled=stage == "plain")
+            if stage in ("eager", "plain")
             else [
                 *self._ours("img2img"), str(self.inputs), "--output", str(output),
                 "--prompt", PROMPT, "--negative-prompt", NEGATIVE_PROMPT,
@@ -259,7 +265,7 @@ class Run:
             )
         return good
 
-    def _eager(self, output: Path) -> list[str]:
+    def _diffusers(self, output: Path, *, compiled: bool) -> list[str]:
         return [
             sys.executable, "-m", "benchmarks.pipeline_eager", str(self.inputs),
             "--model", str(self.model), "--output", str(output), "--device", self.device,
@@ -267,6 +273,7 @@ class Run:
             "--negative-prompt", NEGATIVE_PROMPT, "--steps", str(self.options.steps),
             "--strength", str(self.options.strength), "--guidance", str(GUIDANCE),
             "--batch-size", str(self.options.batch_size), "--seed", str(SEED),
+            *["--compile"] * compiled,
         ]  # fmt: skip
 
     def _ours(self, command: str) -> list[str]:
@@ -288,6 +295,7 @@ class Run:
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "HF_HUB_OFFLINE": "1",
+            "ONEDIFF_STORE": str(self.store),  # of a script that names none
         }
         log = logs / f"{name}.txt"
         start = time.perf_counter()

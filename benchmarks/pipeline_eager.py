@@ -1,6 +1,7 @@
 """Image to image with plain diffusers, the peer of `benchmarks.pipeline`.
 
-A separate process that imports nothing of ours. It loads the weights, converts them to channels
+A separate process that imports nothing of ours, unless ``--compile`` adds the one call of
+`compile_pipe` that a user would add. It loads the weights, converts them to channels
 last, and runs each batch through diffusers' own pipeline. Outputs have the names of their inputs.
 """
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--guidance", type=float, required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--compile", action="store_true", help="with compile_pipe")
     arguments = parser.parse_args()
 
     pipe = AutoPipelineForImage2Image.from_pretrained(
@@ -44,6 +46,10 @@ def main() -> int:
     pipe.unet.to(memory_format=torch.channels_last)
     pipe.vae.to(memory_format=torch.channels_last)
     pipe.set_progress_bar_config(disable=True)
+    if arguments.compile:
+        from onediff_ext import compile_pipe
+
+        pipe = compile_pipe(pipe)
 
     paths = sorted(arguments.inputs.iterdir())
     for _, of_size in itertools.groupby(paths, key=lambda path: path.stem.rsplit("-", 1)[0]):

@@ -5,6 +5,9 @@ weights. Three processes draw: one eager, one with an initially empty store, and
 that the second filled. Each process measures from its own start. First pictures vary by half a
 second, also in eager, so further processes draw one each in turn, and figures of first pictures
 are medians. Two last processes warm up 12 sizes; the second, with a filled store, is measured.
+
+"plain" draws like the process with an empty store, by calls of a pipeline that was only compiled:
+nothing names the checkpoint or says where a picture begins.
 """
 
 from __future__ import annotations
@@ -19,14 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.results import write_result
 
 _STARTED = time.time() - float(os.environ.get("ONEDIFF_BENCH_AGE_S", "0"))
-CONTENDERS = {"eager": "eager", "cold": "ours-empty-store", "warm": "ours-filled-store"}
+CONTENDERS = {
+    "eager": "eager",
+    "cold": "ours-empty-store",
+    "warm": "ours-filled-store",
+    "plain": "plain",
+}
 WARM_UP = "sizes"
 SIZES = ((1024, 1024), (960, 720), (512, 512), (896, 768), (720, 720))
 
@@ -54,11 +62,13 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
         arguments.store = arguments.store or Path(folder) / "store"
-        found = {role: _run(role, arguments) for role in CONTENDERS}
+        stores = {"plain": Path(folder) / "plain"}
+        found = {role: _run(role, arguments, store=stores.get(role)) for role in CONTENDERS}
         firsts = {role: [run["rows"][0]] for role, run in found.items()}
         for repeat in range(1, arguments.repeats):
             for role in CONTENDERS:
-                store = Path(folder) / f"empty-{repeat}" if role == "cold" else arguments.store
+                is_empty = role in ("cold", "plain")
+                store = Path(folder) / f"{role}-{repeat}" if is_empty else arguments.store
                 run = _run(role, arguments, store=store, only_first=True)
                 firsts[role].append(run["rows"][0])
         _run(WARM_UP, arguments)  # builds the VAE's encoder, which no picture needed
@@ -102,21 +112,31 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.timing import synchronize
     from onediff_ext.core.options import CompileOptions
     from onediff_ext.core.shapes import BatchShape, parse_sizes
-    from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, one_picture
+    from onediff_ext.hosts.diffusers.compile import (
+        compile_pipe,
+        compiled_state,
+        new_session,
+        one_picture,
+    )
     from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")]
     session = None
-    if arguments.role != "eager":
+    if arguments.role not in ("eager", "plain"):
         session = new_session(CompileOptions(store=arguments.store))
         identity = hashlib.sha256(arguments.model.encode()).hexdigest()
         session.use_checkpoint(identity, name=arguments.model, device=device)
-    pipe = SimpleNamespace(
-        unet=make_unet(arguments.model, device, dtype).to(memory_format=torch.channels_last),
-        vae=make_vae(arguments.model, device, dtype),
+    pipe = Pipe(
+        make_unet(arguments.model, device, dtype).to(memory_format=torch.channels_last),
+        make_vae(arguments.model, device, dtype),
     )
-    if session is not None:
+    if arguments.role == "plain":
+        compile_pipe(pipe, options={"store": arguments.store})
+        state = compiled_state(pipe)
+        assert state is not None
+        session = state.session
+    elif session is not None:
         compile_pipe(pipe, session=session)
     sizes = [(w // arguments.scale, h // arguments.scale) for w, h in SIZES]
     rows: list[dict[str, Any]] = []
@@ -124,8 +144,8 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     def draw(size: tuple[int, int]) -> None:
         start = time.time()
         synchronize(device)
-        with torch.no_grad(), one_picture(pipe):
-            _one_picture(pipe, size, arguments.steps, device)
+        with nullcontext() if arguments.role == "plain" else one_picture(pipe):
+            pipe(size, arguments.steps)
         now = time.time()
         status = session.status() if session is not None else None
         rows.append({
@@ -149,7 +169,7 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     elif arguments.only_first:
         draw(sizes[0])
         sizes = []
-    elif arguments.role == "cold":
+    elif arguments.role in ("cold", "plain"):
         for _ in range(arguments.pictures):
             draw(sizes[0])
             if rows[-1]["kinds_needed"] and rows[-1]["kinds_ready"] == rows[-1]["kinds_needed"]:
@@ -170,22 +190,29 @@ def _draw(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _one_picture(pipe: Any, size: tuple[int, int], steps: int, device: Any) -> None:
-    import torch
+class Pipe:
+    """A pipeline without text encoders: UNet steps with CFG, and a VAE decode."""
 
-    from benchmarks.timing import synchronize
-    from onediff_ext.hosts.diffusers.probe import unet_inputs
+    def __init__(self, unet: Any, vae: Any) -> None:
+        self.unet, self.vae = unet, vae
 
-    width, height = size[0] // 8, size[1] // 8
-    inputs = unet_inputs(
-        pipe.unet, torch.Generator().manual_seed(0), height_latent=height, width_latent=width
-    )
-    for step in range(steps):
-        inputs["timestep"] = torch.tensor(900 - 40 * step, device=device)
-        noise = pipe.unet(**inputs).sample
-        inputs["sample"] = inputs["sample"] - 0.01 * noise
-    pipe.vae.decode(inputs["sample"][:1].to(pipe.vae.dtype))
-    synchronize(device)
+    def __call__(self, size: tuple[int, int], steps: int) -> None:
+        import torch
+
+        from benchmarks.timing import synchronize
+        from onediff_ext.hosts.diffusers.probe import unet_inputs
+
+        device, (width, height) = self.unet.device, size
+        inputs = unet_inputs(
+            self.unet, torch.Generator().manual_seed(0),
+            height_latent=height // 8, width_latent=width // 8,
+        )  # fmt: skip
+        with torch.no_grad():
+            for timestep in torch.linspace(900, 100, steps, device=device):
+                noise = self.unet(**{**inputs, "timestep": timestep}).sample
+                inputs["sample"] = inputs["sample"] - 0.01 * noise
+            self.vae.decode(inputs["sample"][:1].to(self.vae.dtype))
+        synchronize(device)
 
 
 def summary(
@@ -205,7 +232,14 @@ def summary(
         steps: UNet steps of a picture.
     """
     eager, cold, warm = (found[role]["rows"] for role in ("eager", "cold", "warm"))
-    ready = next((row for row in cold if 0 < row["kinds_needed"] == row["kinds_ready"]), None)
+    contenders = {role: name for role, name in CONTENDERS.items() if role in found}
+
+    def all_ready_s(rows: list[dict[str, Any]]) -> float | None:
+        """Return seconds from the beginning of the first picture until all graphs are in use."""
+        ready = next((row for row in rows if 0 < row["kinds_needed"] == row["kinds_ready"]), None)
+        if ready is None:
+            return None
+        return float(ready["since_start_s"] - rows[0]["since_start_s"] + rows[0]["seconds"])
 
     def of_size(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[float]:
         size = (row["width"], row["height"])
@@ -215,6 +249,9 @@ def summary(
         """Return first minus last picture's seconds for each size after the first."""
         seconds = [of_size(rows, row) for row in eager[4::4]]
         return [one[0] - one[-1] for one in seconds]
+
+    def longest_ratio(rows: list[dict[str, Any]]) -> float:
+        return max(float(row["seconds"]) / max(of_size(eager, row)[1:]) for row in rows[1:])
 
     def first(role: str, key: str = "seconds") -> float:
         return statistics.median(float(row[key]) for row in firsts[role])
@@ -228,12 +265,13 @@ def summary(
         "first_picture_s": first("cold"),
         "first_picture_eager_s": first("eager"),
         "first_picture_ratio": first("cold") / first("eager"),
-        "longest_ratio": max(
-            row["seconds"] / max(of_size(eager, row)[1:]) for row in cold[1:]
-        ),
-        "all_kinds_ready_s": None if ready is None else (
-            ready["since_start_s"] - cold[0]["since_start_s"] + cold[0]["seconds"]
-        ),
+        "longest_ratio": longest_ratio(cold),
+        "all_kinds_ready_s": all_ready_s(cold),
+        "plain": {
+            "first_picture_s": first("plain"),
+            "longest_ratio": longest_ratio(found["plain"]["rows"]),
+            "all_kinds_ready_s": all_ready_s(found["plain"]["rows"]),
+        } if "plain" in found else None,
         "built": found["cold"]["built"],
         "restart_first_picture_s": first("warm", "since_start_s"),
         "restart_first_picture_running": warm[0]["running"],
@@ -248,7 +286,7 @@ def summary(
         "warm_up_built": warm_up["built"],
         "warm_up": warm_up,
         "first_pictures": {
-            CONTENDERS[role]: [
+            contenders[role]: [
                 {key: row[key] for key in ("seconds", "since_start_s")} for row in rows
             ]
             for role, rows in firsts.items()
@@ -268,11 +306,11 @@ def summary(
                 for key, value in found[role].items()
                 if key not in ("rows", "fingerprint", "warm_up")
             }
-            for role, name in CONTENDERS.items()
+            for role, name in contenders.items()
         },
         "rows": [
             {"contender": name, "dtype": found[role]["dtype"], **row}
-            for role, name in CONTENDERS.items()
+            for role, name in contenders.items()
             for row in found[role]["rows"]
         ],
     }  # fmt: skip

@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plain_rows import as_used
 from benchmarks.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+SCRIPT = ROOT / "benchmarks" / "plain_script.py"
 PAGES = ("README.md", "docs/benchmarks.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SIZES = ((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512))
@@ -28,14 +30,20 @@ UNET_COLUMNS = {
     "stable-fast": "stable-fast",
     "torch-tensorrt": "torch-tensorrt",
     "ours-exact": "OneDiff",
+    "ours-exact announced": "OneDiff, announced",
     "ours-fp8": "OneDiff, fp8",
+    "ours-fp8 announced": "OneDiff, fp8, announced",
 }
 # Those of the README's one table.
-SHORT_COLUMNS = ("eager", "ours-captured-eager", "torch.compile", "ours-exact", "ours-fp8")
+SHORT_COLUMNS = (
+    *("eager", "ours-captured-eager", "torch.compile", "ours-exact", "ours-exact announced"),
+    *("ours-fp8", "ours-fp8 announced"),
+)
 PIPELINE_NAMES = {
     "eager": "diffusers, eager",
     "ours-empty-store": "OneDiff, empty store",
     "ours-filled-store": "OneDiff, filled store",
+    "plain": "diffusers with compile_pipe, filled store",
 }
 
 TITLES = {"sdxl": "SDXL", "sd15": "SD1.5", "sd1": "SD1.5"}
@@ -83,6 +91,7 @@ def with_tables(text: str, results: Path) -> str:
         return figures
 
     sections: dict[str, Callable[[], str]] = {
+        "a user's script": lambda: f"```python\n{SCRIPT.read_text(encoding='utf-8')}```",
         "unet sdxl short": lambda: unet_table(result("unet-sdxl-h200"), columns=SHORT_COLUMNS),
         "unet sdxl": lambda: unet_table(result("unet-sdxl-h200")),
         "unet sd1": lambda: unet_table(result("unet-sd1-h200")),
@@ -94,6 +103,7 @@ def with_tables(text: str, results: Path) -> str:
         "pipeline sdxl": lambda: pipeline_table(result("pipeline-sdxl-h200")),
         "pipeline sd15": lambda: pipeline_table(result("pipeline-sd15-h200")),
         "start-up": lambda: start_up_table(result("start-up-sdxl-h200")),
+        "plain first": lambda: plain_first_table(result("plain-sdxl-h200")),
         "never wait": lambda: never_wait_table(result("never-wait-onediff-demo-cpu")),
         "kernels": lambda: kernel_table(result("kernels-h200")),
         "deepcache": lambda: deepcache_table(
@@ -133,6 +143,7 @@ def unet_table(
     rows = [row for row in figures["rows"] if row["dtype"] == dtype and "ms_median" in row]
     if not rows:
         raise NotMeasured(dtype)
+    rows = as_used(rows)
     ms = {(r["contender"], r["width"], r["height"]): r["ms_median"] for r in rows}
     titles = {
         name: title
@@ -187,6 +198,7 @@ def vae_table(figures: Figures, part: str = "decode", dtype: str = "bfloat16") -
     rows = [r for r in figures["rows"] if r.get("part", "decode") == part and r["dtype"] == dtype]
     if not rows:
         raise NotMeasured(part)
+    rows = as_used(rows)
     ms = {(r["contender"], r["width"], r["height"]): r["ms_median"] for r in rows}
     lines = []
     for name, width, height in ms:
@@ -235,6 +247,11 @@ def start_up_table(figures: Figures) -> str:
         ["empty store: slowest later one, times eager's", times(figures["longest_ratio"])],
         ["empty store: all kinds in use after, s", _or_dash(figures["all_kinds_ready_s"])],
     ]
+    if plain := figures.get("plain"):
+        lines += [
+            ["the same by plain calls: slowest later one", times(plain["longest_ratio"])],
+            ["the same: all kinds in use after, s", _or_dash(plain["all_kinds_ready_s"])],
+        ]
     if "warm_up_s" in figures:
         label = f"filled store: warm-up of {figures['warm_up_sizes']} sizes, s"
         lines.append([label, seconds(figures["warm_up_s"])])
@@ -243,6 +260,36 @@ def start_up_table(figures: Figures) -> str:
         f" (`python -m benchmarks.start_up`, pictures of {figures['steps']} steps):"
     )
     return f"{intro}\n\n" + _table(["", _title(figures)], lines)
+
+
+def plain_first_table(figures: Figures) -> str:
+    """The pictures that a user's script draws without a pause, with an empty store."""
+    seconds, eager = "{:.1f}".format, figures["contenders"]["eager"]
+    names = {"plain": "exact", "plain-fp8": "fp8", "plain-lora": "with a LoRA"}
+    chosen = {k: found for k in names if (found := figures["contenders"].get(k))}
+    usual_s = eager["usual_picture_s"]
+
+    def line(label: str, of: Callable[[Figures], str]) -> list[Any]:
+        return [label, *map(of, chosen.values())]
+
+    lines = [
+        line("graphs built", lambda found: str(found["graphs_built"])),
+        line("all built and loaded after, s", lambda found: seconds(found["all_built_s"])),
+        line("slowest picture but the first, s", lambda f: seconds(f["slowest_later_picture_s"])),
+        line(
+            "the same, times eager's usual picture",
+            lambda found: f"{found['slowest_later_picture_s'] / usual_s:.2f}",
+        ),
+        line("eager's usual picture, s", lambda _: seconds(usual_s)),
+        line("the last picture, s", lambda found: f"{found['last_picture_s']:.2f}"),
+    ]
+    intro = (
+        "A user's script that draws 512x512 without a pause, with an empty store"
+        f" (`python -m benchmarks.plain`, {figures['steps']} steps; times from the first picture's"
+        " start):"
+    )
+    header = [_title(figures), *(names[name] for name in chosen)]
+    return f"{intro}\n\n" + _table(header, lines)
 
 
 def never_wait_table(figures: Figures) -> str:
@@ -254,6 +301,9 @@ def never_wait_table(figures: Figures) -> str:
         ["kinds, all of them in use at picture",
          f"{figures['kinds_needed']}, {figures['kinds_ready_at_picture'] or 'after the last one'}"],
         ["pictures equal to eager's", f"{figures['pictures_equal_eager']}"],
+        *([["by plain calls: the slowest, the median picture",
+            "{longest_ratio:.2f}, {median_ratio:.2f}".format(**figures["plain"])]]
+          if "plain" in figures else []),
         ["what went wrong meanwhile", "; ".join(figures["faults"])],
     ]  # fmt: skip
     intro = (
@@ -280,12 +330,17 @@ def kernel_table(figures: Figures, dtype: str = "float16") -> str:
 def deepcache_table(figures: list[Figures]) -> str:
     """Seconds of a picture of 50 steps, with and without DeepCache: SDXL and SD1.5."""
     lines = []
-    for rows in zip(*(found["rows"] for found in figures), strict=True):
+    for rows in zip(*map(_rows_of_plain_calls, figures), strict=True):
         cells = [c for row in rows for c in (f"{row['picture_s']:.2f}", f"{row['speedup']:.1f}")]
         lines.append([rows[0]["setting"], *cells])
     return _table(
         ["interval", "SDXL 1024x1024, s", "times faster", "SD1.5 512x512, s", "times faster"], lines
     )
+
+
+def _rows_of_plain_calls(figures: Figures) -> list[Figures]:
+    rows: list[Figures] = figures["rows"]
+    return [row for row in rows if row.get("contender") == "plain"] or rows
 
 
 def webui_table(figures: list[Figures]) -> str:

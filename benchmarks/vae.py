@@ -1,6 +1,7 @@
-"""VAE decodes and encodes, eager and ours: ``python -m benchmarks.vae --model sdxl --json FILE``.
+"""VAE decodes and encodes: ``python -m benchmarks.vae --model sdxl --json FILE``.
 
-Each size is compared with eager first, then timed in turn with eager.
+Eager, ours, and a user's own calls ("plain"). Each size is compared with eager first, then all
+take turns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.fingerprint import fingerprint
-from benchmarks.models import DTYPES, make_vae
+from benchmarks.models import DTYPES, make_vae, twin
 from benchmarks.results import (
     ROW_KEY,
     check_mergeable,
@@ -30,7 +31,8 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape, parse_sizes
 from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
-from onediff_ext.hosts.diffusers.jobs.step_bench import paused
+from onediff_ext.hosts.diffusers.compile_module import compile_module
+from onediff_ext.session.session import Session
 
 SIZES = "512x512, 720x720, 960x720, 896x768, 1024x1024, 1280x1280"
 KEY = (*ROW_KEY, "part")
@@ -67,80 +69,79 @@ def main() -> int:
 def run(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, store: Path
 ) -> dict[str, Any]:
-    """Measure single pictures of each size, in turn with eager."""
+    """Measure single pictures of each size: eager, ours, and plain calls, in turn."""
+    eager = make_vae(arguments.model, device, dtype)
+    ours, plain = twin(eager), twin(eager)
     session = new_session(CompileOptions(store=store, build="wait"))
-    pipe = SimpleNamespace(vae=make_vae(arguments.model, device, dtype))
-    compile_pipe(pipe, session=session)
-    compiled = compiled_state(pipe)
-    assert compiled is not None
-    rows = []
-    parts = arguments.parts.split(",")
+    compile_pipe(SimpleNamespace(vae=ours), session=session)
+    vaes = {"eager": eager, "ours-exact": ours, "plain": plain}
+    parts, rows, contenders = arguments.parts.split(","), [], {}
+    name = str(dtype).removeprefix("torch.")
     with torch.no_grad():
-        start = time.perf_counter()
-        for part in parts * 2:  # builds, then compares
-            _call(pipe.vae, part, parse_sizes("128x136")[0])()
-        ready_s = time.perf_counter() - start
+        contenders[f"ours-exact {name}"] = _ready(ours, session, parts)
+        compile_module(plain, options={"store": store})
+        state = compiled_state(plain)
+        assert state is not None
+        contenders[f"plain {name}"] = _ready(plain, state.session, parts)
         for part in parts:
             for size in parse_sizes(arguments.sizes):
-                call = _call(pipe.vae, part, size)
-                rows += _size(call, part, size, arguments.rounds, device, compiled)
-    contender = {
-        "measured": now(),
-        "ready_s": ready_s,
-        "kinds": len(session.kinds),
-        "states": sorted({kind.state.value for kind in session.kinds}),
-        "fallbacks": [vars(f) for f in session.fallbacks()],
-    }
-    name = str(dtype).removeprefix("torch.")
+                calls = {contender: _call(vae, part, size) for contender, vae in vaes.items()}
+                rows += _size(calls, part, size, arguments.rounds, device)
     return {
-        "contenders": {f"ours-exact {name}": contender},
+        "contenders": contenders,
         "rows": [{**row, "dtype": name, "measured": now()} for row in rows],
     }
 
 
+def _ready(vae: Any, session: Session, parts: list[str]) -> dict[str, Any]:
+    """Call a compiled VAE until its graphs are built and compared with eager."""
+    start = time.perf_counter()
+    for part in parts * 2:
+        _call(vae, part, parse_sizes("128x136")[0])()
+        session.wait_for_builds()
+    return {
+        "measured": now(),
+        "ready_s": time.perf_counter() - start,
+        "kinds": len(session.kinds),
+        "states": sorted({kind.state.value for kind in session.kinds}),
+        "fallbacks": [vars(f) for f in session.fallbacks()],
+    }
+
+
 def _size(
-    call: Callable[[], torch.Tensor],
+    calls: dict[str, Callable[[], torch.Tensor]],
     part: str,
     size: BatchShape,
     rounds: int,
     device: torch.device,
-    compiled: Any,
 ) -> list[dict[str, Any]]:
-    """Return eager's row and ours for one size."""
-    times: dict[str, list[float]] = {"eager": [], "ours-exact": []}
-    first_s, peaks = {}, {}
-
-    def first(name: str) -> torch.Tensor:
+    """Return a row for each contender at one size."""
+    rows: dict[str, dict[str, Any]] = {}
+    expected: torch.Tensor | None = None
+    for name, call in calls.items():
         reset_peak(device)
         start = time.perf_counter()
         found = call()
         synchronize(device)
-        first_s[name] = time.perf_counter() - start
-        peaks[name] = peak_bytes(device)
-        return found
-
-    with paused(compiled):
-        expected = first("eager")
-    found = first("ours-exact")
-    errors = {"eager": 0.0, "ours-exact": compare(found, expected).error}
-    for _ in range(4):  # a size is captured at its second call and checked at its third
-        found = call()
-    errors["ours-exact"] = max(errors["ours-exact"], compare(found, expected).error)
-    for _ in range(rounds):
-        times["ours-exact"] += step_times_ms(call, 2, device)
-        with paused(compiled):
-            times["eager"] += step_times_ms(call, 2, device)
-    rows = []
-    for name, measured in times.items():
-        median, p95 = median_and_p95(measured)
-        rows.append({
+        first_s = time.perf_counter() - start
+        expected = found if expected is None else expected  # eager is the first one
+        error = compare(found, expected).error
+        for _ in range(4):
+            found = call()
+        rows[name] = {
             "contender": name, "part": part, "width": size.width_px, "height": size.height_px,
-            "first_s": first_s[name], "ms_median": median, "ms_p95": p95,
-            "peak_bytes": peaks[name], "error_vs_eager": errors[name],
-        })  # fmt: skip
-        print(f"{part} {size!s:>10} {name:12} {median:8.2f} ms  p95 {p95:8.2f}"
-              f"  error {errors[name]:.1e}", flush=True)  # fmt: skip
-    return rows
+            "first_s": first_s, "peak_bytes": peak_bytes(device),
+            "error_vs_eager": max(error, compare(found, expected).error),
+        }  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name] += step_times_ms(call, 2, device)
+    for name, row in rows.items():
+        row["ms_median"], row["ms_p95"] = median_and_p95(times[name])
+        print(f"{part} {size!s:>10} {name:12} {row['ms_median']:8.2f} ms  p95 {row['ms_p95']:8.2f}"
+              f"  error {row['error_vs_eager']:.1e}", flush=True)  # fmt: skip
+    return list(rows.values())
 
 
 def _call(vae: Any, part: str, size: BatchShape) -> Callable[[], torch.Tensor]:

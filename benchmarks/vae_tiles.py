@@ -17,7 +17,7 @@ from benchmarks.fingerprint import fingerprint
 from benchmarks.models import DTYPES
 from onediff_ext.core.shapes import parse_sizes
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
-from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, tile_side, tiles_of
+from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, choose_tiles, tiles_of
 
 _ASSETS = Path(__file__).resolve().parents[1] / "onediff_ext" / "assets"
 
@@ -62,8 +62,8 @@ def measure(vae: Any, photo: str, image: Image.Image) -> list[dict[str, object]]
     for most in TILE_CELLS:
         if most >= max(z.shape[-2:]):
             continue
-        side = tile_side(z.shape[-2], z.shape[-1], most)
-        with tiles_of(vae, side):
+        tiles = choose_tiles(z.shape[-2], z.shape[-1], most)
+        with tiles_of(vae, tiles):
             tiled = vae.decode(z).sample.float().clamp(-1, 1)
         difference = tiled - whole
         rows.append(
@@ -71,7 +71,7 @@ def measure(vae: Any, photo: str, image: Image.Image) -> list[dict[str, object]]
                 "photo": photo,
                 "width": image.width,
                 "height": image.height,
-                "tile": 8 * side,
+                "tile": 8 * tiles.side,
                 "psnr_db": float(10 * torch.log10(4 / difference.square().mean())),
                 "largest_of_255": float(127.5 * difference.abs().max()),
             }

@@ -1,5 +1,5 @@
-// Keeps OneDiff's status line current. Gradio 3.41 has no cheap timer: while the page is visible,
-// this script clicks a hidden button that returns the status as HTML.
+// Keeps OneDiff's header current, fills the graph library when its accordion opens, and lets keys open
+// accordions. Gradio 3.41 has no cheap timer, no event for accordions, and opens them by mouse only.
 (function() {
     const FAST_MS = 2500; // while OneDiff is on
     const SLOW_MS = 10000; // off
@@ -13,6 +13,11 @@
         return null;
     }
 
+    function press(id) {
+        const button = gradioApp().querySelector(`#${id}`);
+        if (button) button.click();
+    }
+
     function tick() {
         if (document.hidden) return;
         const tab = visibleTab();
@@ -21,11 +26,36 @@
         const pause = line && line.dataset.state === 'off' ? SLOW_MS : FAST_MS;
         if (Date.now() - last < pause) return;
         last = Date.now();
-        const button = gradioApp().querySelector(`#onediff_${tab}_refresh`);
-        if (button) button.click();
+        press(`onediff_${tab}_refresh`);
+    }
+
+    function fillLibrary(event) {
+        const head = event.target.closest('[id^="onediff_"][id$="_library"] > .label-wrap');
+        if (head) press(`${head.parentElement.id}_refresh`);
+    }
+
+    function isPlainHead(element) {
+        return element.matches('[id^="onediff_"] > .label-wrap') && element.tagName !== 'BUTTON';
+    }
+
+    function openByKey(event) {
+        if ((event.key !== 'Enter' && event.key !== ' ') || !isPlainHead(event.target)) return;
+        event.preventDefault();
+        event.target.click();
+    }
+
+    function tellKeyboards() {
+        for (const head of gradioApp().querySelectorAll('[id^="onediff_"] > .label-wrap')) {
+            if (!isPlainHead(head)) continue;
+            head.tabIndex = 0;
+            head.setAttribute('role', 'button');
+        }
     }
 
     onUiLoaded(function() {
         setInterval(tick, 1000);
+        gradioApp().addEventListener('click', fillLibrary);
+        gradioApp().addEventListener('keydown', openByKey);
+        tellKeyboards();
     });
 })();

@@ -15,6 +15,8 @@ _HOME = {
     "CompileOptions": "onediff_ext.core.options",
     "OneDiffError": "onediff_ext.core.errors",
     "compile_pipe": "onediff_ext.hosts.diffusers.compile",
+    "compile_module": "onediff_ext.hosts.diffusers.compile_module",
+    "oneflow_compile": "onediff_ext.hosts.diffusers.compile_module",
     "compiled": "onediff_ext.hosts.diffusers.compile",
     "undo_compile": "onediff_ext.hosts.diffusers.compile",
     "save_pipe": "onediff_ext.hosts.diffusers.persistence",
@@ -26,10 +28,12 @@ __all__ = [
     "CompileOptions",
     "OneDiffError",
     "__version__",
+    "compile_module",
     "compile_pipe",
     "compiled",
     "load_checkpoint",
     "load_pipe",
+    "oneflow_compile",
     "save_pipe",
     "undo_compile",
 ]
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from onediff_ext.core.options import CompileOptions
     from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
     from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled, undo_compile
+    from onediff_ext.hosts.diffusers.compile_module import compile_module, oneflow_compile
     from onediff_ext.hosts.diffusers.persistence import load_pipe, save_pipe
 
 

@@ -35,6 +35,11 @@ def no_graphs_reason(device: torch.device) -> str | None:
     return make_backend(CompileOptions.backend).unavailable_reason(device)
 
 
+def drawing_device() -> torch.device:
+    """Return the device that pictures are drawn on by default."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def choose_backend(name: str) -> tuple[Backend, str | None]:
     """Return the backend of this name, or the default backend if that one is unavailable.
 
@@ -49,7 +54,7 @@ def choose_backend(name: str) -> tuple[Backend, str | None]:
     usual = CompileOptions.backend
     if name == usual:
         return backend, None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = drawing_device()
     reason = backend.unavailable_reason(device)
     if reason is None:
         return backend, None

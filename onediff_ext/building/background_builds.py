@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from onediff_ext.building.build_progress import ProgressListener
 from onediff_ext.building.builder import Builder
+from onediff_ext.building.foreground_scheduler import QUIET_S
 from onediff_ext.core.errors import BackendError, NoMemoryError
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -36,7 +37,8 @@ class BackgroundBuilds:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._cancelled: set[BlockKind] = set()
-        self._closed = False
+        self._cancelled_in = 0  # `ForegroundScheduler.pictures_begun` at the last cancel
+        self._paused = self._closed = False
         self.listener: ProgressListener | None = None
 
     @property
@@ -45,10 +47,15 @@ class BackgroundBuilds:
         with self._changed:
             return self._thread is not None
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the user has paused builds."""
+        return self._paused
+
     def start(self) -> None:
-        """Build what is missing. Does nothing while builds run, are cancelled or pause."""
+        """Build what is missing. Does nothing while builds run, are paused or wait for a retry."""
         with self._changed:
-            if self._thread is not None or self._closed:
+            if self._thread is not None or self._paused or self._closed:
                 return
             if time.monotonic() < self._outcomes.retry_at or not self._wanted():
                 return
@@ -61,8 +68,11 @@ class BackgroundBuilds:
                 return
             self._thread = thread
 
-    def resume(self) -> None:
-        """Build what is missing, also after `cancel`, `close` or a pause."""
+    def restart(self) -> None:
+        """Build what is missing, also after `cancel` and `close`, and before the time of a retry.
+
+        Paused builds stay paused.
+        """
         with self._changed:
             self._cancelled.clear()
             self._closed, self._outcomes.retry_at = False, 0.0
@@ -71,18 +81,46 @@ class BackgroundBuilds:
     def cancel(self, timeout_s: float = 5.0) -> None:
         """End all builds at once, and keep finished graphs.
 
-        Kinds that are missing now are not built until `resume`; kinds that are met later are.
+        Kinds that are missing now are not built until a later picture needs them (`needed`) or
+        `restart`; kinds that are met later are.
 
         Args:
             timeout_s: How long to wait for the end.
         """
         with self._changed:
             self._cancelled.update(self._missing())
+            self._cancelled_in = self._builder.context.foreground.pictures_begun
             self._stop.set()
         self.wait(timeout_s)
 
+    def needed(self, kinds: Callable[[], Iterable[BlockKind]], picture: int) -> None:
+        """Let cancelled kinds be built again that a picture needs, if it began after the cancel.
+
+        Args:
+            kinds: Returns the kinds that the picture needs; asked only if some are cancelled.
+            picture: The picture's number, as `ForegroundScheduler.pictures_begun`.
+        """
+        with self._changed:
+            if self._cancelled and picture > self._cancelled_in:
+                self._cancelled.difference_update(kinds())
+
+    def pause(self, timeout_s: float = 5.0) -> None:
+        """End all builds at once, keep finished graphs, and start no build until `end_pause`.
+
+        Args:
+            timeout_s: How long to wait for the end.
+        """
+        with self._changed:
+            self._paused = True
+            self._stop.set()
+        self.wait(timeout_s)
+
+    def end_pause(self) -> None:
+        """Let builds start again."""
+        self._paused = False
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all builds at once, and start none until `resume`.
+        """End all builds at once, and start none until `restart`.
 
         Args:
             timeout_s: How long to wait for the end.
@@ -93,7 +131,7 @@ class BackgroundBuilds:
         self.wait(timeout_s)
 
     def is_cancelled(self, kind: BlockKind) -> bool:
-        """Whether a kind was missing at a `cancel` without a `resume` since."""
+        """Whether a kind was missing at a `cancel`, and nothing has asked for it since."""
         return kind in self._cancelled
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -126,6 +164,8 @@ class BackgroundBuilds:
                     in_background=True,
                     more=self._wanted,
                 )
+                # Graphs of a bare module come into use after a silence.
+                self._builder.context.foreground.let_picture_end(QUIET_S, self._stop)
                 if self._outcomes.blocked_reason:
                     break
         except Exception as exc:  # a thread's errors would be lost; pictures go on eager

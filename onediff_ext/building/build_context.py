@@ -1,4 +1,4 @@
-"""What all parts of building share: the store, the backend, the foreground, what is known."""
+"""The state that all parts of building share: store, backend, foreground and build records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from onediff_ext.building.build_outcomes import BuildOutcomes
+from onediff_ext.building.build_share import BuildShare
 from onediff_ext.building.event_log import EventLog
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.building.graph_loader import GraphLoader
@@ -40,6 +41,7 @@ class BuildContext:
         graph_trust: Decides which stored graphs may be loaded.
         outcomes: Records how builds end.
         graph_loader: Takes new graphs into use.
+        share: What builds may take from pictures.
         export_children: Forked exporters, as in `exporting.export_all`; None fits the system.
     """
 
@@ -65,7 +67,8 @@ class BuildContext:
             self.graph_trust,
             self.event_log,
         )
-        self.graph_loader = GraphLoader(backend, self.foreground, self.load)
+        self.share = BuildShare(self.foreground)
+        self.graph_loader = GraphLoader(backend, self.foreground, self.load, self.share)
         self.export_children: int | None = None
 
     @property
@@ -113,7 +116,8 @@ class BuildContext:
             folder: For the compilers' own caches.
             in_background: At a low priority.
         """
-        return WorkerProcess(self.backend.name, folder, in_background)
+        pace = self.share.pace if in_background else None
+        return WorkerProcess(self.backend.name, folder, in_background, pace)
 
     def build_in(self, worker: WorkerProcess, program: bytes, device: str) -> Built:
         """Build one exported program in one worker; see `WorkerProcess.build`."""

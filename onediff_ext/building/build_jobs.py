@@ -25,7 +25,8 @@ class Job:
         faults: Those failures that no signal from outside explains.
         started_at: When a worker began; monotonic, in seconds.
         reason: Why a graph is built.
-        load_event: The event to log after the graph is loaded, as (event, reason).
+        event: What happened to the graph before its load, as (event, reason); it is logged when
+            the load has ended.
     """
 
     kind: BlockKind
@@ -37,7 +38,7 @@ class Job:
     faults: int = 0
     started_at: float = 0.0
     reason: str = ""
-    load_event: tuple[str, str] = ("", "")
+    event: tuple[str, str] | None = None
 
 
 class JobQueues:

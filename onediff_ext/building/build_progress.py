@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from onediff_ext.building.build_jobs import Job
 
+_FAR_LONGER, _ALLOWANCE_S = 2.0, 5.0
+
 
 @dataclass(frozen=True)
 class BuildProgress:
@@ -34,17 +36,20 @@ def remaining_seconds(
     running: Sequence[Job],
     expected_s: Sequence[float | None],
     finished_s: Sequence[float],
+    pace: float = 1.0,
 ) -> float | None:
-    """Estimate the remaining work if one job runs after the other.
+    """Estimate the remaining time if one job runs after the other.
 
     Args:
         jobs: All unfinished jobs.
         running: The jobs among them that a worker has begun.
         expected_s: Seconds of each job from this machine's history; None where it has no figure.
         finished_s: Seconds of the builds so far. Their mean replaces a missing figure.
+        pace: Share of full speed that pictures leave to the workers.
 
     Returns:
-        Seconds, or None when there is no figure at all for some job.
+        Seconds; None when there is no figure for some job, or when a job takes far longer than
+        its figure: this machine is busier than it was, and nobody knows how long it stays so.
     """
     mean_s = sum(finished_s) / len(finished_s) if finished_s else None
     now, total_s = time.monotonic(), 0.0
@@ -53,6 +58,9 @@ def remaining_seconds(
         if seconds is None:
             return None
         if job in running:
-            seconds = max(seconds - (now - job.started_at), 0.1 * seconds)
+            spent_s = pace * (now - job.started_at)
+            if spent_s > _FAR_LONGER * seconds + _ALLOWANCE_S:
+                return None
+            seconds = max(seconds - spent_s, 0.1 * seconds)
         total_s += seconds
-    return total_s
+    return total_s / pace

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_jobs import Job, JobQueues
 from onediff_ext.building.build_progress import BuildProgress, ProgressListener, remaining_seconds
@@ -53,15 +55,19 @@ class BuildRun:
         in_background: bool,
     ) -> None:
         self._context, self._listen, self._stop = context, listen, stop
+        context.share.begin()
         self._in_background = in_background
         self.jobs = JobQueues(kinds)
         self._done = 0
+        # Of each build: the worker's own time, and the time from its start to its end.
         self._build_times_s: list[float] = []
+        self._waits_s: list[float] = []
         options = context.options
         self._failures = WorkerFailures(
             options.build_attempts, worker_count(options), context.event_log
         )
         self._machine_error: MachineError | None = None
+        self._is_prepared = False
         self._results: queue.SimpleQueue[ExportResult | WorkerResult | LoadResult] = (
             queue.SimpleQueue()
         )
@@ -78,6 +84,7 @@ class BuildRun:
         self._halt.set()
         self.workers.stop()  # an interrupted build ends at once
         self._loader.stop()
+        self._note_unfinished_loads()
         self._exporter.join()
         for job in self.jobs.unfinished:
             job.locks.close()
@@ -85,7 +92,7 @@ class BuildRun:
 
     @property
     def stage(self) -> str:
-        """What is done now, as in `Status.stage`; ``"proving"`` is a load check."""
+        """The present stage, as in `Status.stage`; ``"proving"`` is a load check."""
         jobs = self.jobs
         if jobs.working:
             return "proving" if all(job.stored for job in jobs.working) else "building"
@@ -105,8 +112,16 @@ class BuildRun:
         machine = machine_digest(jobs[0].kind.device)
         labels = [job.kind.label for job in jobs]
         expected_s = self._context.history.build_seconds(machine, labels)
-        total_s = remaining_seconds(jobs, running, expected_s, self._build_times_s)
+        pace = self._pace(jobs[0].kind.device)
+        total_s = remaining_seconds(jobs, running, expected_s, self._build_times_s, pace)
         return None if total_s is None else total_s / max(1, min(len(jobs), self._worker_limit()))
+
+    def _pace(self, device: torch.device) -> float:
+        """The speed of workers now, 1 for full speed; as seen, once builds have come in."""
+        least = self._context.share.pace(device) if self._in_background else 1.0
+        if least == 1.0 or not self._waits_s:
+            return least
+        return min(1.0, max(least, sum(self._build_times_s) / sum(self._waits_s)))
 
     def work(self, more: Callable[[], Sequence[BlockKind]]) -> None:
         """Build everything; return early when stopped, or when nothing can be built here.
@@ -120,6 +135,7 @@ class BuildRun:
             self._claim_new(lock_timeout_s=0)
             self._start_exports()
             self._submit_waiting()
+            self._prepare_loads()
             if self._machine_error is not None:
                 if not self._stop.is_set():
                     self._context.outcomes.postpone_all(self._machine_error, jobs.unfinished_kinds)
@@ -190,24 +206,39 @@ class BuildRun:
                 return
             self.workers.submit(self.jobs.take_next())
 
+    def _prepare_loads(self) -> None:
+        """Prepare loads while workers build, once no process is forked for exports any more."""
+        jobs = self.jobs
+        if jobs.working and not jobs.exporting and not self._is_prepared:
+            self._is_prepared = True
+            self._loader.prepare(jobs.working[0].kind.device)
+
     def _worker_limit(self) -> int:
-        jobs, options = self.jobs, self._context.options
-        some = jobs.working or jobs.waiting or list(jobs.exporting.values())
-        if not some:
+        device, options = self._device(), self._context.options
+        if device is None:
             return self._failures.worker_limit(worker_count(options))
         allowed = workers_beside_foreground(
             options,
-            some[0].kind.device,
+            device,
             is_drawing=self._is_beside_picture(),
-            running=len(jobs.working),
+            running=len(self.jobs.working),
         )
         return self._failures.worker_limit(allowed)
+
+    def _device(self) -> torch.device | None:
+        """The device of the present jobs, or None without any."""
+        jobs = self.jobs
+        some = jobs.working or jobs.waiting or list(jobs.exporting.values())
+        return some[0].kind.device if some else None
 
     def _is_beside_picture(self) -> bool:
         return self._in_background and self._context.foreground.is_drawing
 
     def _handle_result(self) -> None:
-        self.workers.give_way(self._is_beside_picture())
+        device = self._device()
+        if device is not None:
+            share = self._context.share.of_processors(device)
+            self.workers.give_way(self._is_beside_picture(), share)
         try:
             result = self._results.get(timeout=_POLL_S)
         except queue.Empty:
@@ -256,7 +287,8 @@ class BuildRun:
         else:
             self._context.outcomes.store_built_graph(job.kind, result.payload, result.seconds)
             self._build_times_s.append(result.seconds)
-            job.load_event = ("built", f"in {result.seconds:.1f} s: {job.reason}")
+            self._waits_s.append(max(result.seconds, time.monotonic() - job.started_at))
+            job.event = ("built", f"in {result.seconds:.1f} s: {job.reason}")
             self._load(job, result.payload, "built")
 
     def _handle_load_check(self, job: Job, stored: StoredGraph, error: OneDiffError | None) -> None:
@@ -274,7 +306,7 @@ class BuildRun:
                 self._finish(job.kind)
         else:
             trust.record_passed(job.kind, stored)
-            job.load_event = ("load checked", "loads and gives eager's results here")
+            job.event = ("load checked", "loads and gives eager's results here")
             self._load_stored(job, stored)
 
     def _load_stored(self, job: Job, stored: StoredGraph) -> None:
@@ -297,9 +329,23 @@ class BuildRun:
             if error is not None:
                 self._fail(job.kind, error, attempts=job.failed_attempts + 1, lasting=False)
             elif result.done:
-                event, reason = job.load_event
-                self._context.event_log.note(event, job.kind.label, reason)
+                self._note_event(job)
                 self._finish(job.kind)
+
+    def _note_unfinished_loads(self) -> None:
+        """Note the graphs that were built or came into use while the run was ending."""
+        loaded = set()
+        while not self._results.empty():
+            result = self._results.get()
+            if isinstance(result, LoadResult) and result.done:
+                loaded.add(result.job)
+        for job in self.jobs.loading:
+            if job.event or job in loaded:
+                self._note_event(job)
+
+    def _note_event(self, job: Job) -> None:
+        event, reason = job.event or ("loaded", "it is in the store")
+        self._context.event_log.note(event, job.kind.label, reason)
 
     def _build_instead(self, job: Job, problem: str) -> None:
         """Build a graph in place of a stored one that cannot be used."""
@@ -309,7 +355,7 @@ class BuildRun:
             job.kind.fail(reason)
             self._finish(job.kind)
             return
-        job.stored, job.has_passed, job.reason = None, False, reason
+        job.stored, job.has_passed, job.reason, job.event = None, False, reason, None
         job.failed_attempts = job.faults = 0
         if job.program:
             self.jobs.waiting.append(job)

@@ -71,6 +71,7 @@ class ExportThread:
                 kinds,
                 foreground,
                 self._halt,
+                share=context.share,
                 children=context.export_children,
                 in_background=self._in_background,
             ):

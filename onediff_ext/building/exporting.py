@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from onediff_ext.building.build_share import BuildShare
 from onediff_ext.building.export_result import ExportResult
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.building.forked_exporter import ForkedExporter
@@ -45,6 +46,7 @@ def export_all(
     foreground: ForegroundScheduler,
     stop: threading.Event,
     *,
+    share: BuildShare | None = None,
     children: int | None = None,
     in_background: bool = True,
 ) -> Iterator[ExportResult]:
@@ -54,6 +56,7 @@ def export_all(
         kinds: The most useful first.
         foreground: Says when this process may be disturbed.
         stop: Ends the exports at once.
+        share: What exports may take from pictures; None takes the least.
         children: Forked processes at the same time; 0 exports in this process; None depends on the
             number of cores.
         in_background: At a low priority.
@@ -61,12 +64,13 @@ def export_all(
     Yields:
         Each result as soon as it is there.
     """
+    share = share or BuildShare(foreground)
     if children is None:
         children = max(1, min(4, usable_cores() // 4)) if can_fork() else 0
     left = list(kinds)
     if children:
         done: set[int] = set()
-        for exported in _export_in_children(left, foreground, stop, children, in_background):
+        for exported in _export_in_children(left, foreground, stop, share, children, in_background):
             is_gone = isinstance(exported.error, BlockGoneError)  # it is gone here as well
             if exported.program is None and not is_gone:
                 logger.debug("%s: %s; tried again here", exported.kind.label, exported.error)
@@ -102,13 +106,15 @@ def _export_in_children(
     kinds: list[BlockKind],
     foreground: ForegroundScheduler,
     stop: threading.Event,
+    share: BuildShare,
     count: int,
     in_background: bool,
 ) -> Iterator[ExportResult]:
+    device = kinds[0].device
     ready: list[tuple[BlockKind, Callable[[], bytes]]] = []
     for kind in kinds:
         try:  # the child traces on the CPU: it cannot even ask for the number of GPUs
-            with foreground.turn(_PREPARE_S, stop=stop) as granted:
+            with foreground.turn(_PREPARE_S, stop=stop, share=share.of_turns(device)) as granted:
                 if stop.is_set() or not granted:
                     return
                 ready.append((kind, kind.prepare_export(torch.device("cpu"))))
@@ -116,31 +122,33 @@ def _export_in_children(
             yield ExportResult(kind, None, exc)
         except Exception as exc:
             yield ExportResult(kind, None, _export_error(exc))
-    shares = [ready[i::count] for i in range(count) if ready[i::count]]
+    batches = [ready[i::count] for i in range(count) if ready[i::count]]
     children: list[ForkedExporter] = []
     giving_way = SessionPriorities()
     try:
-        while (shares or children) and not stop.is_set():
-            while shares:
-                with foreground.turn(_FORK_PAUSE_S, stop=stop) as granted:
+        while (batches or children) and not stop.is_set():
+            while batches:
+                turn_share = share.of_turns(device)
+                with foreground.turn(_FORK_PAUSE_S, stop=stop, share=turn_share) as granted:
                     if stop.is_set() or not granted:
                         return
                     try:
-                        children.append(ForkedExporter(shares[0], in_background))
+                        children.append(ForkedExporter(batches[0], in_background))
                     except OSError as exc:  # no memory for a copy of this process
                         if children:
                             break  # there may be memory when one of them has ended
                         reason = NoMemoryError(f"This process cannot be forked ({exc.strerror}).")
-                        for kind, _ in shares[0]:
+                        for kind, _ in batches[0]:
                             yield ExportResult(kind, None, reason)
-                del shares[0]
+                del batches[0]
+            drawing = in_background and foreground.is_drawing
             for child in children:
-                giving_way.tell(child.pid, in_background and foreground.is_drawing)
+                giving_way.tell(child.pid, drawing, share.of_processors(device))
             readable, _, _ = select.select([c.pipe for c in children], [], [], _POLL_S)
             for child in list(children):
                 if child.pipe in readable:
                     yield from child.read()
-                if child.finished or child.is_silent():
+                if child.finished or child.is_silent(share.pace(device) if in_background else 1.0):
                     yield from child.end_and_report()
                     children.remove(child)
     finally:

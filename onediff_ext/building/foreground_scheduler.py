@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from onediff_ext.building.picture_clock import ModelCall, PictureClock
 from onediff_ext.core.priority import quick_switches
 
 logger = logging.getLogger(__name__)
 
 # Share of the drawing time that other work may take.
 SHARE_WHILE_DRAWING = 0.04
-# A plain pipeline does not announce the end of a picture. It has ended after so long without a
-# forward.
+# Nobody says when a bare module has drawn its picture. It has after so long without a forward.
 QUIET_S = 0.3
 # Between two pictures in direct succession, other work may take this share of the earlier picture's
 # time. The next picture waits for it, at most for `GAP_TURN_S`.
@@ -34,35 +34,40 @@ _POLL_S = 0.02
 class ForegroundScheduler:
     """Knows whether a picture is being drawn, and grants turns to other work.
 
-    Hosts announce pictures with `begin_picture` and `end_picture`. For a host that cannot, each
-    forward counts as a picture. Any thread may call any method.
+    Hosts announce pictures with `begin_picture` and `end_picture`, in the thread that draws. Calls
+    of a module outside of these are told apart by `PictureClock`. Any thread may call any method.
+
+    Args:
+        now: Returns monotonic seconds.
 
     Attributes:
-        epoch: Counts pictures, or forwards of a host that does not announce pictures.
-        pictures_begun: Counts announced pictures.
+        epoch: Changes with each picture.
+        pictures_begun: Counts pictures, those drawn at the same time as one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._changed = threading.Condition()
-        self._pictures = 0
+        self._announced = Counter[int]()  # open pictures of each thread
         self._forwards = self._moment = 0
+        self._calls = PictureClock()
+        self._has_unannounced = False  # a picture that is open until the next one, or silence
         self._exclusive = False
         self.epoch = 0
         self.pictures_begun = 0
         self._drawing_since: float | None = None
         self._drawn_s = 0.0
         self._spent_s = 0.0
-        self._last_end = 0.0
+        self._last_end = -QUIET_S
         self._gap_left_s = 0.0
         self._gap_turn = False
         self._wanted: list[tuple[float, bool]] = []
         self._in_gap = 0
-        self._told_pictures = False
         self._waiting: deque[Callable[[], None]] = deque()
 
     @property
     def is_drawing(self) -> bool:
-        """Whether a picture is being drawn, or a forward ended less than `QUIET_S` ago."""
+        """Whether a picture is being drawn, or ended less than `QUIET_S` ago."""
         with self._changed:
             return self._is_drawing()
 
@@ -84,33 +89,41 @@ class ForegroundScheduler:
         """Begin a picture, after actions that waited for this moment. It may be nested."""
         with self._changed:
             self._wait_for_exclusive()
-            self._told_pictures = True
-            if not self._pictures and not self._forwards:
-                self.pictures_begun += 1
-                self._let_others_go_first()
-                self._catch_up()
-                self._start_clock()
-            self._pictures += 1
+            thread = threading.get_ident()
+            self._calls.forget()
+            if not self._is_busy():
+                self._begin()
+            elif not self._announced[thread]:
+                self.epoch += 1  # another thread draws too
+            self._announced[thread] += 1
 
     def end_picture(self) -> None:
         """End a picture, successful or not."""
         with self._changed:
-            self._pictures = max(0, self._pictures - 1)
-            if not self._pictures and not self._forwards:
-                saved = SHARE_BETWEEN_PICTURES * self._stop_clock()
-                self._gap_left_s = min(GAP_TURN_S, self._gap_left_s + saved)
+            thread = threading.get_ident()
+            if thread not in self._announced:  # a host may end it in another thread
+                thread = next(iter(self._announced), thread)
+            self._announced[thread] -= 1
+            if self._announced[thread] <= 0:
+                del self._announced[thread]
+            if not self._is_busy():
                 self._gap_turn = True
-                self._catch_up()
+                self._end(self._now())
             self._changed.notify_all()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run one forward of a model within the ``with`` block. Graphs do not change within it."""
+    def forward(self, call: ModelCall | None = None) -> Iterator[None]:
+        """Run one forward of a model within the ``with`` block. Graphs do not change within it.
+
+        Args:
+            call: Tells whether an unannounced forward belongs to the picture before it; without it
+                the forward is a picture of its own.
+        """
         with self._changed:
-            if not self._pictures and not self._forwards:
+            if not self._is_busy():
                 self._wait_for_exclusive()
-                self._catch_up()
-                self._start_clock()
+            if threading.get_ident() not in self._announced:
+                self._enter_unannounced(call)
             self._forwards += 1
             self._moment += 1
         try:
@@ -118,15 +131,14 @@ class ForegroundScheduler:
         finally:
             with self._changed:
                 self._forwards -= 1
-                if not self._pictures and not self._forwards:
-                    self._stop_clock()
-                    self._catch_up()
+                if not self._is_busy():
+                    self._last_end = self._now()
                 self._changed.notify_all()
 
     def between_pictures(self, action: Callable[[], None]) -> None:
         """Run an action now if nothing is being drawn, else at the end of the picture."""
         with self._changed:
-            if self._pictures or self._forwards:
+            if self._is_open():
                 self._waiting.append(action)
             else:
                 action()
@@ -138,17 +150,22 @@ class ForegroundScheduler:
             at_most_s: How long to wait, in seconds.
             stop: Ends the wait when set.
         """
-        until = time.monotonic() + at_most_s
+        until = self._now() + at_most_s
         with self._changed:
-            while (self._pictures or self._forwards) and not stop.is_set():
-                left_s = until - time.monotonic()
+            while self._is_open() and not stop.is_set():
+                left_s = until - self._now()
                 if left_s <= 0:
                     return
                 self._changed.wait(min(_POLL_S, left_s))
 
     @contextmanager
     def turn(
-        self, cost_s: float, *, alone: bool = False, stop: threading.Event | None = None
+        self,
+        cost_s: float,
+        *,
+        alone: bool = False,
+        stop: threading.Event | None = None,
+        share: float = SHARE_WHILE_DRAWING,
     ) -> Iterator[bool]:
         """Wait for a moment in which some work hardly delays pictures; do it in the ``with`` block.
 
@@ -156,24 +173,25 @@ class ForegroundScheduler:
             cost_s: Estimated time of the work, in seconds.
             alone: It must not run beside a picture. A picture that begins meanwhile waits.
             stop: Ends the wait when set.
+            share: Share of the drawing time that such work may take beside pictures.
 
         Yields:
             Whether the turn was granted; False after `stop`.
         """
         with self._changed:
             self._wanted.append((cost_s, alone))
-            while not self._may_take(cost_s, alone):
+            while not self._may_take(cost_s, alone, share):
                 if stop is not None and stop.is_set():
                     break
                 self._changed.wait(_POLL_S)
             self._wanted.remove((cost_s, alone))
-            granted = self._may_take(cost_s, alone)
-            beside = bool(self._pictures or self._forwards)
+            granted = self._may_take(cost_s, alone, share)
+            beside = self._is_open()
             in_gap = granted and not beside and self._is_drawing()
             self._in_gap += in_gap
             if granted and alone:
                 self._exclusive, self._gap_turn = True, False
-        start = time.monotonic()
+        start = self._now()
         try:
             with quick_switches():
                 yield granted
@@ -181,41 +199,90 @@ class ForegroundScheduler:
             with self._changed:
                 if granted:
                     self._in_gap -= in_gap
-                    took_s = time.monotonic() - start
+                    took_s = self._now() - start
                     if in_gap:
                         self._gap_left_s = max(-DEBT_S, self._gap_left_s - took_s)
                     elif beside or self._is_drawing():
-                        most = SHARE_WHILE_DRAWING * self._clock() + DEBT_S
+                        most = share * self._clock() + DEBT_S
                         self._spent_s = min(most, self._spent_s + took_s)
                     if alone:
                         self._exclusive = False
                 self._changed.notify_all()
 
-    def _may_take(self, cost_s: float, alone: bool) -> bool:
+    def _may_take(self, cost_s: float, alone: bool, share: float) -> bool:
         if self._exclusive:
             return False
         if not self._is_drawing():
             return True
-        if self._pictures or self._forwards:
-            return not alone and self._spent_s + cost_s <= SHARE_WHILE_DRAWING * self._clock()
+        if self._is_open():
+            return not alone and self._spent_s + cost_s <= share * self._clock()
         return self._fits_in_gap(cost_s, alone)
 
     def _fits_in_gap(self, cost_s: float, alone: bool) -> bool:
         # Work that must run alone gets one turn per gap: it has no other chance between pictures.
         return cost_s <= (GAP_TURN_S if alone and self._gap_turn else self._gap_left_s)
 
+    def _is_busy(self) -> bool:
+        """Whether a forward runs, or an announced picture is open."""
+        return bool(self._announced or self._forwards)
+
+    def _is_open(self) -> bool:
+        """Whether a picture is open. An unannounced one is closed here after a silence."""
+        if self._has_unannounced and not self._is_busy() and self._is_quiet():
+            self._close_unannounced()
+        return self._is_busy() or self._has_unannounced
+
     def _is_drawing(self) -> bool:
-        if self._pictures or self._forwards:
-            return True
-        return time.monotonic() - self._last_end < QUIET_S
+        return self._is_open() or not self._is_quiet()
+
+    def _is_quiet(self) -> bool:
+        return self._now() - self._last_end >= QUIET_S
+
+    def _enter_unannounced(self, call: ModelCall | None) -> None:
+        """Begin a picture with this forward, unless it belongs to the one that is open."""
+        busy = self._is_busy()
+        if not busy and self._is_quiet():
+            self._calls.forget()
+        if self._calls.continues(call) and (busy or self._has_unannounced):
+            return
+        if busy:
+            self.epoch += 1  # another thread draws too
+        else:
+            self._begin()
+            self._has_unannounced = True
+
+    def _close_unannounced(self) -> None:
+        self._has_unannounced = False
+        self._end(self._last_end)
+
+    def _begin(self) -> None:
+        if self._has_unannounced:
+            self._close_unannounced()
+        self.pictures_begun += 1
+        self._let_others_go_first()
+        self._catch_up()
+        self.epoch += 1
+        self._drawing_since = self._now()
+
+    def _end(self, at: float) -> None:
+        """End the picture, and save time for other work."""
+        self._last_end = at
+        seconds = 0.0
+        if self._drawing_since is not None:
+            seconds = max(0.0, at - self._drawing_since)
+            self._drawn_s += seconds
+            self._drawing_since = None
+        saved_s = SHARE_BETWEEN_PICTURES * seconds
+        self._gap_left_s = min(GAP_TURN_S, self._gap_left_s + saved_s)
+        self._catch_up()
 
     def _let_others_go_first(self) -> None:
         """Before a picture begins, wait for work that fits into the saved time."""
-        until = time.monotonic() + GAP_TURN_S
+        until = self._now() + GAP_TURN_S
         while self._in_gap or any(self._fits_in_gap(*wanted) for wanted in self._wanted):
             if not self._is_drawing() and not self._in_gap:
                 break  # the gap is over
-            left_s = until - time.monotonic()
+            left_s = until - self._now()
             if left_s <= 0:
                 break
             self._changed.wait(min(_POLL_S, left_s))
@@ -232,21 +299,9 @@ class ForegroundScheduler:
             except Exception:  # must not cost the picture
                 logger.exception("An action that waited for the end of a picture failed")
 
-    def _start_clock(self) -> None:
-        self.epoch += 1
-        self._drawing_since = time.monotonic()
-
-    def _stop_clock(self) -> float:
-        """End a picture, and return its seconds."""
-        self._last_end = time.monotonic()
-        seconds = 0.0
-        if self._drawing_since is not None:
-            seconds = self._last_end - self._drawing_since
-            self._drawn_s += seconds
-            self._drawing_since = None
-        return seconds
-
     def _clock(self) -> float:
         """Seconds of all pictures so far."""
-        running = 0.0 if self._drawing_since is None else time.monotonic() - self._drawing_since
-        return self._drawn_s + running
+        if self._drawing_since is None:
+            return self._drawn_s
+        until = self._now() if self._is_busy() else self._last_end
+        return self._drawn_s + max(0.0, until - self._drawing_since)

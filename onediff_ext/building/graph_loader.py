@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
+from onediff_ext.building.build_share import BuildShare
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
+from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.engine.backend_port import Backend, Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
-_PREPARE_S = 0.4
+_STEP_S = 0.2
 _FIRST_LOAD_S = 0.05
 # The first loads also import modules. Later loads must not wait for turns of that length.
 _LONG_LOAD_S = 0.15
@@ -26,6 +29,7 @@ class GraphLoader:
         backend: The backend of the graphs.
         foreground: Grants turns, and knows when a picture is drawn.
         load: Makes a graph's bytes callable on a device.
+        share: What loads may take from pictures.
     """
 
     def __init__(
@@ -33,13 +37,33 @@ class GraphLoader:
         backend: Backend,
         foreground: ForegroundScheduler,
         load: Callable[[bytes, torch.device], Graph],
+        share: BuildShare,
     ) -> None:
         self._backend, self._foreground, self._load = backend, foreground, load
+        self._share = share
         self._load_s = _FIRST_LOAD_S
         self._ready: list[tuple[BlockKind, Graph, str]] = []
         self._lock = threading.Lock()
         self._used_at = 0.0
-        self._prepared: set[torch.device] = set()
+        self._steps: dict[torch.device, deque[Callable[[], object]]] = {}  # not done yet
+
+    def prepare(self, device: torch.device, stop: threading.Event) -> None:
+        """Do once what the first load on a device needs, in turns that the foreground allows.
+
+        Args:
+            device: The device.
+            stop: Ends the wait for a turn when set; the rest is done later.
+        """
+        if device not in self._steps:
+            self._steps[device] = deque(self._backend.loading_steps(device))
+        steps = self._steps[device]
+        while steps:
+            share = self._share.of_turns(device)
+            with self._foreground.turn(_STEP_S, stop=stop, share=share) as granted:
+                if not granted:
+                    return
+                with TORCH_LOCK:  # a fork in the middle of an import would never end
+                    steps.popleft()()
 
     def take(
         self,
@@ -68,8 +92,9 @@ class GraphLoader:
         if not in_background:
             kind.accept(self._load(payload, kind.device), source)
             return True
-        self._prepare(kind.device)
-        with self._foreground.turn(self._load_s, stop=stop) as granted:
+        self.prepare(kind.device, stop)
+        share = self._share.of_turns(kind.device)
+        with self._foreground.turn(self._load_s, stop=stop, share=share) as granted:
             if not granted:
                 return False
             start = time.monotonic()
@@ -97,9 +122,3 @@ class GraphLoader:
 
         if ready:
             self._foreground.between_pictures(accept)
-
-    def _prepare(self, device: torch.device) -> None:
-        if device not in self._prepared:
-            self._prepared.add(device)
-            with self._foreground.turn(_PREPARE_S):
-                self._backend.prepare_to_load(device)

@@ -44,13 +44,6 @@ def _job_for(context: BuildContext, kind: BlockKind, locks: ExitStack) -> Job | 
         kind.fail(reason)
         return None
     if stored is not None and trust.is_load_safe(stored, kind) and not trust.differed_here(stored):
-        return Job(
-            kind,
-            locks.pop_all(),
-            stored=stored,
-            has_passed=True,
-            reason=reason,
-            load_event=("loaded", "another process built it"),
-        )
+        return Job(kind, locks.pop_all(), stored=stored, has_passed=True, reason=reason)
     event_log.note("build" if stored is None else "load check", kind.label, reason)
     return Job(kind, locks.pop_all(), stored=stored, reason=reason)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+import torch
 
 from onediff_ext.building.build_jobs import Job
 from onediff_ext.building.graph_loader import GraphLoader
@@ -48,6 +51,12 @@ class LoadThread:
         self._report, self._halt = report, halt
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="onediff-load")
 
+    def prepare(self, device: torch.device) -> None:
+        """Do what the first load needs, beside pictures and before there is a graph to load."""
+        if self._in_background:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                self._threads.submit(self._graph_loader.prepare, device, self._halt)
+
     def submit(self, job: Job, payload: bytes, source: str) -> None:
         """Load a graph.
 
@@ -56,7 +65,10 @@ class LoadThread:
             payload: The graph's bytes.
             source: ``"built"`` or ``"loaded"``, as in `BlockKind.source`.
         """
-        self._threads.submit(self._load, job, payload, source)
+        try:
+            self._threads.submit(self._load, job, payload, source)
+        except RuntimeError:  # the interpreter ends, as a short script does while graphs come in
+            self._report(LoadResult(job, False, None))
 
     def stop(self) -> None:
         """End the thread after the present load."""

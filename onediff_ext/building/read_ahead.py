@@ -94,7 +94,8 @@ class ReadAhead:
 
     def _read_all(self, content_hash: str, device: torch.device) -> None:
         library = self._context.library
-        self._context.backend.prepare_to_load(device)
+        for step in self._context.backend.loading_steps(device):
+            step()
         try:
             record = CheckpointRecords(library.folder).read(content_hash)
         except StoreError as exc:

@@ -1,4 +1,4 @@
-"""What happens when a worker process fails, dies or is killed.
+"""The policy for a worker process that fails, dies or is killed.
 
 1. The worker's last words become an error (`worker_lost_error`). A signal from outside (a user, a
    supervisor, the kernel when memory is short) is no fault of the program.

@@ -64,10 +64,15 @@ class WorkerPool:
         """Process ids of the living workers."""
         return [pid for worker in list(self._workers) if (pid := worker.pid) is not None]
 
-    def give_way(self, is_drawing: bool) -> None:
-        """Leave the processors to a picture that is being drawn; use more of them in between."""
+    def give_way(self, is_drawing: bool, share: float) -> None:
+        """Leave the processors to a picture that is being drawn; use more of them in between.
+
+        Args:
+            is_drawing: Whether a picture is being drawn.
+            share: As for `SessionPriorities.tell`.
+        """
         for pid in self.pids:
-            self._giving_way.tell(pid, is_drawing)
+            self._giving_way.tell(pid, is_drawing, share)
 
     def submit(self, job: Job) -> None:
         """Build a job's graph, or check its stored one, in an idle worker."""

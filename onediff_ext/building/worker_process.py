@@ -14,8 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 import onediff_ext
 from onediff_ext.building.worker_failures import worker_lost_error
@@ -30,6 +34,7 @@ from onediff_ext.core.errors import (
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
+_LOOK_AT_PACE_S = 1.0
 _BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
 _INSTALLED = ("site-packages", "dist-packages")
 _NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
@@ -41,7 +46,8 @@ class Built:
 
     Args:
         payload: The graph's bytes.
-        seconds: Time in the worker, including the trial run.
+        seconds: Time in the worker, including the trial run; processor time where the worker had
+            to wait for the processors.
     """
 
     payload: bytes
@@ -55,12 +61,21 @@ class WorkerProcess:
         backend: Name of the backend that it builds for.
         cache: Folder for the compilers' own caches; workers may share one.
         in_background: At a low priority, since pictures are drawn beside it.
+        pace: Returns the speed that the pictures on a device leave to it now, 1 for full speed. A
+            time limit takes it into account: a worker that waits for the processors is not lost.
     """
 
     script = Path(onediff_ext.__file__).parent / "building" / "worker" / "start_worker.py"
 
-    def __init__(self, backend: str, cache: Path, in_background: bool = False) -> None:
+    def __init__(
+        self,
+        backend: str,
+        cache: Path,
+        in_background: bool = False,
+        pace: Callable[[torch.device], float] | None = None,
+    ) -> None:
         self._backend, self._in_background = backend, in_background
+        self._pace, self._device = pace, torch.device("cpu")
         self._cache = cache.absolute()  # workers have a current folder of their own
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -121,6 +136,7 @@ class WorkerProcess:
     def _work(
         self, program: bytes, payload: bytes | None, device: str, timeout_s: float
     ) -> tuple[dict[str, object], bytes | None]:
+        self._device = torch.device(device)
         try:
             scratch = self._start()
             source, target = scratch / "program.pt2", scratch / "graph.bin"
@@ -203,7 +219,7 @@ class WorkerProcess:
 
     def _read_answer(self, timeout_s: float) -> dict[str, object]:
         try:
-            line = self._answers.get(timeout=timeout_s)
+            line = self._next_line(timeout_s)
         except queue.Empty:
             self._end()
             # The machine may be busy or asleep, so the program is not blamed.
@@ -214,6 +230,18 @@ class WorkerProcess:
             raise worker_lost_error(words)
         answer: dict[str, object] = json.loads(line)
         return answer
+
+    def _next_line(self, timeout_s: float) -> str | None:
+        """Return the next line, or None at the end of the process; raises `queue.Empty`."""
+        while True:
+            start = time.monotonic()
+            try:
+                return self._answers.get(timeout=min(timeout_s, _LOOK_AT_PACE_S))
+            except queue.Empty:
+                pace = 1.0 if self._pace is None else self._pace(self._device)
+                timeout_s -= pace * (time.monotonic() - start)
+                if timeout_s <= 0:
+                    raise
 
     def _last_words(self) -> str:
         process = self._process

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli.model_arguments import add_store_arguments
-from onediff_ext.core.words import printable
+from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.store import GraphLibrary
@@ -85,7 +85,7 @@ def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]
     entries = library.entries()
     used = sum(graph.size_bytes for graph in entries)
     free = shutil.disk_usage(library.folder.root).free
-    yield True, f"graph store {root}: {len(entries)} graphs, {used / 1e6:.0f} MB"
+    yield True, f"graph store {root}: {counted(len(entries), 'graph')}, {used / 1e6:.0f} MB"
     yield free > 2**30, f"free disk space: {free / 1e9:.1f} GB"
     seconds = [graph.header.build_seconds for graph in entries]
     if seconds:
@@ -111,7 +111,7 @@ def _gains(library: GraphLibrary) -> Iterator[tuple[bool, str]]:
         else:
             gain = (
                 f"{status.speedup:.2f}x measured; its builds pay off after"
-                f" {status.pays_off_after} pictures of 20 steps"
+                f" {counted(status.pays_off_after, 'picture')} of 20 steps"
             )
         yield (
             True,

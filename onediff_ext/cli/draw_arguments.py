@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from onediff_ext.core.deepcache_options import COST, PRESETS, DeepCacheOptions
+from onediff_ext.core.deepcache_options import COST, LEVELS, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
         "--scheduler", default="Euler a", help='sampler, such as "DPM++ 2M Karras" or LCM'
     )
     group.add_argument("--seed", type=_seed, default=0)
-    presets = ", ".join(f"{name} ({interval})" for name, interval in PRESETS.items())
+    levels = ", ".join(f"{name} ({interval})" for name, interval in LEVELS.items())
     group.add_argument(
         "--deepcache",
         type=_deepcache,
         default="off",
         metavar="N",
         help=f"run the whole UNet at every N-th step only: faster, but {COST}. A number or"
-        f' {presets}; "3 depth=1" keeps more (default: off)',
+        f' {levels}; "3 depth=1" keeps more (default: off)',
     )
     if with_strength:
         group.add_argument("--strength", type=float, default=0.6, help="denoising strength")

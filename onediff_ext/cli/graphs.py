@@ -15,7 +15,7 @@ from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.tables import format_table
 from onediff_ext.core.errors import OptionError
-from onediff_ext.core.words import printable
+from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.store import GraphLibrary, StoredGraph
@@ -48,8 +48,10 @@ def add_parser(commands: Any) -> None:
             sub.add_argument("--repair", action="store_true", help="delete damaged graphs")
         if name == "prune":
             sub.add_argument("--to-gb", type=amount, help="down to this size")
-            sub.add_argument("--older-than-days", type=amount, help="not used for so long")
-            sub.add_argument("--other-versions", action="store_true", help="foreign graphs too")
+            sub.add_argument("--older-than-days", type=amount, help="not used for so many days")
+            sub.add_argument(
+                "--other-versions", action="store_true", help="those of other versions too"
+            )
         if name in ("export", "import"):
             sub.add_argument("file", type=Path)
         if name == "export":
@@ -82,12 +84,12 @@ def _list(arguments: argparse.Namespace) -> int:
     if any(graph.header.backend == "oneflow" for graph in entries):
         print("\nOf oneflow's, the program is kept: each process plans each new size again.")
     total = sum(graph.size_bytes for graph in entries)
-    print(f"\n{len(entries)} graphs, {total / 1e6:.1f} MB in {library.folder.root}")
+    print(f"\n{counted(len(entries), 'graph')}, {total / 1e6:.1f} MB in {library.folder.root}")
     for listing in listings:
         record = listing.record
         missing = f", {len(listing.missing)} no longer stored" if listing.missing else ""
         whose = f"{record.name} ({record.architecture})"
-        print(printable(f"{whose}: {len(record.kinds)} kinds{missing}"))
+        print(printable(f"{whose}: {counted(len(record.kinds), 'kind')}{missing}"))
     return 0
 
 
@@ -130,7 +132,8 @@ def _status(arguments: argparse.Namespace) -> int:
         for reason in status.reasons:
             print(printable(f"  eager for good: {reason}"))
         if status.pays_off_after is not None:
-            print(f"  the builds pay off after {status.pays_off_after} pictures of 20 steps")
+            pictures = counted(status.pays_off_after, "picture")
+            print(f"  the builds pay off after {pictures} of 20 steps")
     if not found:
         print("No checkpoint has been drawn with yet.")
     return 0
@@ -142,7 +145,7 @@ def _retry(arguments: argparse.Namespace) -> int:
     forgotten = BuildRecords(_library(arguments).folder).retry()
     for label in forgotten:
         print(printable(f"{label}: built at its next use"))
-    print(f"{len(forgotten)} kinds are tried again")
+    print(f"{counted(len(forgotten), 'kind')} to try again")
     return 0
 
 
@@ -169,12 +172,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     model = load_model(arguments, identity)
     assert model.session is not None
     for kind in model.session.kinds:
+        blocks = counted(len(kind.blocks), "block")
         if kind.graph is not None:
-            loaded = f"loaded, {len(kind.blocks)} blocks ({kind.key.digest[:12]})"
+            loaded = f"loaded, {blocks} ({kind.key.digest[:12]})"
             print(printable(f"{kind.label}: {loaded}"))
         else:
             why = kind.reason or model.session.build_context.graph_trust.missing_reason(kind)
-            print(printable(f"{kind.label}: missing, {len(kind.blocks)} blocks: {why}"))
+            print(printable(f"{kind.label}: missing, {blocks}: {why}"))
     return 0
 
 
@@ -191,9 +195,8 @@ def _explain_graph(library: GraphLibrary, prefix: str) -> int:
         print(printable(f"  {name}: {value}"))
     print(f"  origin: {graph.header.origin}, {graph.header.build_seconds:.1f} s to build")
     for load_check in BuildRecords(library.folder).read(graph.digest).load_checks.values():
-        print(
-            printable(f"  first load: {load_check.problem or 'harmless, with results like eager'}")
-        )
+        result = load_check.problem or "passed, with results like eager"
+        print(printable(f"  load check: {result}"))
     return 0
 
 
@@ -224,7 +227,9 @@ def _prune(arguments: argparse.Namespace) -> int:
         older_than_s=None if days is None else days * 86400,
         other_versions=arguments.other_versions,
     )
-    print(f"{len(report.digests)} graphs deleted, {report.freed_bytes / 1e6:.1f} MB freed")
+    print(
+        f"{counted(len(report.digests), 'graph')} deleted, {report.freed_bytes / 1e6:.1f} MB freed"
+    )
     return 0
 
 
@@ -245,13 +250,15 @@ def _export(arguments: argparse.Namespace) -> int:
             f"There is no folder {arguments.file.parent}.", "Name another, or make it."
         )
     count = library.export(arguments.file, digests)
-    print(f"{count} graphs in {arguments.file}. They are native code for this kind of machine.")
+    written = f"{counted(count, 'graph')} in {arguments.file}"
+    print(f"{written}. Graphs are native code for this kind of machine.")
     return 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
     report = _library(arguments).import_archive(arguments.file, trust=arguments.trust)
-    print(f"{len(report.imported)} graphs imported, {len(report.kept)} were here already")
+    imported = counted(len(report.imported), "graph")
+    print(f"{imported} imported, {len(report.kept)} already in the store")
     return 0
 
 

@@ -23,12 +23,16 @@ _VAE_TILING = ("auto", "on", "off")
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the graph store."""
     group = parser.add_argument_group("graph store")
-    group.add_argument("--store", type=Path, help="folder of the graph store (default: user cache)")
+    group.add_argument(
+        "--store",
+        type=Path,
+        help="folder of the graph store (default: $ONEDIFF_STORE, or the user's cache)",
+    )
     group.add_argument(
         "--store-limit-gb",
         type=positive_amount,
         default=CompileOptions.store_limit_bytes / 2**30,
-        help="evict the least recently used graphs above this size (default: %(default)g)",
+        help="delete the least recently used graphs above this size (default: %(default)g)",
     )
 
 

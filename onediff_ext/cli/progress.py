@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.core.words import printable
+from onediff_ext.core.words import duration, printable
 
 if TYPE_CHECKING:
     from onediff_ext.building.build_progress import BuildProgress
@@ -43,7 +43,7 @@ class Progress:
         if seconds_left is None:
             per_unit = (time.monotonic() - self._started_at) / max(1, self._done)
             seconds_left = per_unit * (self._total - self._done)
-        left = f", {_duration(seconds_left)} left" if self._done < self._total else ""
+        left = f", {duration(seconds_left)} left" if self._done < self._total else ""
         line = printable(f"{self._what} {self._done}/{self._total}: {note}{left}")
         print(line, file=sys.stderr, flush=True)
 
@@ -66,9 +66,3 @@ class BuildProgressBars:
         if progress.done == progress.needed:
             self._progress.close()
             self._progress = None
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.fault_points import reached
 from onediff_ext.core.untrusted_files import other_kind
-from onediff_ext.core.words import printable
+from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
@@ -96,7 +96,7 @@ def print_fallbacks(fallbacks: Sequence[Mapping[str, Any]]) -> None:
     for reason, same in by_reason.items():
         count = sum(fallback["count"] for fallback in same)
         whats = ", ".join(fallback["what"] for fallback in same)
-        print(printable(f"eager ({count} calls), {reason}: {whats}"))
+        print(printable(f"eager ({counted(count, 'call')}), {reason}: {whats}"))
 
 
 def print_left_out(report: RunReport) -> None:

@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         "ui",
         help="open the panel in the browser, without a WebUI",
         description="Text to image, image to image and batches, on the demo model unless -m says"
-        " otherwise.",
+        " otherwise. Backend, precision and components are chosen in the panel.",
     )
     parser.add_argument(
         "--host",
@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from onediff_ext.core.errors import OptionError
 
+    _refuse_choices_of_the_panel(arguments)
     if importlib.util.find_spec("gradio") is None:
         raise OptionError(
             "The page needs the package gradio.",
@@ -94,3 +95,21 @@ def run(arguments: argparse.Namespace) -> int:
         vae_tiling=arguments.vae_tiling,
     )
     return 0
+
+
+def _refuse_choices_of_the_panel(arguments: argparse.Namespace) -> None:
+    """Raise OptionError for an option that the page would ignore."""
+    from onediff_ext.core.errors import OptionError
+    from onediff_ext.core.options import CompileOptions
+
+    if arguments.vae is not None:
+        raise OptionError("The page takes no --vae.", "It draws with the checkpoint's own VAE.")
+    for name, is_given in (
+        ("--backend", arguments.backend != CompileOptions.backend),
+        ("--precision", arguments.precision != CompileOptions.precision),
+        ("--eager", arguments.eager),
+        ("--ignore-vae", arguments.ignore_vae),
+        ("--ignore", bool(arguments.ignore)),
+    ):
+        if is_given:
+            raise OptionError(f"The page takes no {name}.", "Choose it in the panel.")

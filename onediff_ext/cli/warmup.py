@@ -13,6 +13,7 @@ from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import Progress
 from onediff_ext.cli.tables import format_table
+from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
     from onediff_ext.core.shapes import BatchShape
@@ -71,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
         model.close()
     print(_table(report))
     print(
-        f"{report.built} graphs built, {report.loaded} loaded"
+        f"{counted(report.built, 'graph')} built, {report.loaded} loaded"
         f" in {model.ready_seconds + report.seconds:.1f} s"
     )
     pays = session.status().pays_off_after
     if pays:
-        print(f"The builds pay off after {pays} pictures of 20 steps.")
+        print(f"The builds pay off after {counted(pays, 'picture')} of 20 steps.")
     if arguments.json is not None:
         report_file.write_json(arguments.json, {**report.as_json(), "pays_off_after": pays})
     eager = left_eager(session)

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What a component does. Equal to its text, so sets of names from options may hold it."""
+    """The role of a component. Equal to its text, so it may stand in sets of option names."""
 
     UNET = "unet"
     VAE_ENCODER = "vae_encoder"

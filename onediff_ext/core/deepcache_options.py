@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.json_schema import check_names
 
-PRESETS: Mapping[str, int] = {"off": 1, "light": 2, "medium": 3, "strong": 5}
+LEVELS: Mapping[str, int] = {"off": 1, "light": 2, "medium": 3, "strong": 5}
 """Names that users see → interval."""
 
 SCHEDULES = ("uniform", "nonuniform")
@@ -23,7 +24,7 @@ COST = (
     "pictures differ from those without it: hardly with light, in small details with medium,"
     " visibly with strong"
 )
-"""How much fidelity each preset costs, for help texts and tooltips."""
+"""How much fidelity each level costs, for help texts and tooltips."""
 
 MIN_STEPS = 10
 """With fewer steps, neighbouring steps differ too much to share features."""
@@ -54,7 +55,7 @@ class DeepCacheOptions:
         OptionError: A value cannot be used.
     """
 
-    interval: int = PRESETS["medium"]
+    interval: int = LEVELS["medium"]
     depth: int = 0
     start: float = 0.0
     end: float = 1.0
@@ -66,7 +67,7 @@ class DeepCacheOptions:
         if not _is_whole(self.interval) or not 1 <= self.interval <= 50:
             raise OptionError(
                 f"A DeepCache interval of {self.interval!r} cannot be used.",
-                f"Choose 1 (off) to 50, or {', '.join(PRESETS)}.",
+                f"Choose 1 (off) to 50, or {', '.join(LEVELS)}.",
             )
         if not _is_whole(self.depth) or self.depth < 0:
             raise OptionError(
@@ -113,8 +114,8 @@ class DeepCacheOptions:
 
     @property
     def label(self) -> str:
-        """The name for menus and infotext: a preset's name if it is one, else the text."""
-        names = {str(DeepCacheOptions(interval)): name for name, interval in PRESETS.items()}
+        """The name for menus and infotext: a level's name if it is one, else the text."""
+        names = {str(DeepCacheOptions(interval)): name for name, interval in LEVELS.items()}
         return names.get(str(self), str(self))
 
     @classmethod
@@ -123,7 +124,7 @@ class DeepCacheOptions:
 
         Args:
             value: This class; None, False or "" for off; True for the default; an interval; a
-                preset; a text such as ``"3 depth=1"``; a mapping of the fields.
+                level; a text such as ``"3 depth=1"``; a mapping of the fields.
 
         Raises:
             OptionError: It cannot be read or used.
@@ -148,7 +149,26 @@ class DeepCacheOptions:
         raise OptionError(f"{value!r} is no DeepCache setting.", _HINT)
 
 
-_HINT = f'Use {", ".join(PRESETS)}, an interval such as 3, or a text such as "3 depth=1".'
+JSON_FORMS: tuple[Mapping[str, Any], ...] = (
+    {"type": "number"},
+    {"type": "boolean"},
+    {
+        "type": "object",
+        "properties": {
+            "interval": {"type": "integer"},
+            "depth": {"type": "integer"},
+            "start": {"type": "number"},
+            "end": {"type": "number"},
+            "schedule": {"type": "string", "enum": list(SCHEDULES)},
+            "centre": {"type": "number"},
+            "power": {"type": "number"},
+        },
+        "additionalProperties": False,
+    },
+)
+"""JSON Schemas of what `DeepCacheOptions.parse` accepts besides texts."""
+
+_HINT = f'Use {", ".join(LEVELS)}, an interval such as 3, or a text such as "3 depth=1".'
 OFF = DeepCacheOptions(interval=1)
 
 
@@ -176,13 +196,7 @@ def few_steps_reason(sampler: str, steps: int | None) -> str | None:
 
 
 def _from_mapping(given: Mapping[str, Any]) -> DeepCacheOptions:
-    known = {f.name for f in fields(DeepCacheOptions)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise OptionError(
-            f"Unknown DeepCache option: {', '.join(map(str, unknown))}.",
-            f"Known options: {', '.join(sorted(known))}.",
-        )
+    check_names(given, [f.name for f in fields(DeepCacheOptions)], "DeepCache option")
     return replace(DeepCacheOptions(), **dict(given))
 
 
@@ -192,7 +206,7 @@ def _from_text(text: str) -> DeepCacheOptions:
     if "=" in first:
         rest = [first, *rest]
     else:
-        given["interval"] = PRESETS.get(first) or _number("interval", first)
+        given["interval"] = LEVELS.get(first) or _number("interval", first)
     for word in rest:
         name, equals, value = word.partition("=")
         if not equals:

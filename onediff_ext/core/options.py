@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.json_schema import check_names
 
 COMPONENTS = ("unet", "vae", "vae_encoder", "vae_decoder", "controlnet")
 BACKENDS = ("inductor", "oneflow", "eager")
@@ -26,9 +27,10 @@ class CompileOptions:
             needs it, ``"never"`` leaves it eager.
         precision: ``"exact"`` computes as the host does. With ``"fp8"`` and ``"int8"`` the linear
             layers of transformer blocks multiply in 8 bits: faster on GPUs that support it, and
-            visible in pictures. ``"fp16-accumulation"`` sums float16 products in float16, which
-            doubles the speed on GeForce GPUs.
-        store: Folder of the graph store; None means the user's cache folder.
+            visible in pictures. ``"fp16-accumulation"`` sums float16 products in float16; it is
+            meant for GeForce GPUs, and was not measured on one.
+        store: Folder of the graph store; None means $ONEDIFF_STORE, else the user's cache
+            folder.
         store_limit_bytes: Above this size the least recently used graphs are deleted.
         workers: Processes that build at the same time. None means one for every two
             cores, at least two and at most eight, and one while a picture is drawn on the
@@ -86,13 +88,7 @@ class CompileOptions:
             return cls()
         if isinstance(options, CompileOptions):
             return options
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise OptionError(
-                f"Unknown compile option: {', '.join(unknown)}.",
-                f"Known options: {', '.join(sorted(known))}.",
-            )
+        check_names(options, [f.name for f in fields(cls)], "compile option")
         return replace(cls(), **dict(options))
 
 

@@ -9,6 +9,7 @@ because their threads wait for each other at every operation.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -17,6 +18,10 @@ from pathlib import Path
 
 # Nice values of a session beside sessions at 0: about 1/30 of the time, and 1/4.
 _WHILE_DRAWING, _BETWEEN_PICTURES = 15, 5
+# Linux divides a process's weight by this with each nice value.
+_WEIGHT_RATIO = 1.25
+# Without autogroups, this nice value leaves a process a tenth of a busy core.
+_IN_BACKGROUND, _WAITED_FOR = 9, 5
 # How long a thread keeps the GIL while others wait for it; Python's default is 5 ms.
 _SWITCH_S = 0.0002
 
@@ -35,7 +40,16 @@ def lower_priority(in_background: bool) -> None:
         in_background: Pictures are drawn at the same time.
     """
     with contextlib.suppress(OSError, AttributeError):
-        os.nice(10 if in_background else 5)
+        os.nice(_IN_BACKGROUND if in_background else _WAITED_FOR)
+
+
+def nice_for_share(share: float) -> int:
+    """Return the nice value that leaves at least this share of a core beside a process at 0.
+
+    Args:
+        share: Above 0 and up to a half.
+    """
+    return max(0, math.floor(math.log((1 - share) / share, _WEIGHT_RATIO)))
 
 
 class SessionPriorities:
@@ -46,17 +60,26 @@ class SessionPriorities:
     """
 
     def __init__(self) -> None:
-        self._told: dict[int, bool] = {}
+        self._told: dict[int, int] = {}
 
-    def tell(self, pid: int, drawing: bool) -> None:
-        """Set the priority of the session that a process leads; cheap if nothing changed."""
-        if self._told.get(pid) == drawing:
+    def tell(self, pid: int, drawing: bool, share: float = 0.0) -> None:
+        """Set the priority of the session that a process leads; cheap if nothing changed.
+
+        Args:
+            pid: The process.
+            drawing: Whether a picture is being drawn.
+            share: Share of a busy core that the session keeps while a picture is being drawn;
+                0 for the least.
+        """
+        nice = _BETWEEN_PICTURES
+        if drawing:
+            nice = min(_WHILE_DRAWING, nice_for_share(share)) if share else _WHILE_DRAWING
+        if self._told.get(pid) == nice:
             return
         with contextlib.suppress(OSError, AttributeError):
             if os.getsid(pid) == pid:  # before that, its session is ours, which must not give way
-                nice = _WHILE_DRAWING if drawing else _BETWEEN_PICTURES
                 Path(f"/proc/{pid}/autogroup").write_text(str(nice), encoding="ascii")
-                self._told[pid] = drawing
+                self._told[pid] = nice
 
 
 class _Switching:

@@ -20,7 +20,7 @@ _EXAMPLE_HINT = (
 )
 _WIDTH_HEIGHT = re.compile(r"\s*(\d{1,9})\s*[x×*]\s*(\d{1,9})\s*", re.ASCII | re.IGNORECASE)
 _BATCH = re.compile(r"\d{1,9}", re.ASCII)
-_SEPARATORS = re.compile(r"[,;\s]+")
+SIZE_SEPARATORS = re.compile(r"[,;\s]+")
 _JOINTS = str.maketrans({"x": " x ", "×": " x ", "*": " x ", "@": " @ "})
 _SHOWN_CHARS = 40
 
@@ -99,7 +99,7 @@ def parse_sizes(text: str) -> list[BatchShape]:
     # spaces around the "x" takes quadratic time on a run of spaces.
     spaced = f" {' '.join(text.lower().translate(_JOINTS).split())} "
     closed_up = spaced.replace(" x ", "x").replace(" @ ", "@")
-    entries = [entry for entry in _SEPARATORS.split(closed_up) if entry]
+    entries = [entry for entry in SIZE_SEPARATORS.split(closed_up) if entry]
     if len(entries) > MAX_SIZES:
         raise ShapeError(
             f"The list has {len(entries):,} sizes; {MAX_SIZES} are allowed.",

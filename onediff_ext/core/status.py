@@ -31,8 +31,9 @@ class Status:
         sizes_done, sizes_needed: Sizes of a warm-up in its current stage; 0 without a warm-up.
         building_now: Labels of the kinds that workers are building.
         waiting: Missing kinds that are not being built: cancelled, or builds are not allowed.
-        cancelled: Whether the user cancelled builds of kinds that are still missing. A warm-up
-            builds them; kinds that appear later are built automatically.
+        cancelled: Whether the user cancelled builds of kinds that are still missing. The next
+            picture that needs them, or a warm-up, has them built.
+        paused: Whether the user paused builds; none starts until the user lets them go on.
         captures: CUDA graphs in memory.
         speedup: Measured eager time over compiled time of one step; None when not measured.
         pays_off_after: Pictures after which the builds of this checkpoint's kinds have saved as
@@ -45,6 +46,13 @@ class Status:
         blocks_needed: Blocks of the last picture; 0 before the first one.
         eager_blocks: Eager reasons of the other blocks, as (reason, blocks), most blocks first.
         substituted: Why a backend or precision differs from the requested one, or ``""``.
+        backend: The backend whose graphs are used; ``""`` without a session.
+        changed_by: Extensions that changed the model, as (eager reason, extension).
+        first_builds_s: Estimate of all builds of this process, from this machine's history; None
+            while nothing is built, or when unknown.
+        picture_s: Seconds of the last picture; None before the first.
+        without_s: Estimate of the same without OneDiff; None when its size was not measured.
+        notes: Choices of the last picture that were ignored, and why.
     """
 
     running: str = "off"
@@ -59,6 +67,7 @@ class Status:
     building_now: tuple[str, ...] = ()
     waiting: int = 0
     cancelled: bool = False
+    paused: bool = False
     captures: int = 0
     speedup: float | None = None
     pays_off_after: int | None = None
@@ -69,12 +78,18 @@ class Status:
     blocks_needed: int = 0
     eager_blocks: tuple[tuple[str, int], ...] = ()
     substituted: str = ""
+    backend: str = ""
+    changed_by: tuple[tuple[str, str], ...] = ()
+    first_builds_s: float | None = None
+    picture_s: float | None = None
+    without_s: float | None = None
+    notes: tuple[str, ...] = ()
 
     def line(self) -> str:
         """Return one line for people, such as ``"eager, building 7 of 16 (18 s left)"``."""
         if self.running == "off":
             return self._because("off")
-        texts = (self.deepcache, self.substituted, self.problem)
+        texts = (self.deepcache, self.substituted, self.problem, *self.notes)
         more = "".join(f"; {text}" for text in texts if text)
         return f"{self._drawing()}{self._building()}{more}"
 
@@ -85,8 +100,12 @@ class Status:
             **asdict(self),
             "building_now": list(self.building_now),
             "reasons": list(self.reasons),
+            "notes": list(self.notes),
             "eager_blocks": [
                 {"reason": reason, "blocks": blocks} for reason, blocks in self.eager_blocks
+            ],
+            "changed_by": [
+                {"reason": reason, "extension": name} for reason, name in self.changed_by
             ],
             "line": self.line(),
         }
@@ -113,8 +132,9 @@ class Status:
             done = self.kinds_ready + self.kinds_failed
             left = "" if self.seconds_left is None else f" ({duration(self.seconds_left)} left)"
             return f", building {done} of {self.kinds_needed}{left}"
-        if self.cancelled and self.waiting:
-            return f", {self.waiting} not built (cancelled)"
+        if self.waiting and (self.paused or self.cancelled):
+            why = "paused" if self.paused else "cancelled"
+            return f", {self.waiting} not built ({why})"
         if self.sizes_needed:
             return f", warming up {self.sizes_done} of {self.sizes_needed} sizes"
         return ""

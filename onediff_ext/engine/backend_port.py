@@ -39,8 +39,16 @@ class Backend(ABC):
     def key_entries(self, device: torch.device) -> Mapping[str, str]:
         """Return the parts of a key that decide a graph's bytes and lie outside of the block."""
 
-    def prepare_to_load(self, device: torch.device) -> None:  # noqa: B027
-        """Import what `load` needs, which may take seconds. The default imports nothing."""
+    def loading_steps(self, device: torch.device) -> Sequence[Callable[[], object]]:  # noqa: ARG002
+        """Return what the first `load` would do once for all graphs, in steps of at most 0.5 s.
+
+        Imports, above all. They may run in any thread, in order, or not at all. What this process
+        has done already is left out. The default has none.
+
+        Args:
+            device: Where graphs will run.
+        """
+        return ()
 
     @abstractmethod
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:

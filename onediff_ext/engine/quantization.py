@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: which weights of a block are quantised, and their 8-bit copies.
+"""Linear layers in 8 bits: which weights of a block are quantized, and their 8-bit copies.
 
 fp8 (e4m3) is a floating type, so the scale hardly matters as long as nothing overflows. A weight
 has one scale. A LayerNorm's output has one scale too, from a bound that its weights prove. Other
@@ -7,7 +7,7 @@ the fast ones.
 
 int8 needs a scale for each output channel and for each token.
 
-Only the linear layers inside transformer blocks are quantised. Convolutions, time embeddings and
+Only the linear layers inside transformer blocks are quantized. Convolutions, time embeddings and
 layers between blocks keep the host's precision.
 """
 
@@ -148,7 +148,7 @@ class QuantizedWeights:
         return (generation, *(content_of(w) for group in self._sources for w in group))
 
     def apply(self, weights: Sequence[torch.Tensor], generation: int) -> list[torch.Tensor]:
-        """Return a block's weights as its quantised graph takes them.
+        """Return a block's weights as its quantized graph takes them.
 
         Args:
             weights: The weights of the block, in the order of the plan.

@@ -1,4 +1,4 @@
-"""The arithmetic of quantised linear layers, with which a block's graph is traced."""
+"""The arithmetic of quantized linear layers, with which a block's graph is traced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from onediff_ext.engine.quantization import EIGHT_BIT_TYPES, SMALLEST_SCALE, Quantization
 
 
-def quantise_rows(
+def quantize_rows(
     x: torch.Tensor, precision: str, bound: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a layer's input to 8 bits.
@@ -34,7 +34,7 @@ def quantise_rows(
 
 
 class QuantizedLinears(TorchFunctionMode):
-    """Makes linear layers compute with quantised weights while a block is traced.
+    """Makes linear layers compute with quantized weights while a block is traced.
 
     Args:
         quantization: Which weights are 8-bit copies.
@@ -107,7 +107,7 @@ class QuantizedLinears(TorchFunctionMode):
         return output
 
     def _in_8_bits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply `quantise_rows` once for all layers that read x [..., K]."""
+        """Apply `quantize_rows` once for all layers that read x [..., K]."""
         if id(x) not in self._inputs:
             bound = None
             if self._precision == "fp8" and id(x) in self._normed:
@@ -116,7 +116,7 @@ class QuantizedLinears(TorchFunctionMode):
                 root = weight.shape[0] ** 0.5
                 bound = (weight.float().abs() * root + bias.float().abs()).amax(0, keepdim=True)
             rows = x.reshape(-1, x.shape[-1])
-            self._inputs[id(x)] = (x, *quantise_rows(rows, self._precision, bound))
+            self._inputs[id(x)] = (x, *quantize_rows(rows, self._precision, bound))
         _, rows, scales = self._inputs[id(x)]
         return rows, scales
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +68,35 @@ def fp16_accumulation() -> bool | None:
     if RELEASE < (2, 7):  # not by hasattr, for which 2.1 raises an AssertionError
         return None
     return bool(torch.backends.cuda.matmul.allow_fp16_accumulation)
+
+
+def float32_settings() -> tuple[Hashable, ...]:
+    """Return what decides how float32 is computed: for the whole, and from torch 2.9 by library.
+
+    None stands for a setting that cannot be read: torch 2.9 refuses to say an older setting where
+    the newer ones do not fit it.
+    """
+    newer = _FLOAT32_BY_LIBRARY if RELEASE >= (2, 9) else ()
+    return tuple(_value_or_none(read) for read in (*_FLOAT32, *newer))
+
+
+def _value_or_none(read: Callable[[], Hashable]) -> Hashable:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+_backends: Any = torch.backends
+_FLOAT32: tuple[Callable[[], Hashable], ...] = (
+    lambda: torch.get_float32_matmul_precision(),
+    lambda: bool(_backends.cudnn.allow_tf32),
+)
+_FLOAT32_BY_LIBRARY: tuple[Callable[[], Hashable], ...] = (
+    lambda: str(_backends.cudnn.fp32_precision),
+    lambda: str(_backends.cudnn.conv.fp32_precision),
+    lambda: str(_backends.cuda.matmul.fp32_precision),
+)
 
 
 def end_recording_to_pool(device_index: int, pool: Any) -> None:

@@ -16,6 +16,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class WebUIHost(ABC):
 
     @abstractmethod
     def refusal_reason(self, job: Any) -> str | None:
-        """Why a whole job has to run eager (offloading, quantised weights), or None.
+        """Why a whole job has to run eager (offloading, quantized weights), or None.
 
         Args:
             job: The host's processing object ``p``; None outside a job.
@@ -97,7 +98,7 @@ class WebUIHost(ABC):
         """
 
     def state(self) -> Hashable:
-        """What decides the models' results besides the models themselves and their weights.
+        """The host's state that changes results, besides the models and their weights.
 
         Such as settings that reach into layers, and class-level patches. When it changes, blocks
         are inspected again and CUDA graphs are dropped. Cheap, since it is asked before each step.
@@ -111,6 +112,19 @@ class WebUIHost(ABC):
         """
         checkpoint = self.checkpoint()
         return None if checkpoint is None else (checkpoint.name, checkpoint.digest)
+
+    def split_calls_reason(self, denoiser: object) -> str | None:
+        """Why the UNet's calls may be those of parts of a picture, or None.
+
+        Extensions draw a picture in tiles by taking the place of a step between sampler and UNet.
+
+        Args:
+            denoiser: The host's CFG denoiser.
+        """
+        for step in (denoiser, getattr(denoiser, "inner_model", None)):
+            for method in replaced_methods(step).values():
+                return f"{defining_module(method)} calls the UNet in its own way"
+        return None
 
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
         """The object that dies when the host gives a model up.

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, are_tensors, named_arguments
 from onediff_ext.engine.blocks.attention import attend, attend_image
-from onediff_ext.engine.blocks.family import IMAGE, VECTOR, BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.blocks.family import (
+    IMAGE,
+    UNKNOWN_ARGUMENTS,
+    VECTOR,
+    Arguments,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+    Statics,
+    Tensors,
+)
+from onediff_ext.engine.blocks.image_family import ImageBlocks
 from onediff_ext.engine.blocks.residual_family import ResidualBlocks
 from onediff_ext.engine.blocks.transformer_family import TransformerBlocks
 
@@ -47,35 +57,22 @@ class LdmResBlocks(ResidualBlocks, LdmBlocks):
     arguments: tuple[str, ...] = ("x", "emb")
 
     @abstractmethod
-    def unsupported_reason(self, block: Any, named: Mapping[str, Any]) -> str | None:
-        """Why a block runs eager, or None.
-
-        Args:
-            block: The host's.
-            named: The arguments of its call, by name.
-        """
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:
+        """Return why a call with these arguments runs eager, or None."""
 
     def channels(self, block: Any) -> tuple[int, int]:
         return block.channels, block.out_channels
 
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        named = named_arguments(self.arguments, args, kwargs)
-        if named is None or not are_tensors(named.get("x"), named.get("emb")):
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
+        x, emb = arguments.get("x"), arguments.get("emb")
+        if not (isinstance(x, torch.Tensor) and isinstance(emb, torch.Tensor)):
             return UNKNOWN_ARGUMENTS
-        reason = self.unsupported_reason(block, named)
+        reason = self.eager_reason(block, arguments)
         if reason is not None:
             return Refusal(reason)
-        # x [B, C, H, W], emb [B, T]
-        return BlockCall((named["x"], named["emb"]), (IMAGE, VECTOR))
+        return BlockCall((x, emb), (IMAGE, VECTOR))  # x [B, C, H, W], emb [B, T]
 
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:  # noqa: ARG002
         output: torch.Tensor = block._forward(tensors[0], tensors[1])
         return output
 
@@ -102,11 +99,7 @@ class LdmTransformers(TransformerBlocks, LdmBlocks):
                 module.forward = partial(_attend, module)
 
     def call(
-        self,
-        block: Any,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        statics: Mapping[str, Hashable],
+        self, block: Any, x: torch.Tensor, context: torch.Tensor | None, statics: Statics
     ) -> torch.Tensor:
         for attention in (block.attn1, block.attn2):
             if attention is not None:
@@ -114,71 +107,36 @@ class LdmTransformers(TransformerBlocks, LdmBlocks):
         return self.forward(block, x, context)
 
 
-class LdmVaeResnets(ResidualBlocks, LdmBlocks):
+class LdmVaeResnets(ResidualBlocks, ImageBlocks, LdmBlocks):
     """The VAE's residual block, without a time embedding."""
 
     class_name = "ResnetBlock"
+    arguments = ("x", "temb")
 
     def channels(self, block: Any) -> tuple[int, int]:
         return block.in_channels, block.out_channels
 
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        named = named_arguments(("x", "temb"), args, kwargs)
-        if named is None or named.get("temb") is not None or not are_tensors(named.get("x")):
-            return UNKNOWN_ARGUMENTS
-        return BlockCall((named["x"],), (IMAGE,))  # x [B, C, H, W]
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
+        return None if arguments.get("temb") is None else UNKNOWN_ARGUMENTS.reason
 
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:  # noqa: ARG002
         output: torch.Tensor = block.forward(tensors[0], None)
         return output
 
 
-class LdmVaeAttention(LdmBlocks):
-    """The single-head attention of the VAE's middle block, on images."""
+class LdmVaeAttention(ImageBlocks, LdmBlocks):
+    """The single-head attention of the VAE's middle block, on images.
+
+    Its statics may have "upcast": whether queries, keys and values are computed in float32.
+    """
 
     class_name = "AttnBlock"
-
-    def refusal_reason(self) -> str | None:
-        """Why the host's attention cannot be a graph's just now, or None."""
-        return None
-
-    def attention_statics(self) -> tuple[tuple[str, Hashable], ...]:
-        """How the host wants attention computed just now; "upcast" is the only name."""
-        return ()
+    arguments = ("x",)
 
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.in_channels}"
 
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        named = named_arguments(("x",), args, kwargs)
-        if named is None or not are_tensors(named.get("x")):
-            return UNKNOWN_ARGUMENTS
-        reason = self.refusal_reason()
-        if reason is not None:
-            return Refusal(reason)
-        return BlockCall((named["x"],), (IMAGE,), self.attention_statics())  # x [B, C, H, W]
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
         return attend_image(block, tensors[0], upcast=bool(statics.get("upcast")))
 
 

@@ -28,6 +28,7 @@ from onediff_ext.engine.deepcache.unet_adapter import (
     replaced,
 )
 
+_LATENT_CHANNELS = 4
 _ORDER = ("x", "timesteps", "context", "y")
 _NAMES = ("input_blocks", "middle_block", "output_blocks")
 # Forge's hooks around blocks, which may change the shape of what goes through.
@@ -95,7 +96,8 @@ class LdmUNet(UNetAdapter):
             _lengths(options.get("patches")),
             _lengths(options.get("patches_replace")),
         )
-        return UNetCall(kind, state, x.shape[0])
+        # Further channels are a mask and an image, which differ between CFG's calls.
+        return UNetCall(kind, state, x.shape[0], x[:, :_LATENT_CHANNELS])
 
     def max_depth(self) -> int:
         return self._blocks - 2

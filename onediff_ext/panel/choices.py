@@ -1,4 +1,4 @@
-"""What a user chose, checked: the same for panel, API, X/Y/Z and infotext."""
+"""The checked choices of a user: the same for panel, API, X/Y/Z and infotext."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.json_schema import check_names
 from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.core.shapes import BatchShape, parse_sizes
+from onediff_ext.panel.control_values import from_control
 from onediff_ext.panel.field_values import checked
 from onediff_ext.panel.fields import BY_NAME, FIELDS
 from onediff_ext.panel.presets import CUSTOM, preset_values
@@ -36,21 +38,44 @@ class Choices:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any] | None = None) -> Choices:
-        """Read a mapping. Missing names get their defaults; unknown names are ignored.
+        """Read a mapping. Missing names, and those with None, get their defaults.
 
         A preset other than Custom overrides the fields that presets decide.
 
         Raises:
-            OptionError: A value cannot be used; the message names it and the hint says what can.
+            OptionError: A name is unknown, or a value cannot be used. The message names it and the
+                hint says what can.
         """
-        given = {k: v for k, v in (values or {}).items() if k in BY_NAME and v is not None}
+        values = values or {}
+        check_names(values, BY_NAME, "choice")
+        given = {name: value for name, value in values.items() if value is not None}
         known = {name: checked(BY_NAME[name], value) for name, value in given.items()}
         chosen = {field.name: known.get(field.name, field.default) for field in FIELDS}
         chosen |= preset_values(chosen["preset"], FIELDS)
-        choices = cls(**chosen)
-        choices.warm_up_shapes()
-        choices.outside_reason(512, 512, 1)
-        return choices
+        return cls(**chosen)
+
+    @classmethod
+    def for_picture(cls, values: Mapping[str, Any]) -> tuple[Choices, tuple[str, ...]]:
+        """Read a mapping for one picture. A value that the picture does not need cannot end it.
+
+        Returns:
+            (choices, notes). A field that the picture does not depend on, and whose value cannot be
+            used, has its default; a note says so.
+
+        Raises:
+            OptionError: As `parse`, for the fields that this picture depends on.
+        """
+        needed = _needed_fields(values)
+        usable, notes = dict(values), []
+        for name in values:
+            if name not in BY_NAME or name in needed or values[name] is None:
+                continue
+            try:
+                checked(BY_NAME[name], values[name])
+            except OptionError as exc:
+                del usable[name]
+                notes.append(f"{BY_NAME[name].label} ignored: {exc}")
+        return cls.parse(usable), tuple(notes)
 
     @property
     def ignores(self) -> frozenset[str]:
@@ -116,6 +141,28 @@ class Choices:
         return found
 
 
+def _needed_fields(values: Mapping[str, Any]) -> set[str]:
+    """The fields that a picture with these choices depends on."""
+    deciding = {"enabled", "preset"}
+    first = Choices.parse({name: values[name] for name in deciding & values.keys()})
+    if not first.enabled:
+        return deciding
+    decided = preset_values(first.preset, FIELDS)
+    return {f.name for f in FIELDS if f.is_for_pictures and f.name not in decided}
+
+
+def on_failure_of(values: Mapping[str, Any]) -> str:
+    """What to do about a picture whose choices cannot be used: its own choice "on_failure".
+
+    A choice that cannot be used itself counts as not given.
+    """
+    field = BY_NAME["on_failure"]
+    try:
+        return str(checked(field, values.get(field.name, field.default)))
+    except OptionError:
+        return str(field.default)
+
+
 def from_arguments(arguments: Sequence[Any]) -> dict[str, Any]:
     """Script arguments as a mapping: positional ones, or one dict among them.
 
@@ -129,4 +176,8 @@ def from_arguments(arguments: Sequence[Any]) -> dict[str, Any]:
                 name in BY_NAME and BY_NAME[name].decided_by_preset for name in argument
             )
             return {"enabled": True, **({"preset": CUSTOM} if is_custom else {}), **argument}
-    return {f.name: v for f, v in zip(FIELDS, arguments, strict=False) if v is not None}
+    return {
+        field.name: from_control(field, value)
+        for field, value in zip(FIELDS, arguments, strict=False)
+        if value is not None
+    }

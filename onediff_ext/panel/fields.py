@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onediff_ext.core.deepcache_options import PRESETS as DEEPCACHE_LEVELS
+from onediff_ext.core.deepcache_options import JSON_FORMS as DEEPCACHE_FORMS
+from onediff_ext.core.deepcache_options import LEVELS as DEEPCACHE_LEVELS
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.options import BACKENDS, PRECISIONS
 from onediff_ext.panel.field import CHECKBOX, CHECKBOXES, COMBO, DROPDOWN, RADIO, TEXT, Field
@@ -66,9 +67,11 @@ FIELDS = (
         "sizes",
         TEXT,
         "Warm-up sizes",
-        "WIDTHxHEIGHT, and @BATCH for several pictures at once.",
+        "Build now makes all graphs, and measures a step at each of these sizes.",
         "",
         placeholder="512x768, 1024x1024@2",
+        format="sizes",
+        is_for_pictures=False,
     ),
     Field(
         "backend",
@@ -79,7 +82,6 @@ FIELDS = (
         BACKENDS,
         infotext="OneDiff backend",
         decided_by_preset=True,
-        advanced=True,
     ),
     Field(
         "captures",
@@ -89,7 +91,6 @@ FIELDS = (
         True,
         infotext="OneDiff captures",
         decided_by_preset=True,
-        advanced=True,
     ),
     Field(
         "size_box",
@@ -98,8 +99,8 @@ FIELDS = (
         "Smallest and largest picture that uses graphs; empty for every size.",
         "",
         infotext="OneDiff size box",
-        advanced=True,
         placeholder="256x256 - 2048x2048",
+        format="size-box",
     ),
     Field(
         "batch_range",
@@ -108,8 +109,8 @@ FIELDS = (
         "Fewest and most pictures at once that use graphs; empty for all.",
         "",
         infotext="OneDiff batch range",
-        advanced=True,
         placeholder="1 - 4",
+        format="batch-range",
     ),
     Field(
         "on_failure",
@@ -119,7 +120,7 @@ FIELDS = (
         ON_FAILURE_CHOICES[0],
         ON_FAILURE_CHOICES,
         infotext="OneDiff on failure",
-        advanced=True,
+        is_for_pictures=False,
     ),
     Field(
         "precision",
@@ -130,7 +131,6 @@ FIELDS = (
         PRECISIONS,
         infotext="OneDiff precision",
         decided_by_preset=True,
-        advanced=True,
     ),
     Field(
         "deepcache",
@@ -143,10 +143,12 @@ FIELDS = (
         infotext="OneDiff DeepCache",
         decided_by_preset=True,
         normalize=_deepcache_label,
+        accepts=DEEPCACHE_FORMS,
         feature=DEEPCACHE,
     ),
 )
-"""The order of positional arguments in the API. New fields are added at the end."""
+"""The order of positional arguments in the API. New fields are added at the end of those without a
+`feature`: fields that a host may lack come last."""
 
 BY_NAME = {field.name: field for field in FIELDS}
 

@@ -6,7 +6,14 @@ import time
 from dataclasses import dataclass
 
 from onediff_ext.core.records import ORIGIN_IMPORTED
-from onediff_ext.store import BuildHistory, CheckpointRecords, GraphLibrary, StoredGraph
+from onediff_ext.store import (
+    BuildHistory,
+    CheckpointRecords,
+    GraphLibrary,
+    SavedTime,
+    SavedTimes,
+    StoredGraph,
+)
 
 EVERYTHING = "Everything"
 UNUSED = "Used by no known checkpoint"
@@ -22,6 +29,7 @@ class GraphGroup:
         graphs: The stored graphs, the last used first.
         missing: The number of graphs that the checkpoint uses and the store lacks.
         speedup: Measured at the last warm-up; None without one.
+        saved: The time that graphs have saved on this machine; None when nothing was measured.
     """
 
     name: str
@@ -29,6 +37,7 @@ class GraphGroup:
     graphs: tuple[StoredGraph, ...]
     missing: int = 0
     speedup: float | None = None
+    saved: SavedTime | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -61,6 +70,8 @@ class GraphGroup:
             "missing": self.missing,
             "imported": self.imported,
             "speedup": self.speedup,
+            "saved_s": None if self.saved is None else self.saved.seconds,
+            "saved_since": None if self.saved is None else self.saved.since,
             "graphs": [
                 {
                     "digest": graph.digest,
@@ -82,9 +93,10 @@ def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
 
     Args:
         library: The store.
-        machine: Digest of this machine, for the speed-up measured on it; ``""`` leaves it out.
+        machine: Digest of this machine, for what was measured on it; ``""`` leaves it out.
     """
     stored = {graph.digest: graph for graph in library.entries()}
+    saved_times = SavedTimes(library.folder)
     groups: list[GraphGroup] = []
     used: set[str] = set()
     names: dict[str, int] = {}
@@ -95,8 +107,9 @@ def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
         number = names[record.name] = names.get(record.name, 0) + 1
         name = record.name if number == 1 else f"{record.name} ({record.content_hash[:8]})"
         speedup = _speedup(library, machine, record.content_hash)
+        saved = saved_times.of(machine, record.content_hash)
         groups.append(
-            GraphGroup(name, record.architecture, tuple(mine), len(listing.missing), speedup)
+            GraphGroup(name, record.architecture, tuple(mine), len(listing.missing), speedup, saved)
         )
     rest = tuple(graph for digest, graph in stored.items() if digest not in used)
     if rest:

@@ -8,12 +8,12 @@ from html import escape as escape_html
 from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.status import Status
 from onediff_ext.core.words import counted, duration
 from onediff_ext.panel.graph_rows import GraphGroup, age_text, size_text
+from onediff_ext.panel.header import Header
 from onediff_ext.panel.panel_host import WarmUpStep
-
-_SHOWN_REASONS = 4
+from onediff_ext.panel.phrases import Phrases
+from onediff_ext.panel.saved_text import saved_text
 
 
 def escape(text: str) -> str:
@@ -33,36 +33,28 @@ def style_element() -> str:
     return f"<style>{style_sheet()}</style>"
 
 
-def status_line(status: Status, wanted: bool = False) -> str:
-    """The status line with its coloured dot.
-
-    Args:
-        status: The current status.
-        wanted: Whether OneDiff is ticked. The last picture may have been drawn without it.
-    """
-    state, line = "building" if status.building else status.running, status.line()
-    if status.running == "off" and wanted:
-        state, line = "waiting", "on, no picture drawn yet"
-    elif not wanted and not status.building:
-        state, line = "off", "off"
+def header(shown: Header) -> str:
+    """The header's text with its coloured dot; a tooltip has what a narrow header cuts."""
     return (
-        f'<span class="onediff-status" data-state="{escape(state)}" title="{escape(line)}">'
-        f'<span class="onediff-dot"></span><span>{escape(line)}</span></span>'
+        f'<span class="onediff-status" data-state="{shown.headline.value}"'
+        f' title="{escape(shown.text)}"><span class="onediff-dot"></span>'
+        f'<span class="onediff-text">{escape(shown.text)}</span></span>'
     )
 
 
-def status_details(status: Status, note: str | None = None) -> str:
-    """What does not fit into the line: a note, and why blocks run eager although OneDiff is on."""
-    parts = [f'<div class="onediff-note">{escape(note)}</div>'] if note else []
-    # The line has the first reason already, unless graphs are in use or being built.
-    in_line = not status.building and status.running != "compiled"
-    reasons = status.reasons[1:] if in_line else status.reasons
-    if reasons:
-        items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons[:_SHOWN_REASONS])
-        if len(reasons) > _SHOWN_REASONS:
-            items += f"<li>and {len(reasons) - _SHOWN_REASONS} more</li>"
-        parts.append(f'<ul class="onediff-why">{items}</ul>')
+def details(notes: Sequence[str], lines: Sequence[str]) -> str:
+    """The lines beneath the header; notes about the machine come first."""
+    parts = [f'<p class="onediff-note">{escape(text)}</p>' for text in notes]
+    parts += [f'<p class="onediff-line">{escape(text)}</p>' for text in lines]
     return "".join(parts)
+
+
+def technical(lines: Sequence[str]) -> str:
+    """The engine's own texts as a list."""
+    if not lines:
+        return '<p class="onediff-note">Nothing to explain.</p>'
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<ul class="onediff-why">{items}</ul>'
 
 
 def progress_bar(step: WarmUpStep) -> str:
@@ -86,14 +78,14 @@ def error(exc: OneDiffError) -> str:
     return f'<div class="onediff-message onediff-bad">{escape(str(exc))}</div>'
 
 
-def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int) -> str:
+def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int, words: Phrases) -> str:
     """The graph library by checkpoint; a checkpoint's row opens to its graphs."""
     if not groups:
         return (
             '<div class="onediff-note">No graphs yet. They are built when pictures are drawn, '
             "or by a warm-up.</div>"
         )
-    rows = "".join(_row(group) for group in groups)
+    rows = "".join(_row(group, words) for group in groups)
     distinct = {graph.digest: graph.size_bytes for group in groups for graph in group.graphs}
     total = f"{counted(len(distinct), 'graph')}, {size_text(sum(distinct.values()))}"
     return (
@@ -106,7 +98,7 @@ def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int) -> s
     )
 
 
-def _row(group: GraphGroup) -> str:
+def _row(group: GraphGroup, words: Phrases) -> str:
     label = escape(group.name)
     if group.architecture:
         label += f' <span class="onediff-note">{escape(group.architecture)}</span>'
@@ -116,6 +108,9 @@ def _row(group: GraphGroup) -> str:
         f"{', imported' if graph.header.origin == 'imported' else ''}</li>"
         for graph in group.graphs
     )
+    saved = saved_text(group.saved, words)
+    if saved:
+        label += f'<br><span class="onediff-note">{escape(saved)}</span>'
     counts = str(len(group.graphs))
     if group.missing:
         counts += f" ({group.missing} missing)"

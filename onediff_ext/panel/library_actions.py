@@ -64,7 +64,7 @@ def export(library: GraphLibrary, name: str, folder: Path) -> Path:
     """
     digests = digests_of(library, name)
     if not digests:
-        raise OptionError("There are no graphs to export.", "Warm up first.")
+        raise OptionError("There are no graphs to export.", "Press Build now first.")
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     what = "all" if name == EVERYTHING else "".join(c if c.isalnum() else "-" for c in name)
     path = folder / f"{what}-{now}{_SUFFIX}"

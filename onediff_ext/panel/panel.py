@@ -1,14 +1,14 @@
-"""The panel as Gradio components: choices, warm-up, graph library, status."""
+"""The panel as Gradio components: preset, status, builds, folds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import gradio as gr
 
-from onediff_ext.panel import html
+from onediff_ext.panel.control_values import VAE, to_control
 from onediff_ext.panel.field import (
     CHECKBOX,
     CHECKBOXES,
@@ -20,12 +20,20 @@ from onediff_ext.panel.field import (
 )
 from onediff_ext.panel.fields import BY_NAME, FIELDS, fields_for
 from onediff_ext.panel.gradio_versions import on_user_input
-from onediff_ext.panel.library_panel import build_library
+from onediff_ext.panel.library_panel import LibraryPanel
 from onediff_ext.panel.panel_host import PanelHost
 from onediff_ext.panel.presets import CUSTOM, preset_values, presets_for
-from onediff_ext.panel.warm_up_panel import WarmUpButtons
+from onediff_ext.panel.report_panel import ReportPanel
+from onediff_ext.panel.size_source import SizeSource
+from onediff_ext.panel.status_view import StatusView
+from onediff_ext.panel.warm_up_panel import WarmUpPanel
 
 ElementId = Callable[[str], str]
+
+
+# The fold that shows what the preset chose, and the one for rare choices.
+_PRESET_FOLD = ("deepcache", "precision", "components", "vae")
+_ADVANCED_FOLD = ("backend", "captures", "size_box", "batch_range", "on_failure")
 
 
 @dataclass
@@ -35,16 +43,13 @@ class Panel:
     Args:
         panel_host: The program that draws.
         controls: Name of a field → its component.
-        details: Shows notes and reasons below the header.
-        header: Shows the status line.
-        warm_up: The buttons beside the list of sizes.
+        status_outputs: The components that `show_status` fills: header, details and technical
+            details.
     """
 
     panel_host: PanelHost
     controls: dict[str, Any]
-    details: Any
-    header: Any
-    warm_up: WarmUpButtons
+    status_outputs: list[Any]
 
     @property
     def inputs(self) -> list[Any]:
@@ -54,54 +59,51 @@ class Panel:
         """
         return [self.controls[field.name] for field in FIELDS if field.name in self.controls]
 
-    @property
-    def status_outputs(self) -> list[Any]:
-        """The components that `show_status` fills."""
-        return [self.header, self.details]
-
     def show_status(self, enabled: bool) -> list[str]:
         """The status as HTML, for `status_outputs`.
 
         Args:
             enabled: Whether OneDiff is ticked.
         """
-        status = self.panel_host.status()
-        note = _note(self.panel_host, bool(enabled))
-        return [html.status_line(status, bool(enabled)), html.status_details(status, note)]
+        return StatusView(self.panel_host).show(bool(enabled))
 
 
-def build_panel(panel_host: PanelHost, enabled: Any, header: Any, elem_id: ElementId) -> Panel:
+def build_panel(
+    panel_host: PanelHost,
+    enabled: Any,
+    header: Any,
+    elem_id: ElementId,
+    sources: Sequence[SizeSource],
+) -> Panel:
     """Make the panel's components, in the Blocks context of the caller.
 
     Args:
         panel_host: The program that draws.
         enabled: The component that turns OneDiff on, made by the host's page.
-        header: The HTML component for the status line, in the accordion's header where possible.
+        header: The HTML component for the header, in the accordion's header where possible.
         elem_id: Makes an element's id from a name, unique on the page.
+        sources: The tabs whose size a click adds to the sizes; the first is the panel's own tab.
     """
-    controls = {"enabled": enabled}
-    details = gr.HTML(
-        html.status_details(panel_host.status(), _note(panel_host, enabled=False)),
-        elem_id=elem_id("details"),
-    )
     fields = {field.name: field for field in fields_for(panel_host.features())}
-    presets = presets_for(fields.values())
-    fields["preset"] = replace(BY_NAME["preset"], choices=presets)
-    for name in ("preset", "deepcache", "components", "vae"):
-        if name in fields:
-            controls[name] = make_control(fields[name], elem_id)
-    with gr.Group():
-        controls["sizes"] = make_control(BY_NAME["sizes"], elem_id)
-        warm_up = WarmUpButtons(elem_id)
-    with gr.Accordion("Advanced", open=False, elem_id=elem_id("advanced")):
-        for field in fields.values():
-            if field.advanced:
-                controls[field.name] = make_control(field, elem_id)
-    build_library(panel_host, elem_id)
-    panel = Panel(panel_host, controls, details, header, warm_up)
-    warm_up.connect(
-        panel_host, controls["sizes"], panel.inputs, panel.status_outputs, panel.show_status
-    )
+    fields["preset"] = replace(BY_NAME["preset"], choices=presets_for(fields.values()))
+    names = tuple(name for name in BY_NAME["components"].choices if name != VAE)
+    fields["components"] = replace(BY_NAME["components"], choices=names)
+    controls = {"enabled": enabled, "preset": make_control(fields["preset"], elem_id)}
+    _, shown, technical = StatusView(panel_host).show(enabled=False)
+    details = gr.HTML(shown, elem_id=elem_id("details"), elem_classes=["onediff-details"])
+    warm_up = WarmUpPanel(panel_host, sources, elem_id)
+    controls["sizes"] = warm_up.sizes
+    for label, name, fold in (
+        ("What the preset chose", "preset_fold", _PRESET_FOLD),
+        ("Advanced", "advanced", _ADVANCED_FOLD),
+    ):
+        with gr.Accordion(label, open=False, elem_id=elem_id(name)):
+            controls |= {n: make_control(fields[n], elem_id) for n in fold if n in fields}
+    LibraryPanel(panel_host, elem_id)
+    texts = ReportPanel(panel_host, technical, elem_id)
+    panel = Panel(panel_host, controls, [header, details, texts.technical])
+    texts.connect(panel.inputs)
+    warm_up.connect(panel.inputs, panel.status_outputs, panel.show_status)
     enabled.change(
         panel.show_status,
         inputs=[enabled],
@@ -110,11 +112,6 @@ def build_panel(panel_host: PanelHost, enabled: Any, header: Any, elem_id: Eleme
     )
     _connect_preset(controls)
     return panel
-
-
-def _note(panel_host: PanelHost, enabled: bool) -> str | None:
-    """The note before the first picture: why OneDiff is off, or what is missing."""
-    return (None if enabled else panel_host.off_reason()) or panel_host.missing_reason()
 
 
 class _Common(TypedDict):
@@ -128,11 +125,10 @@ class _Common(TypedDict):
 
 def make_control(field: Field, elem_id: ElementId) -> Any:
     """The component of one field."""
-    default = list(field.default) if isinstance(field.default, tuple) else field.default
     common: _Common = {
         "label": field.label,
         "info": field.help,
-        "value": default,
+        "value": to_control(field, field.default),
         "elem_id": elem_id(field.name),
     }
     if field.form == CHECKBOX:
@@ -155,8 +151,8 @@ def _connect_preset(controls: dict[str, Any]) -> None:
         updates = []
         for field in decided:
             value = values.get(field.name)
-            value = list(value) if isinstance(value, tuple) else value
-            updates.append(gr.update() if value is None else gr.update(value=value))
+            shown = gr.update() if value is None else gr.update(value=to_control(field, value))
+            updates.append(shown)
         return updates
 
     outputs = [controls[field.name] for field in decided]

@@ -17,8 +17,10 @@ from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.field_schema import schema
 from onediff_ext.panel.fields import FEATURES
+from onediff_ext.panel.phrases import ENGLISH, Phrases
 from onediff_ext.pictures.sizes_used import sizes_used
 from onediff_ext.store import GraphLibrary
+from onediff_ext.store.stored_graph import graph_paths
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,7 @@ class PanelHost(ABC):
 
     @abstractmethod
     def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
-        """Make everything that the sizes of `choices` need, step by step.
+        """Make everything that the sizes of `choices` need, step by step. It ends a pause.
 
         Raises:
             OneDiffError: The warm-up is impossible; the panel shows message and hint.
@@ -59,7 +61,21 @@ class PanelHost(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End a warm-up or build at once; finished graphs stay."""
+        """End a warm-up or build at once; finished graphs stay.
+
+        The next picture, or another warm-up, has the rest built.
+        """
+
+    @abstractmethod
+    def pause(self) -> None:
+        """End builds at once, and start none until `go_on`; finished graphs stay.
+
+        A running warm-up waits meanwhile.
+        """
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """End a pause, and build what is missing beside the pictures, also what was cancelled."""
 
     @abstractmethod
     def library(self) -> GraphLibrary:
@@ -87,6 +103,27 @@ class PanelHost(ABC):
 
         return machine_digest(self.device())
 
+    def name(self) -> str:
+        """The program's name, for reports."""
+        return "the stand-alone page"
+
+    def phrases(self) -> Phrases:
+        """The language of the panel's sentences."""
+        return ENGLISH
+
+    def file_of_module(self, name: str) -> str | None:  # noqa: ARG002
+        """The file of a script that Python's modules do not list; None when it is unknown.
+
+        Args:
+            name: As the script's functions have it, such as ``"negpip.py"``.
+        """
+        return None
+
+    def has_graphs(self) -> bool:
+        """Whether the store has any graph."""
+        folder = self.library().folder
+        return next(iter(graph_paths(folder.graphs)), None) is not None
+
     def off_reason(self) -> str | None:
         """Why OneDiff is off by default, such as no GPU; None when it is on by default."""
         if self.device().type == "cuda":
@@ -94,7 +131,7 @@ class PanelHost(ABC):
         return "There is no GPU here, where graphs win little: off unless you turn it on."
 
     def missing_reason(self) -> str | None:
-        """What graphs need and this machine lacks, with the command that installs it; else None."""
+        """The missing requirement of graphs with the command that installs it, or None."""
         from onediff_ext.backends.registry import no_graphs_reason
 
         return no_graphs_reason(self.device())

@@ -1,4 +1,4 @@
-"""The buttons beside the list of warm-up sizes, and the progress below them."""
+"""The list of sizes with the buttons that build graphs, and their progress."""
 
 from __future__ import annotations
 
@@ -8,104 +8,178 @@ from typing import Any
 import gradio as gr
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.shapes import BatchShape, nearest_shape
+from onediff_ext.core.shapes import BatchShape, parse_sizes
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.fields import BY_NAME
+from onediff_ext.panel.gradio_versions import chips, script_argument
 from onediff_ext.panel.panel_host import PanelHost
-from onediff_ext.panel.size_list import with_sizes_added
+from onediff_ext.panel.size_list import read_tab_size, with_sizes_added
+from onediff_ext.panel.size_source import SizeSource
+
+_PAUSED = "Builds are paused, finished graphs stay. Press Go on to have the rest built."
+_GOES_ON = "Builds go on in the background."
+_NOTHING_LEFT = "Nothing is left to build."
+_CANCELLED = "Cancelled, finished graphs stay. The next picture has the rest built."
 
 
-class WarmUpButtons:
-    """The buttons; `connect` attaches their events once the panel is complete.
+class WarmUpPanel:
+    """The chips and buttons; `connect` attaches their events once the panel is complete.
 
     Args:
+        panel_host: Builds.
+        sources: The tabs whose size a click adds; the first is the panel's own tab.
         elem_id: Makes an element's id from a name.
+
+    Attributes:
+        sizes: The chips, a control of the field "sizes".
     """
 
-    def __init__(self, elem_id: Callable[[str], str]) -> None:
-        with gr.Row():
-            self.add = gr.Button("Add current size", size="sm", elem_id=elem_id("add_size"))
-            self.recent = gr.Button(
-                "From recent images", size="sm", elem_id=elem_id("recent_sizes")
+    def __init__(
+        self,
+        panel_host: PanelHost,
+        sources: Sequence[SizeSource],
+        elem_id: Callable[[str], str],
+    ) -> None:
+        self._host, self._sources = panel_host, sources
+        field = BY_NAME["sizes"]
+        with gr.Row(elem_id=elem_id("size_row")):
+            self.sizes = chips(
+                label=field.label, info=field.help, scale=3, elem_id=elem_id("sizes")
             )
-            self.start = gr.Button(
-                "Warm up now", size="sm", variant="primary", elem_id=elem_id("warm_up")
+            self._typed = gr.Textbox(
+                label="Another size",
+                info="Press Enter to add it.",
+                placeholder="512x768@2",
+                max_lines=1,
+                scale=1,
+                min_width=140,
+                elem_id=elem_id("another_size"),
             )
-            self.stop = gr.Button("Cancel", size="sm", elem_id=elem_id("cancel"))
+        # A page's script fills it: no server knows the sliders of another tab.
+        self._tab_size = gr.Textbox("", visible=False, elem_id=elem_id("tab_size"))
+        with gr.Row(elem_id=elem_id("size_buttons"), elem_classes=["onediff-buttons"]):
+            self._add = [
+                gr.Button(source.label, size="sm", elem_id=elem_id(f"add_size_{number}"))
+                for number, source in enumerate(sources)
+            ]
+            self._recent = gr.Button("Recent images", size="sm", elem_id=elem_id("recent_sizes"))
+        with gr.Row(elem_id=elem_id("build_buttons"), elem_classes=["onediff-buttons"]):
+            self._start = gr.Button(
+                "Build now", size="sm", variant="primary", elem_id=elem_id("warm_up")
+            )
+            self._pause = gr.Button("Pause", size="sm", elem_id=elem_id("pause"))
+            self._go_on = gr.Button("Go on", size="sm", elem_id=elem_id("go_on"))
+            self._cancel = gr.Button("Cancel", size="sm", elem_id=elem_id("cancel"))
         self.progress = gr.HTML("", elem_id=elem_id("progress"))
-        self._sizes: Any = None
 
     def connect(
         self,
-        panel_host: PanelHost,
-        sizes: Any,
         inputs: Sequence[Any],
         status_outputs: Sequence[Any],
         show_status: Callable[[bool], list[str]],
     ) -> None:
-        """Attach the events of all buttons but "Add current size".
+        """Attach the events of all buttons.
 
         Args:
-            panel_host: Does the warm-up.
-            sizes: The list of sizes.
             inputs: All controls, in the order of `FIELDS`.
             status_outputs: Components that show the status.
             show_status: Makes the status for them.
         """
-        self._sizes = sizes
-
-        def propose(text: str) -> tuple[Any, str]:
-            found = panel_host.recent_sizes()
-            if not found:
-                return gr.update(), html.message("There are no pictures in the output folders yet.")
-            return _added(text, found)
+        self._connect_sizes()
 
         def warm_up(*values: Any) -> Iterator[list[Any]]:
-            for shown in _warm_up(panel_host, values):
+            for shown in self._warm_up(values[:-1], values[-1]):
                 yield [shown, *show_status(values[0])]
 
-        def cancel() -> str:
-            panel_host.cancel()
-            return html.message("Cancelled; finished graphs stay.")
+        outputs = [self.progress, *status_outputs]
+        self._start.click(
+            warm_up,
+            inputs=[*inputs, self._tab_size],
+            outputs=outputs,
+            show_progress="hidden",
+            **script_argument(self._start.click, self._sources[0].reading_script(len(inputs) + 1)),
+        )
 
-        self.recent.click(
-            propose,
-            inputs=[sizes],
-            outputs=[sizes, self.progress],
+        def pause(enabled: bool) -> list[str]:
+            self._host.pause()
+            return [html.message(_PAUSED), *show_status(enabled)]
+
+        def go_on(enabled: bool) -> list[str]:
+            self._host.go_on()
+            status = self._host.status()
+            missing = status.kinds_needed - status.kinds_ready - status.kinds_failed
+            text = _GOES_ON if status.building or missing > 0 else _NOTHING_LEFT
+            return [html.message(text), *show_status(enabled)]
+
+        def cancel(enabled: bool) -> list[str]:
+            self._host.cancel()
+            return [html.message(_CANCELLED), *show_status(enabled)]
+
+        for button, action in (
+            (self._pause, pause),
+            (self._go_on, go_on),
+            (self._cancel, cancel),
+        ):
+            # Outside the queue: the warm-up itself may occupy the queue's only slot.
+            button.click(
+                action, inputs=[inputs[0]], outputs=outputs, queue=False, show_progress="hidden"
+            )
+
+    def _connect_sizes(self) -> None:
+        shown = [self.sizes, self.progress]
+
+        def add(sizes: list[str] | None, tab_size: str) -> list[Any]:
+            shape = read_tab_size(tab_size)
+            return _added(sizes, [] if shape is None else [shape])
+
+        def propose(sizes: list[str] | None) -> list[Any]:
+            found = self._host.recent_sizes()
+            if not found:
+                missing = "There are no pictures in the output folders yet."
+                return [gr.update(), html.message(missing)]
+            return _added(sizes, found)
+
+        def add_typed(sizes: list[str] | None, typed: str) -> list[Any]:
+            try:
+                return [*_added(sizes, parse_sizes(typed)), ""]
+            except OneDiffError as exc:
+                return [gr.update(), html.error(exc), gr.update()]
+
+        for button, source in zip(self._add, self._sources, strict=True):
+            button.click(
+                add,
+                inputs=[self.sizes, self._tab_size],
+                outputs=shown,
+                show_progress="hidden",
+                **script_argument(button.click, source.reading_script(inputs=2)),
+            )
+        self._recent.click(propose, inputs=[self.sizes], outputs=shown, show_progress="hidden")
+        self._typed.submit(
+            add_typed,
+            inputs=[self.sizes, self._typed],
+            outputs=[*shown, self._typed],
             show_progress="hidden",
         )
-        outputs = [self.progress, *status_outputs]
-        self.start.click(warm_up, inputs=list(inputs), outputs=outputs, show_progress="hidden")
-        # Outside the queue: the warm-up itself may occupy the queue's only slot.
-        self.stop.click(cancel, outputs=[self.progress], queue=False, show_progress="hidden")
 
-    def connect_size(self, width: Any, height: Any, batch: Any) -> None:
-        """Let "Add current size" read the host's own controls of size and batch size."""
-
-        def add(text: str, width_px: float, height_px: float, count: float) -> tuple[Any, str]:
-            return _added(text, [nearest_shape(int(width_px), int(height_px), int(count))])
-
-        inputs = [self._sizes, width, height, batch]
-        outputs = [self._sizes, self.progress]
-        self.add.click(add, inputs=inputs, outputs=outputs, show_progress="hidden")
-
-
-def _added(text: str, more: Sequence[BatchShape]) -> tuple[Any, str]:
-    try:
-        return with_sizes_added(text, more), ""
-    except OneDiffError as exc:
-        return gr.update(), html.error(exc)
+    def _warm_up(self, values: Sequence[Any], tab_size: str) -> Iterator[str]:
+        """The HTML of the progress, step by step; without chips at the size of the tab."""
+        try:
+            given = from_arguments(values)
+            shape = read_tab_size(tab_size or "")
+            if not given.get("sizes") and shape is not None:
+                given["sizes"] = str(shape)
+            summary = ""
+            for step in self._host.warm_up(Choices.parse(given)):
+                summary = step.summary
+                yield html.progress_bar(step)
+        except OneDiffError as exc:
+            yield html.error(exc)
+            return
+        yield html.message(summary or "Ready.")
 
 
-def _warm_up(panel_host: PanelHost, values: Sequence[Any]) -> Iterator[str]:
-    """The HTML of the progress, step by step."""
-    try:
-        choices = Choices.parse(from_arguments(values))
-        summary = ""
-        for step in panel_host.warm_up(choices):
-            summary = step.summary
-            yield html.progress_bar(step)
-    except OneDiffError as exc:
-        yield html.error(exc)
-        return
-    yield html.message(summary or "Ready.")
+def _added(sizes: Sequence[str] | None, more: Sequence[BatchShape]) -> list[Any]:
+    """Updates of the chips and of the message below them."""
+    shown = with_sizes_added(sizes or [], more)
+    return [gr.update(choices=shown, value=shown), ""]

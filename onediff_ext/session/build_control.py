@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from onediff_ext.building.background_builds import BackgroundBuilds
 from onediff_ext.building.build_progress import ProgressListener
 from onediff_ext.building.builder import Builder
+from onediff_ext.core.words import counted
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.session.met_kinds import MetKinds
 from onediff_ext.session.stored_graph_lookup import StoredGraphLookup
@@ -50,8 +51,8 @@ class BuildControl:
         self.background.listener = listener
 
     def after_forward(self) -> None:
-        """Build what a forward found missing, unless builds are held or pause."""
-        if self._holders:
+        """Build what a forward found missing, unless builds are held, paused or postponed."""
+        if self._holders or self.background.is_paused:
             return
         if self._context.options.build == "wait":
             if time.monotonic() >= self._context.outcomes.retry_at:
@@ -76,21 +77,39 @@ class BuildControl:
 
     def build_missing(self) -> None:
         """Build what is missing and wait for it. What fails runs eager, with its reason."""
-        self._end_pauses()
+        self._end_waits()
         self._build_and_wait()
 
     def build_in_background(self) -> None:
-        """Build what is missing beside the pictures, also after `cancel`."""
-        self._end_pauses()
-        self.background.resume()
+        """Build what is missing beside the pictures, also after `cancel`.
+
+        Paused builds stay paused.
+        """
+        self._end_waits()
+        self.background.restart()
 
     def cancel(self) -> None:
         """End all builds within a moment. See `BackgroundBuilds.cancel`."""
         was_building = self.background.is_building
         self.background.cancel()
         if was_building:
-            what = f"{len(self._kinds.missing())} graphs"
-            self._context.event_log.note("cancelled", what, "by the user")
+            self._note("cancelled")
+
+    def pause(self) -> None:
+        """End all builds within a moment, and start none until `go_on`."""
+        was_building = self.background.is_building
+        self.background.pause()
+        if was_building:
+            self._note("paused")
+
+    def go_on(self) -> None:
+        """End a pause, and build what is missing, also what was cancelled."""
+        self.background.end_pause()
+        self.build_in_background()
+
+    def _note(self, event: str) -> None:
+        what = counted(len(self._kinds.missing()), "graph")
+        self._context.event_log.note(event, what, "by the user")
 
     def retry_failed(self) -> int:
         """Try again what could not be built, here and in earlier processes.
@@ -101,14 +120,14 @@ class BuildControl:
         self._context.build_records.retry()
         failed = [kind for kind in self._kinds.all() if kind.state is KindState.FAILED]
         self._context.graph_trust.forget_refusals()
-        self._end_pauses()
+        self._end_waits()
         for kind in failed:
             kind.miss("tried again")
         if failed and self._context.options.build == "background":
-            self.background.resume()
+            self.background.restart()
         return len(failed)
 
-    def _end_pauses(self) -> None:
+    def _end_waits(self) -> None:
         """Build also what was to be retried later."""
         self._context.outcomes.retry_at = 0.0
         for kind in self._kinds.all():

@@ -8,7 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.session.foreign_blocks import ForeignBlocks
 
 
 @dataclass(frozen=True)
@@ -58,31 +60,46 @@ class Fallbacks:
 
 
 class Drawn(Protocol):
-    """A component with the runners of its blocks."""
+    """A component with the runners of its blocks.
+
+    Attributes:
+        runners: One for each block that may have a graph.
+        foreign_blocks: The other blocks, and which extensions changed the model.
+    """
 
     runners: list[BlockRunner]
+    foreign_blocks: ForeignBlocks
 
 
 class LastPicture:
-    """The components that drew the last picture and still exist."""
+    """The components that drew the last picture and still exist.
+
+    Attributes:
+        number: Of the picture. For a host that does not announce pictures, all have one number.
+    """
 
     def __init__(self) -> None:
         self._components: weakref.WeakKeyDictionary[Drawn, None] = weakref.WeakKeyDictionary()
-        self._number = 0
+        self.number = 0
         self._lock = threading.Lock()
 
-    def add(self, component: Drawn, number: int) -> None:
+    def add(self, component: Drawn, number: int) -> bool:
         """Count a component to a picture.
 
         Args:
             component: The component.
-            number: Of the picture. For a host that does not announce pictures, all have one number.
+            number: Of the picture, from `ForegroundScheduler.pictures_begun`.
+
+        Returns:
+            Whether the component is new in the picture.
         """
         with self._lock:
-            if number != self._number:
-                self._number = number
+            if number != self.number:
+                self.number = number
                 self._components.clear()
+            is_new = component not in self._components
             self._components[component] = None
+            return is_new
 
     def forget(self) -> None:
         """Forget the components: another checkpoint draws the next picture."""
@@ -94,3 +111,8 @@ class LastPicture:
         """The components of the last picture."""
         with self._lock:
             return list(self._components)
+
+    def kinds(self) -> set[BlockKind]:
+        """The block kinds of the last picture."""
+        runners = (runner for component in self.components for runner in list(component.runners))
+        return {runner.used for runner in runners if runner.used is not None}

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.core.components import ComponentId
+from onediff_ext.building.picture_clock import ModelCall
+from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
@@ -21,6 +22,7 @@ from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, f
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.running.fp16_accumulation import accumulation
+from onediff_ext.session.foreign_blocks import ForeignBlocks
 from onediff_ext.session.session import Session
 from onediff_ext.session.weight_layouts import WeightLayouts
 
@@ -48,6 +50,7 @@ class Component:
         layouts: The changed memory layouts of the weights.
         foreign: Why the model's forward belongs to another extension, which calls the blocks from
             there; None when it is the model's own, or nothing is installed.
+        foreign_blocks: What other extensions did to its blocks.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Component:
         self.runners: list[BlockRunner] = []
         self.captured: CapturedForward | CapturedParts | None = None
         self.foreign: str | None = None
+        self.foreign_blocks = ForeignBlocks()
         self._channels_last, self.layouts = channels_last, WeightLayouts()
         # Components of the same model: the one installed over this one, and the one below it.
         self._above: Callable[[], Component | None] = _nobody
@@ -95,10 +99,11 @@ class Component:
         if self.session.options.channels_last and self._channels_last:
             self.layouts.use_channels_last(self.model)
         if not (self.runners and self._put_back()):
-            for block, family in _known_blocks(self.model, self.session.families):
+            for block, family in known_blocks(self.model, self.session.families):
                 runner = BlockRunner(block, family, getattr(block, family.method), self.session)
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
+        self.foreign_blocks.find_replaced(self.model, self.session.families)
         eager, cuda_graphs = self.model.forward, self.session.cuda_graphs
         reason = foreign_forward(self.model, eager, self._known)
         if self.role.is_vae:
@@ -229,7 +234,7 @@ class Component:
         Returns:
             False when blocks or their forwards have changed; the runners are removed then.
         """
-        blocks = _known_blocks(self.model, self.session.families)
+        blocks = known_blocks(self.model, self.session.families)
         parked = [(runner.block, runner.family, runner.eager) for runner in self.runners]
         if [(block, family, getattr(block, family.method)) for block, family in blocks] != parked:
             self.remove()
@@ -240,6 +245,10 @@ class Component:
 
     def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
         return retry_of(Snapshot(self.model, self._known), args, kwargs)
+
+    def call_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ModelCall:
+        """Return what one call of the model shows of its picture."""
+        return ModelCall.of(self.identity, self.model, args, kwargs)
 
     def kinds(self) -> list[BlockKind]:
         """The kinds that this component's blocks have used, each once."""
@@ -271,7 +280,7 @@ class _ModelForward:
 
     @property
     def variant(self) -> Hashable:
-        """As `CapturedForward` has it."""
+        """See `CapturedForward`."""
         return None if self.captured is None else self.captured.variant
 
     @variant.setter
@@ -281,7 +290,7 @@ class _ModelForward:
 
     @property
     def keeps(self) -> object:
-        """As `CapturedForward` has it."""
+        """See `CapturedForward`."""
         return None if self.captured is None else self.captured.keeps
 
     @keeps.setter
@@ -297,17 +306,31 @@ class _ModelForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, component = self._session, self._component()
         runners = [] if component is None else component.runners
+        call = None if component is None else component.call_of(args, kwargs)
         with (
-            session.forward(),
+            session.forward(call),
             session.spot_checks.forward(runners),
             accumulation(session.precision),
         ):
-            if component is not None:
-                session.drew(component)
-            output = self._forward(*args, **kwargs)
+            first = component if component is not None and session.drew(component) else None
+            if first is not None:
+                first.foreign_blocks.before_picture(runners)
+            output = self._timed(component, args, kwargs)
             session.contents.settle()
+        if first is not None:
+            replayed = first.captured is not None and first.captured.replayed
+            first.foreign_blocks.after_first_forward(runners, replayed=replayed)
         self._session.after_forward()
         return output
+
+    def _timed(
+        self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward; a UNet's time counts for the estimate of what graphs save."""
+        if component is None or component.role is not Role.UNET:
+            return self._forward(*args, **kwargs)
+        with self._session.timer.forward((*args, *kwargs.values())):
+            return self._forward(*args, **kwargs)
 
 
 def _nobody() -> None:
@@ -320,10 +343,10 @@ def _serving(model: nn.Module) -> Component | None:
     return forward.component if isinstance(forward, _ModelForward) else None
 
 
-def _known_blocks(
+def known_blocks(
     model: nn.Module, families: Sequence[BlockFamily]
 ) -> list[tuple[nn.Module, BlockFamily]]:
-    """The outermost blocks of known classes. The modules inside a block belong to its graph.
+    """Return the outermost blocks of known classes. The modules inside a block belong to its graph.
 
     A family for only some parts of a block leaves the other parts to other families.
     """

@@ -18,6 +18,7 @@ from onediff_ext.building.build_progress import ProgressListener
 from onediff_ext.building.builder import Builder
 from onediff_ext.building.event_log import EventLog
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
+from onediff_ext.building.picture_clock import ModelCall
 from onediff_ext.building.read_ahead import ReadAhead
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.options import CompileOptions
@@ -35,8 +36,11 @@ from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.incident_reports import write_incident
 from onediff_ext.session.last_picture import Drawn, Fallback, Fallbacks, LastPicture
 from onediff_ext.session.met_kinds import MetKinds
+from onediff_ext.session.picture_gain import Picture
+from onediff_ext.session.picture_timer import PictureTimer
 from onediff_ext.session.status import session_status
 from onediff_ext.session.stored_graph_lookup import StoredGraphLookup
+from onediff_ext.session.substitutes import Substitute, substitutes
 from onediff_ext.store import GraphLibrary, default_root
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ class Session(KindRegistry):
         captures: The CUDA graphs.
         checkpoint: The checkpoint in use (`use_checkpoint`), or None.
         last_picture: The components that drew the last picture.
+        timer: The time of the last picture.
         substituted: Why another backend builds than the chosen one, or ``""``.
         stage: What a warm-up does now, or ``""``; set by `WarmUp` for `status`.
         sizes_done: Finished and wanted sizes of a warm-up's stage; set by `WarmUp`.
@@ -110,7 +115,7 @@ class Session(KindRegistry):
         self._fallbacks = Fallbacks()
         self._entries: dict[torch.device, dict[str, str]] = {}
         self.substituted = substituted or ""
-        self.last_picture = LastPicture()
+        self.last_picture, self.timer = LastPicture(), PictureTimer()
         if substituted is not None:
             self.fell_back(f"the {options.backend} backend", substituted)
             logger.warning("%s", substituted)
@@ -210,25 +215,35 @@ class Session(KindRegistry):
     def picture(self) -> AbstractContextManager[None]:
         """Draw one picture within the ``with`` block: graphs change before or after it only.
 
-        It may be nested. A host that cannot tell pictures apart may leave it out.
+        It may be nested. Forwards outside of it are told apart by `PictureClock`.
         """
-        return _Picture(self)
+        return Picture(self)
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Run one forward of one model; for the models that `Component` wraps."""
-        return self.foreground.forward()
+    def forward(self, call: ModelCall | None = None) -> AbstractContextManager[None]:
+        """Run one forward of one model; for the models that `Component` wraps.
 
-    def drew(self, component: Drawn) -> None:
-        """Count a component to the picture that is being drawn."""
-        self.last_picture.add(component, self.foreground.pictures_begun)
+        Args:
+            call: Shows which picture an unannounced forward belongs to.
+        """
+        return self.foreground.forward(call)
+
+    def drew(self, component: Drawn) -> bool:
+        """Count a component to the picture that is being drawn.
+
+        Returns:
+            Whether this is its first forward in the picture.
+        """
+        return self.last_picture.add(component, self.foreground.pictures_begun)
 
     def after_forward(self) -> None:
-        """Build what a forward found missing, unless builds are held, cancelled or pause."""
+        """Build what a forward found missing, unless builds are held or paused."""
         self._builds.after_forward()
 
     def after_picture(self) -> None:
         """Record the checkpoint's kinds, and build what a picture found missing."""
         self.record_checkpoint()
+        # Only here: a bare module's call says nothing of what a user wants after a cancel.
+        self.background.needed(self.last_picture.kinds, self.last_picture.number)
         self._builds.after_picture()
 
     def holding_builds(self) -> AbstractContextManager[None]:
@@ -275,6 +290,14 @@ class Session(KindRegistry):
 
     # What a user asks for.
 
+    def substitutes(self, device: torch.device | None = None) -> Sequence[Substitute]:
+        """What is used in place of options that this machine cannot follow.
+
+        Args:
+            device: Where the models are; None for where this machine draws.
+        """
+        return substitutes(self.options, self.backend.name, self.substituted, device)
+
     def status(self, since: Counter[tuple[str, str]] | None = None) -> Status:
         """The status at this moment. Cheap enough for polling.
 
@@ -288,16 +311,36 @@ class Session(KindRegistry):
         self._builds.build_missing()
 
     def build_in_background(self) -> None:
-        """Build what is missing beside the pictures, also after `cancel_builds`."""
+        """Build what is missing beside the pictures, also after `cancel_builds`.
+
+        Paused builds stay paused (`go_on_with_builds`).
+        """
         self._builds.build_in_background()
 
     def cancel_builds(self) -> None:
         """End all builds within a moment; only graphs in work are lost.
 
-        Kinds that are missing now are not built until `build_in_background`. Kinds that are met
-        later are.
+        Kinds that are missing now are built again when a later picture needs them, and by
+        `build_in_background`. A host that does not announce its pictures needs the latter. Kinds
+        that are met later are built.
         """
         self._builds.cancel()
+
+    @property
+    def builds_are_paused(self) -> bool:
+        """Whether builds wait for `go_on_with_builds`."""
+        return self.background.is_paused
+
+    def pause_builds(self) -> None:
+        """End all builds within a moment, and build nothing until `go_on_with_builds`.
+
+        Only graphs in work are lost.
+        """
+        self._builds.pause()
+
+    def go_on_with_builds(self) -> None:
+        """End a pause, and build what is missing beside the pictures, also what was cancelled."""
+        self._builds.go_on()
 
     def wait_for_builds(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being built.
@@ -347,15 +390,3 @@ class Session(KindRegistry):
         for kind in kinds:
             if kind.state is KindState.MISSING:  # a build may have been faster
                 self._lookup.look_up(kind)
-
-
-class _Picture(AbstractContextManager[None]):
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        self._session.foreground.begin_picture()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._session.foreground.end_picture()
-        self._session.after_picture()

@@ -6,27 +6,32 @@ from collections import Counter
 from collections.abc import Sequence, Sized
 from typing import Protocol
 
+import torch
+
 from onediff_ext.building.background_builds import BackgroundBuilds
 from onediff_ext.building.builder import Builder
 from onediff_ext.building.read_ahead import ReadAhead
 from onediff_ext.building.worker_counts import worker_count
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import COMPILED_IN_PART, Status
+from onediff_ext.engine.backend_port import Backend
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.machine import machine_digest
-from onediff_ext.engine.quantization import PRECISIONS, unavailable_reason
 from onediff_ext.engine.running.block_runner import NO_GRAPH_YET, BlockRunner
 from onediff_ext.session.break_even import pictures_until_it_pays, speedup_of
 from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.last_picture import Fallback, LastPicture
+from onediff_ext.session.picture_timer import PictureTimer
+from onediff_ext.session.substitutes import Substitute
 
 _SHOWN_REASONS = 5
-CANCELLED = "builds were cancelled; a warm-up builds what is missing"
+CANCELLED = "builds were cancelled; the next picture or a warm-up builds what is missing"
+PAUSED = "builds are paused until you let them go on"
 NOT_BUILT = "graphs are missing, and none may be built"
 
 
 class StatusSource(Protocol):
-    """What the status reads of a session; `Session` says what each of it is."""
+    """The part of a session that the status reads; see `Session`."""
 
     @property
     def options(self) -> CompileOptions: ...
@@ -34,6 +39,8 @@ class StatusSource(Protocol):
     def builder(self) -> Builder: ...
     @property
     def background(self) -> BackgroundBuilds: ...
+    @property
+    def backend(self) -> Backend: ...
     @property
     def read_ahead(self) -> ReadAhead: ...
     @property
@@ -43,14 +50,13 @@ class StatusSource(Protocol):
     @property
     def last_picture(self) -> LastPicture: ...
     @property
-    def precision(self) -> str: ...
-    @property
-    def substituted(self) -> str: ...
+    def timer(self) -> PictureTimer: ...
     @property
     def stage(self) -> str: ...
     @property
     def sizes_done(self) -> tuple[int, int]: ...
 
+    def substitutes(self, device: torch.device | None = None) -> Sequence[Substitute]: ...
     def current_kinds(self) -> list[BlockKind]: ...
     def missing(self) -> list[BlockKind]: ...
     def awaits_load_check(self, kind: BlockKind) -> bool: ...
@@ -84,7 +90,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     stage = session.stage or ("" if run is None else run.stage)
     if not stage and session.read_ahead.is_reading:
         stage = "reading"
-    steps = []
+    steps, last = [], session.timer.last
     if kinds and session.checkpoint is not None:
         machine = machine_digest(kinds[0].device)
         steps = context.history.steps(machine, session.checkpoint.content_hash)
@@ -101,6 +107,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         building_now=() if run is None else run.building_now,
         waiting=0 if building else missing,
         cancelled=cancelled,
+        paused=session.background.is_paused,
         captures=captures,
         speedup=speedup_of(steps),
         pays_off_after=pictures_until_it_pays(
@@ -115,7 +122,29 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         blocks_needed=needed,
         eager_blocks=tuple(eager_blocks.most_common()),
         substituted=_substituted(session, kinds),
+        backend=session.backend.name,
+        changed_by=_changed_by(session),
+        first_builds_s=_first_builds_s(session, kinds) if building else None,
+        picture_s=None if last is None else last.seconds,
+        without_s=None if last is None else last.without_s,
     )
+
+
+def _changed_by(session: StatusSource) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for component in session.last_picture.components:
+        found |= component.foreign_blocks.changed_by
+    return tuple(found.items())
+
+
+def _first_builds_s(session: StatusSource, kinds: list[BlockKind]) -> float | None:
+    """Estimate the time of all builds that this process needs, finished ones included."""
+    needed = [k for k in kinds if k.source != "loaded" and k.state is not KindState.FAILED]
+    if not needed:
+        return None
+    machine, history = machine_digest(needed[0].device), session.builder.context.history
+    known = [s for s in history.build_seconds(machine, [k.label for k in needed]) if s is not None]
+    return sum(known) / worker_count(session.options) if len(known) == len(needed) else None
 
 
 def _blocks(session: StatusSource) -> tuple[int, Counter[str]]:
@@ -130,6 +159,8 @@ def _blocks(session: StatusSource) -> tuple[int, Counter[str]]:
                 compiled += 1
             else:
                 eager[reason] += 1
+        for reason, blocks in component.foreign_blocks.replaced:
+            eager[reason] += blocks
     return compiled, eager
 
 
@@ -141,6 +172,8 @@ def _eager_reason(session: StatusSource, runner: BlockRunner) -> str | None:
         return None  # it came after the picture
     if kind.state is KindState.FAILED:
         return kind.reason
+    if session.background.is_paused:
+        return PAUSED
     if session.background.is_cancelled(kind):
         return CANCELLED
     if session.options.build == "never" and not session.awaits_load_check(kind):
@@ -150,12 +183,8 @@ def _eager_reason(session: StatusSource, runner: BlockRunner) -> str | None:
 
 def _substituted(session: StatusSource, kinds: list[BlockKind]) -> str:
     """Why another backend or precision is used than the chosen one."""
-    texts = [session.substituted] if session.substituted else []
-    if session.precision in PRECISIONS and kinds:
-        reason = unavailable_reason(session.precision, kinds[0].device)
-        if reason is not None:
-            texts.append(reason)
-    return "; ".join(texts)
+    device = kinds[0].device if kinds else None
+    return "; ".join(substitute.reason for substitute in session.substitutes(device))
 
 
 def _reasons(
@@ -179,7 +208,9 @@ def _reasons(
         if reason != NO_GRAPH_YET:
             by_reason.setdefault(reason, [])
     if missing and not by_reason:
-        if any(map(session.background.is_cancelled, kinds)):
+        if session.background.is_paused:
+            by_reason[PAUSED] = []
+        elif any(map(session.background.is_cancelled, kinds)):
             by_reason[CANCELLED] = []
         elif session.options.build == "never":
             by_reason[NOT_BUILT] = []

@@ -84,6 +84,7 @@ class WarmUp:
             What was done, also after `cancel` and `give_way`.
         """
         start, report, session = time.monotonic(), WarmUpReport(), self._session
+        before = {kind for kind in session.kinds if kind.source == "built"}
         try:
             if self._shapes:
                 session.stage = STAGES[0]
@@ -93,8 +94,9 @@ class WarmUp:
         finally:
             session.stage, session.sizes_done = "", (0, 0)
         kinds = session.current_kinds()
-        report.built = sum(kind.source == "built" for kind in kinds)
-        report.loaded = sum(kind.source == "loaded" for kind in kinds)
+        ready = [kind for kind in kinds if kind.graph is not None]
+        report.built = sum(kind.source == "built" and kind not in before for kind in ready)
+        report.loaded, report.built_before = len(ready) - report.built, len(before)
         report.eager = sum(kind.state is KindState.FAILED for kind in kinds)
         report.cancelled, report.gave_way = self._cancelled.is_set(), self._gave_way
         report.seconds = time.monotonic() - start
@@ -117,6 +119,9 @@ class WarmUp:
         session.build_in_background()
         while not self._stops():
             finished = session.wait_for_builds(_POLL_S)
+            if finished and session.builds_are_paused:
+                time.sleep(_POLL_S)
+                finished = False
             status = session.status()
             done = status.kinds_ready + status.kinds_failed
             label = ", ".join(status.building_now)

@@ -68,7 +68,9 @@ class WarmUpReport:
 
     Args:
         sizes: Measurements in the order of the sizes; incomplete when the warm-up ended early.
-        built, loaded: Kinds of this process whose graph was built or loaded, until the end.
+        built: Kinds whose graph this warm-up has built.
+        loaded: Kinds whose graph was there already: stored, or in use before.
+        built_before: Kinds whose graph this process had built before.
         eager: Kinds that stay eager.
         cancelled: Whether somebody ended it early.
         gave_way: Whether it ended early since somebody wanted a picture.
@@ -78,18 +80,24 @@ class WarmUpReport:
     sizes: list[SizeFigures] = field(default_factory=list)
     built: int = 0
     loaded: int = 0
+    built_before: int = 0
     eager: int = 0
     cancelled: bool = False
     gave_way: bool = False
     seconds: float = 0.0
 
     def followed_by(self, later: WarmUpReport) -> WarmUpReport:
-        """Combine this pass with a later one over the sizes that were left."""
+        """Combine this pass with a later one over the sizes that were left.
+
+        What was built between the two counts too: builds go on while waiting pictures are drawn.
+        """
+        built = later.built_before + later.built - self.built_before
         return replace(
             later,
             sizes=self.sizes + later.sizes,
-            built=max(self.built, later.built),  # each pass counts all kinds of the process
-            loaded=max(self.loaded, later.loaded),
+            built=built,
+            built_before=self.built_before,
+            loaded=max(0, later.built + later.loaded - built),
             eager=max(self.eager, later.eager),
             seconds=self.seconds + later.seconds,
         )

@@ -19,6 +19,7 @@ from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import STOP
+from onediff_ext.session.sessions_by_options import SessionsByOptions
 from onediff_ext.store import ContentHashes, GraphLibrary, default_root
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class StandaloneApp:
         self.image_generator: ImageGenerator | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
-        self._sessions: dict[tuple[str, bool, str], Session] = {}
+        self._sessions = SessionsByOptions(new_session)
         self._applied: tuple[object, ...] | None = None
         self._eager_reason = ""
         self._turn = threading.RLock()
@@ -177,7 +178,7 @@ class StandaloneApp:
             if choices.on_failure == STOP and (reasons := self.status().reasons):
                 raise OptionError(
                     f"Graphs could not be used: {reasons[0]}.",
-                    "The panel's advanced part says to stop then.",
+                    '"If graphs cannot be used", under Advanced in the panel, says to stop then.',
                 )
             return drawn
 
@@ -199,16 +200,17 @@ class StandaloneApp:
             eager_reason: Why this job runs without graphs; None with graphs.
         """
         image_generator = self.loaded()
+        options = self._options(choices)
         wanted: tuple[object, ...] = (False,)
         if choices.enabled and eager_reason is None:
-            wanted = (True, self._session_key(choices), choices.ignores)
+            wanted = (True, options, choices.ignores)
         self._eager_reason = eager_reason or ""
         if wanted == self._applied:
             return
         undo_compile(image_generator.pipe)
         self.session = None
         if wanted[0]:
-            session = self._session_of(choices)
+            session = self._sessions.session_for(options)
             checkpoint = image_generator.checkpoint
             session.use_checkpoint(
                 str(self.identity["checkpoint"]),
@@ -229,20 +231,27 @@ class StandaloneApp:
             return Status()
         return self.session.status()
 
+    @property
+    def are_builds_paused(self) -> bool:
+        """Whether the user has paused the builds of all sessions."""
+        return self._sessions.are_paused
+
+    def pause_builds(self) -> None:
+        """End all builds within a moment, and start none until `go_on_with_builds`."""
+        self._sessions.pause_builds()
+
+    def go_on_with_builds(self) -> None:
+        """End a pause, and build what is missing, also what was cancelled."""
+        self._sessions.go_on_with_builds()
+
     def close(self) -> None:
         """End builds that still run; the next start goes on there."""
-        for session in self._sessions.values():
-            session.close()
+        self._sessions.close()
 
-    def _session_of(self, choices: Choices) -> Session:
-        key = self._session_key(choices)
-        if key not in self._sessions:
-            backend, captures, precision = key
-            self._sessions[key] = new_session(
-                replace(self.options, backend=backend, captures=captures, precision=precision)
-            )
-        return self._sessions[key]
-
-    @staticmethod
-    def _session_key(choices: Choices) -> tuple[str, bool, str]:
-        return choices.backend, choices.captures, choices.precision
+    def _options(self, choices: Choices) -> CompileOptions:
+        return replace(
+            self.options,
+            backend=choices.backend,
+            captures=choices.captures,
+            precision=choices.precision,
+        )

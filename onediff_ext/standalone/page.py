@@ -13,12 +13,15 @@ from onediff_ext.hosts.diffusers.schedulers import sampler_names
 from onediff_ext.panel import html
 from onediff_ext.panel.gradio_versions import accepted, every_seconds
 from onediff_ext.panel.panel import Panel, build_panel
+from onediff_ext.panel.size_source import SizeSource
+from onediff_ext.panel.status_view import StatusView
 from onediff_ext.pictures.size_rules import SUGGESTED_RULES
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.standalone_panel_host import StandalonePanelHost
 
 _STATUS_SECONDS = 1.5
+_SIZE_SOURCE = SizeSource("Current size", "onediff_width", "onediff_height", "onediff_batch")
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,14 @@ def build_page(standalone_app: StandaloneApp, defaults: PageDefaults) -> Page:
                             container=False,
                             elem_id="onediff_enabled",
                         )
-                        header = gr.HTML(html.status_line(port.status()), elem_id="onediff_header")
-                    panel = build_panel(port, enabled, header, lambda name: f"onediff_{name}")
-        panel.warm_up.connect_size(text["width"], text["height"], picture["batch"])
+                        header = gr.HTML(
+                            StatusView(port).header(enabled=False),
+                            elem_id="onediff_header",
+                            elem_classes=["onediff-header-status"],
+                        )
+                    panel = build_panel(
+                        port, enabled, header, lambda name: f"onediff_{name}", (_SIZE_SOURCE,)
+                    )
         every_seconds(
             _STATUS_SECONDS,
             panel.show_status,
@@ -293,11 +301,14 @@ _CSS = """
 .gradio-container { max-width: 1500px !important; margin: 0 auto; }
 #onediff_top h1 { margin: .2em 0; font-size: 1.5rem; }
 #onediff_top small { font-size: .6em; font-weight: 400; opacity: .6; }
-#onediff_panel_head { align-items: center; padding: .6em .8em; }
+#onediff_panel_head { align-items: center; padding: .6em .8em; flex-wrap: nowrap; }
+#onediff_panel_head > * { min-width: 0; }
+#onediff_panel_head > :first-child { flex: none; width: auto; }
 #onediff_panel_head #onediff_enabled label { font-weight: 600; font-size: 1.05rem; }
 #onediff_panel, #onediff_panel .styler { background: var(--block-background-fill); }
 #onediff_panel .html-container { padding: 0 .8em; }
 #onediff_panel button { min-height: 2.2em; }
+#onediff_panel .onediff-buttons { padding: .4em .8em; }
 #onediff_header { text-align: right; }
 #onediff_gallery .thumbnail-lg, #onediff_gallery .thumbnail-lg img { max-height: 420px; }
 #onediff_gallery .thumbnail-lg img { object-fit: contain; }

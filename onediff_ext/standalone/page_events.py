@@ -87,7 +87,7 @@ class PageEvents:
 
         def run(*values: Any, progress: gr.Progress = gr.Progress()) -> list[Any]:  # noqa: B008
             try:
-                choices = Choices.parse(from_arguments(values[:count]))
+                choices, notes = Choices.for_picture(from_arguments(values[:count]))
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = values[count + len(_PICTURE) :]
 
@@ -101,7 +101,7 @@ class PageEvents:
             text = _infotext_of(done.paths[0])
             return [
                 shown,
-                html.message(done.said),
+                html.message("\n".join([done.said, *notes])),
                 text,
                 *self._status(values[0]),
             ]
@@ -172,14 +172,15 @@ class PageEvents:
 
         def run(*values: Any) -> Iterator[list[Any]]:
             try:
-                choices = Choices.parse(from_arguments(values[:count]))
+                choices, notes = Choices.for_picture(from_arguments(values[:count]))
+                ignored = html.message("\n".join(notes)) if notes else ""
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
                 for progress in run_folder(
                     self.standalone_app, choices, self._folder_job(choices, picture, own)
                 ):
                     shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
-                    yield [_folder_html(progress), shown, *self._status(values[0])]
+                    yield [_folder_html(progress) + ignored, shown, *self._status(values[0])]
             except OneDiffError as exc:
                 yield [html.error(exc), gr.update(), *self._status(values[0])]
 

@@ -47,6 +47,12 @@ class StandalonePanelHost(PanelHost):
         if not self._warming.cancel() and session is not None:
             session.cancel_builds()
 
+    def pause(self) -> None:
+        self.standalone_app.pause_builds()
+
+    def go_on(self) -> None:
+        self.standalone_app.go_on_with_builds()
+
     def no_import_reason(self) -> str | None:
         if self._is_local:
             return None
@@ -67,6 +73,8 @@ class StandalonePanelHost(PanelHost):
         thread = threading.Thread(
             target=self._work, args=(choices, shapes, steps), name="onediff-warm-up", daemon=True
         )
+        if self.standalone_app.are_builds_paused:
+            self.go_on()
         yield WarmUpStep(0, 0, "looking for graphs")
         self._warming.start()
         thread.start()

@@ -10,6 +10,7 @@ from onediff_ext.store.graph_archive import ImportReport
 from onediff_ext.store.graph_file import UnknownSchemaError
 from onediff_ext.store.library import GraphLibrary
 from onediff_ext.store.locks import StoreBusyError
+from onediff_ext.store.saved_time import SavedTime, SavedTimes
 from onediff_ext.store.stored_graph import StoredGraph
 from onediff_ext.store.verification import StoreProblem
 
@@ -25,6 +26,8 @@ __all__ = [
     "ImportReport",
     "LoadCheck",
     "PruneReport",
+    "SavedTime",
+    "SavedTimes",
     "StepRecord",
     "StoreBusyError",
     "StoreProblem",

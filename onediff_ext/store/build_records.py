@@ -190,11 +190,8 @@ class BuildRecords:
                 if build_record.failure is not None:
                     yield build_record
 
-    def retry(self, digest: str | None = None) -> list[str]:
-        """Forget failures, so that the kinds are built again.
-
-        Args:
-            digest: Of one kind's key; None forgets all failures.
+    def retry(self) -> list[str]:
+        """Forget all failures, so that the kinds are built again.
 
         Returns:
             The labels of the kinds.
@@ -204,9 +201,8 @@ class BuildRecords:
         """
         forgotten = []
         for build_record in list(self.failures()):
-            if digest is None or build_record.digest == digest:
-                self._write(replace(build_record, failure=None))
-                forgotten.append(build_record.label or build_record.digest)
+            self._write(replace(build_record, failure=None))
+            forgotten.append(build_record.label or build_record.digest)
         return forgotten
 
     def _change(

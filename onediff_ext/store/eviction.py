@@ -42,7 +42,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What a prune deleted.
+    """The result of a prune.
 
     Args:
         digests: The deleted graphs.

@@ -6,6 +6,7 @@
     <root>/verdicts/            <digest of the kind's key>.json, the build records
     <root>/content-hashes.json  cache of content hashes
     <root>/history.json         build times and measured steps
+    <root>/saved-time.json      the time that graphs have saved
     <root>/tmp/  <root>/locks/  parts being written, lock files
 
 A store whose `schema.json` names another schema belongs to another version of this product, which

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onediff_ext.core.kind_key import KindKey
-from onediff_ext.core.words import day_of
+from onediff_ext.core.words import counted, day_of
 from onediff_ext.store.build_records import BuildRecords
 from onediff_ext.store.eviction import other_versions_files
 from onediff_ext.store.folder import StoreFolder
@@ -40,7 +40,8 @@ def explain_absence(
     if stored := entries():
         return explain_miss(key, label, stored)
     others = len(other_versions_files(folder))
-    suffix = f" by this version; {others} graphs of another version are kept" if others else ""
+    kept = counted(others, "graph")
+    suffix = f" by this version; the store has {kept} of another version" if others else ""
     return f"nothing stored yet{suffix}"
 
 

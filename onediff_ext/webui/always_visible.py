@@ -11,10 +11,12 @@ from modules import scripts, shared, ui_components
 
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.panel import html
-from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.choices import Choices, from_arguments, on_failure_of
 from onediff_ext.panel.fields import fields_for
 from onediff_ext.panel.infotext_entries import infotext_entries
 from onediff_ext.panel.panel import Panel, build_panel
+from onediff_ext.panel.size_source import tab_sources
+from onediff_ext.panel.status_view import StatusView
 from onediff_ext.webui import extension
 from onediff_ext.webui.infotext_paste import infotext_fields
 from onediff_ext.webui.settings import HOST_FEATURES
@@ -28,22 +30,15 @@ PANEL_HOST = WebUIPanelHost(extension.current)
 class OneDiffScript(scripts.Script):
     """Puts graphs under the host's models for the length of each job that has OneDiff on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._panel: Panel | None = None
-        self._sizes: dict[str, Any] = {}
-
     def title(self) -> str:
         return "OneDiff"
 
-    def show(self, is_img2img: bool) -> Any:
-        tab = "img2img" if is_img2img else "txt2img"
-        for name in ("width", "height", "batch_size"):
-            self.on_after_component(self._remember_size(name), elem_id=f"{tab}_{name}")
+    def show(self, is_img2img: bool) -> Any:  # noqa: ARG002
         return scripts.AlwaysVisible
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        tab = "img2img" if is_img2img else "txt2img"
+        tab, other = ("img2img", "txt2img") if is_img2img else ("txt2img", "img2img")
+        sources = tab_sources(tab, other)
 
         def elem_id(name: str) -> str:
             return f"onediff_{tab}_{name}"
@@ -56,17 +51,15 @@ class OneDiffScript(scripts.Script):
             with frame as enabled:
                 with enabled.extra():
                     header = _header(elem_id)
-                panel = build_panel(PANEL_HOST, enabled, header, elem_id)
+                panel = build_panel(PANEL_HOST, enabled, header, elem_id, sources)
                 _refresh(panel, elem_id)
         else:
             with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}"):
                 enabled = gr.Checkbox(
                     enabled_by_default, label="Enable OneDiff", elem_id=elem_id("enabled")
                 )
-                panel = build_panel(PANEL_HOST, enabled, _header(elem_id), elem_id)
+                panel = build_panel(PANEL_HOST, enabled, _header(elem_id), elem_id, sources)
                 _refresh(panel, elem_id)
-        self._panel = panel
-        self._connect_size()
         self.infotext_fields = infotext_fields(panel.controls)
         self.paste_field_names = [
             field.infotext for field in fields_for(HOST_FEATURES) if field.infotext
@@ -76,22 +69,23 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, *args: Any) -> None:
         """Start the job: the host calls this before it encodes or samples."""
         state = extension.current()
+        values = {**from_arguments(args), **axis_values(p)}
         try:
-            values = {**from_arguments(args), **axis_values(p)}
-            choices = Choices.parse(values)
+            choices, notes = Choices.for_picture(values)
             choices.check_features(HOST_FEATURES)
-            reason = state.begin(p, choices)
+            reason = state.begin(p, choices, notes)
         except OneDiffError as exc:
             state.refuse(p, str(exc))
-            logger.warning("This picture is drawn without OneDiff: %s", exc)
+            _tell(p, f"This picture is drawn without OneDiff: {exc}")
+            if state.stops(on_failure_of(values)):
+                _stop(p, str(exc))
             return
+        for note in notes:
+            _tell(p, f"OneDiff: {note}")
         if state.settings.get("onediff_infotext"):
-            p.extra_generation_params.update(infotext_entries(choices))
-        if reason and state.stops(choices):
-            message = f"OneDiff stopped this: {reason}."
-            logger.warning("%s", message)
-            p.comment(message)
-            shared.state.interrupt()
+            p.extra_generation_params.update(infotext_entries(state.drawn_choices(choices)))
+        if reason and state.stops(choices.on_failure):
+            _stop(p, reason)
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         extension.current().graphs.before_sampling(p)
@@ -102,21 +96,6 @@ class OneDiffScript(scripts.Script):
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
         extension.current().graphs.end(p)
 
-    def _remember_size(self, name: str) -> Any:
-        def remember(on: Any) -> None:
-            self._sizes[name] = on.component
-            self._connect_size()
-
-        return remember
-
-    def _connect_size(self) -> None:
-        """Connect the size controls once all exist; the user's settings decide their order."""
-        if self._panel is not None and len(self._sizes) == 3:
-            self._panel.warm_up.connect_size(
-                self._sizes["width"], self._sizes["height"], self._sizes["batch_size"]
-            )
-            self._sizes = {}
-
 
 def changes_of_job(p: Any) -> dict[str, str]:
     """The job's choices that change pictures; empty without any, or when they are unreadable."""
@@ -124,16 +103,27 @@ def changes_of_job(p: Any) -> dict[str, str]:
         if isinstance(script, OneDiffScript):
             arguments = p.script_args[script.args_from : script.args_to]
             try:
-                choices = Choices.parse({**from_arguments(arguments), **axis_values(p)})
+                choices, _ = Choices.for_picture({**from_arguments(arguments), **axis_values(p)})
             except OneDiffError:
                 break  # this job is drawn without OneDiff
             return choices.changes()
     return {}
 
 
+def _stop(p: Any, reason: str) -> None:
+    _tell(p, f"OneDiff stopped this: {reason.rstrip('.')}.")
+    shared.state.interrupt()
+
+
+def _tell(p: Any, message: str) -> None:
+    """Show a message below the picture, and in the log."""
+    logger.warning("%s", message)
+    p.comment(message)
+
+
 def _header(elem_id: Callable[[str], str]) -> Any:
     return gr.HTML(
-        html.status_line(PANEL_HOST.status()),
+        StatusView(PANEL_HOST).header(enabled=False),
         elem_id=elem_id("header"),
         elem_classes=["onediff-header-status"],
     )

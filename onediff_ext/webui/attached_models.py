@@ -104,7 +104,8 @@ class AttachedModels:
             self._host.weights(),
             "" if checkpoint is None else checkpoint.name,
             tally,
-            unet.component.foreign,
+            unet.component.foreign
+            or self._host.split_calls_reason(getattr(parameters, "denoiser", None)),
         )
 
     def end_deepcache_runs(self) -> None:

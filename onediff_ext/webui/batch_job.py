@@ -45,6 +45,12 @@ class BatchResult:
     was_stopped: bool = False
     skipped: int = 0
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is no result because every image was left out."""
+        has_results = self.written or self.already_done or self.skipped or self.was_stopped
+        return bool(self.report.failures) and not has_results
+
     def summary(self) -> str:
         """Return one line with the counts, and one for each image that was left out."""
         parts = [f"{counted(len(self.written), 'picture')} drawn"]

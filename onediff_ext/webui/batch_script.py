@@ -8,16 +8,18 @@ from typing import Any
 import gradio as gr
 from modules import processing, scripts, sd_models, shared
 
-from onediff_ext.core.errors import OneDiffError, OptionError
+from onediff_ext.core.errors import OneDiffError, OptionError, PictureError
 from onediff_ext.pictures.batch.batch_job import BatchJob
-from onediff_ext.pictures.naming import DEFAULT_TEMPLATE, NameTemplate
-from onediff_ext.pictures.size_rules import SUGGESTED_RULES, parse_size_rule
+from onediff_ext.pictures.naming import NameTemplate
+from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.webui.always_visible import changes_of_job
-from onediff_ext.webui.batch_job import run_batch_job
+from onediff_ext.webui.batch_arguments import BY_NAME, read_arguments
+from onediff_ext.webui.batch_job import BatchResult, run_batch_job
 from onediff_ext.webui.host_access import hides_folders
 
 TITLE = "OneDiff: img2img batch across resolutions"
-_SIZE_HELP = "own, scale:0.5, longest:768 or fixed:512x768; other values may be typed in"
+_SLIDER_PICTURES = 16
+_UNUSABLE = 422  # HTTP's "unprocessable content"
 
 
 class BatchScript(scripts.Script):
@@ -31,98 +33,63 @@ class BatchScript(scripts.Script):
         return is_img2img and not hides_folders(shared.cmd_opts)
 
     def ui(self, is_img2img: bool) -> list[Any]:  # noqa: ARG002
-        source = gr.Textbox(
-            label="Input folder",
-            info="Pictures of any sizes and formats; nothing has to be a multiple of 8.",
-            elem_id=self.elem_id("input"),
-        )
-        target = gr.Textbox(
-            label="Output folder",
-            info="With a fixed seed, a run that was stopped goes on where it stopped.",
-            elem_id=self.elem_id("output"),
-        )
+        source, target = self._textbox("input"), self._textbox("output")
         with gr.Row():
+            size_field, batch_field = BY_NAME["size"], BY_NAME["batch"]
             size = gr.Dropdown(
-                label="Size of results",
-                info=_SIZE_HELP,
-                choices=list(SUGGESTED_RULES),
-                value=SUGGESTED_RULES[0],
+                label=size_field.label,
+                info=size_field.help,
+                choices=list(size_field.choices),
+                value=size_field.default,
                 allow_custom_value=True,
                 elem_id=self.elem_id("size"),
             )
             batch = gr.Slider(
                 1,
-                16,
-                value=4,
+                _SLIDER_PICTURES,
+                value=batch_field.default,
                 step=1,
-                label="Pictures of one size at once",
+                label=batch_field.label,
                 elem_id=self.elem_id("batch"),
             )
         with gr.Row():
-            recursive = gr.Checkbox(
-                False, label="Subfolders too", elem_id=self.elem_id("recursive")
-            )
-            captions = gr.Checkbox(
-                False,
-                label="cat.txt beside cat.jpg is its prompt",
-                elem_id=self.elem_id("captions"),
-            )
+            recursive, captions = self._checkbox("recursive"), self._checkbox("captions")
         with gr.Row():
-            vary_seed = gr.Checkbox(
-                False, label="Another seed for each picture", elem_id=self.elem_id("vary_seed")
-            )
-            keep_alpha = gr.Checkbox(
-                False, label="Keep transparency", elem_id=self.elem_id("keep_alpha")
-            )
-        name = gr.Textbox(
-            DEFAULT_TEMPLATE,
-            label="Names of results",
-            info="{stem}, {index}, {seed}, {width}, {height}, {date}",
-            elem_id=self.elem_id("name"),
-        )
+            vary_seed, keep_alpha = self._checkbox("vary_seed"), self._checkbox("keep_alpha")
+        name = self._textbox("name")
         return [source, target, size, batch, recursive, captions, vary_seed, keep_alpha, name]
 
-    def run(
-        self,
-        p: Any,
-        source: str = "",
-        target: str = "",
-        size: str = "own",
-        batch: float = 4,
-        recursive: bool = False,
-        captions: bool = False,
-        vary_seed: bool = False,
-        keep_alpha: bool = False,
-        name: str = DEFAULT_TEMPLATE,
-    ) -> Any:
-        """Run the job; errors appear where the host shows its messages."""
+    def _textbox(self, name: str) -> Any:
+        field = BY_NAME[name]
+        return gr.Textbox(
+            field.default, label=field.label, info=field.help, elem_id=self.elem_id(name)
+        )
+
+    def _checkbox(self, name: str) -> Any:
+        field = BY_NAME[name]
+        return gr.Checkbox(field.default, label=field.label, elem_id=self.elem_id(name))
+
+    def run(self, p: Any, *arguments: Any) -> Any:
+        """Run the job.
+
+        On the page, errors appear where the host shows its messages.
+
+        Args:
+            p: The host's processing object.
+            arguments: As `batch_arguments.read_arguments` takes them.
+
+        Raises:
+            OneDiffError: For a client of the API: the job cannot run, or has drawn nothing because
+                no picture could be drawn.
+        """
         processing.fix_seed(p)
         try:
-            if hides_folders(shared.cmd_opts):
-                raise OptionError(
-                    "The WebUI was started with --hide-ui-dir-config.", "Folders are off with it."
-                )
-            job = BatchJob(
-                inputs=[_folder(source, "input")],
-                output_dir=_folder(target, "output"),
-                size_rule=parse_size_rule(size or "own"),
-                seed=int(p.seed),
-                batch_size=int(batch or 4),
-                name_template=NameTemplate(name or DEFAULT_TEMPLATE),
-                recursive=bool(recursive),
-                captions=bool(captions),
-                vary_seed=bool(vary_seed),
-                keep_alpha=bool(keep_alpha),
-            )
-            result = run_batch_job(
-                p,
-                job,
-                process=processing.process_images,
-                state=shared.state,
-                identity=_identity(p),
-                shown_limit=_shown_limit(),
-            )
+            result = self._run(p, read_arguments(arguments))
+            if result.has_failed and _is_for_api(p):
+                raise PictureError("Nothing was drawn.", result.summary())
         except OneDiffError as exc:
+            if _is_for_api(p):
+                raise _with_status(exc) from exc
             processed = processing.Processed(p, [], p.seed, str(exc))
             processed.comments = str(exc)
             return processed
@@ -131,6 +98,43 @@ class BatchScript(scripts.Script):
         processed = processing.Processed(p, result.shown, p.seed, infotexts[0], infotexts=infotexts)
         processed.comments = summary
         return processed
+
+    def _run(self, p: Any, chosen: dict[str, Any]) -> BatchResult:
+        if hides_folders(shared.cmd_opts):
+            raise OptionError(
+                "The WebUI was started with --hide-ui-dir-config.", "Folders are off with it."
+            )
+        job = BatchJob(
+            inputs=[_folder(chosen["input"], "input")],
+            output_dir=_folder(chosen["output"], "output"),
+            size_rule=parse_size_rule(chosen["size"]),
+            seed=int(p.seed),
+            batch_size=chosen["batch"],
+            name_template=NameTemplate(chosen["name"]),
+            recursive=chosen["recursive"],
+            captions=chosen["captions"],
+            vary_seed=chosen["vary_seed"],
+            keep_alpha=chosen["keep_alpha"],
+        )
+        return run_batch_job(
+            p,
+            job,
+            process=processing.process_images,
+            state=shared.state,
+            identity=_identity(p),
+            shown_limit=_shown_limit(),
+        )
+
+
+def _is_for_api(p: Any) -> bool:
+    """Whether a client of the host's API has sent the job, which shows no messages."""
+    return bool(getattr(p, "is_api", False))
+
+
+def _with_status(exc: OneDiffError) -> OneDiffError:
+    """The error with the attributes from which the host's API makes its answer."""
+    vars(exc).update(status_code=_UNUSABLE, detail=str(exc))
+    return exc
 
 
 def _folder(text: str, what: str) -> Path:

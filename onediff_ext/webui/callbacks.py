@@ -74,7 +74,8 @@ def _warm_up_loaded(_: Any) -> None:
 
     settings = Settings(shared.opts)
     wanted = settings.get("onediff_warm_up")
-    if wanted == WARM_UPS[0]:
+    state = extension.existing()
+    if wanted == WARM_UPS[0] or (state is not None and state.graphs.builds_are_paused):
         return
     from onediff_ext.panel.choices import Choices
 

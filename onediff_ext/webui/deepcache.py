@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass
 class DeepCacheTally:
-    """What DeepCache did in all runs of one job.
+    """The counts of DeepCache over all runs of one job.
 
     Args:
         counts: Calls of the UNet: "full", "shallow" and "plain" (without DeepCache).
@@ -112,8 +112,9 @@ class WebUIDeepCache:
             weights: `WebUIHost.weights`; features of other weights are discarded.
             checkpoint: The checkpoint's name.
             tally: A run is added to it when the run ends.
-            foreign: Why another extension runs the UNet's forward, or None. Its additions may
-                begin and end during the run without notice.
+            foreign: Why another extension runs the UNet's forward, or calls the UNet for parts of a
+                picture; None if none does. Its additions may begin and end, and its parts may move,
+                without notice.
         """
         # A refiner's run begins in the middle of the schedule.
         if evaluation.number == 0 or self._tally is None:
@@ -122,6 +123,8 @@ class WebUIDeepCache:
             if foreign is not None:
                 refusal_reason = refusal_reason or f"DeepCache is off: {foreign}"
             self._begin_run(options, evaluation, refusal_reason, tally)
+        elif foreign is not None and self._cache is not None and self._cache.options.is_on:
+            self._cache.refuse(f"DeepCache is off: {foreign}")
         cache = self._cache
         if cache is not None and cache.options.is_on:
             cache.note("weights", weights)
@@ -136,6 +139,7 @@ class WebUIDeepCache:
             return
         if tally is not None:
             tally.counts.update(cache.counts)
+            tally.reason = tally.reason or cache.reason
             cache.counts.clear()
         cache.end_picture()
         cache.options = OFF

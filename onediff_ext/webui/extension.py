@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import DRAW_WITHOUT, STOP
 from onediff_ext.panel.presets import CUSTOM
+from onediff_ext.session.substitutes import Substitute
 from onediff_ext.store import GraphLibrary, default_root
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
@@ -39,7 +41,8 @@ class Extension:
         self.host, self.settings = host, Settings(options)
         self.graphs = GraphsForJobs(host)
         self.warm_ups = WarmUpJobs(self.graphs)
-        self._eager_reason = ""
+        self._notes: tuple[str, ...] = ()
+        self._substitutes: Sequence[Substitute] = ()
         self._was_ever_on = False
 
     def compile_options(self, choices: Choices) -> CompileOptions:
@@ -56,22 +59,26 @@ class Extension:
             build=self.settings.build,
         )
 
-    def begin(self, job: Any, choices: Choices) -> str | None:
+    def begin(self, job: Any, choices: Choices, notes: tuple[str, ...] = ()) -> str | None:
         """Start a job.
 
+        Args:
+            job: The host's processing object ``p``.
+            choices: What the user chose.
+            notes: Choices that were ignored, and why; for the status.
+
         Returns:
-            Why it runs without graphs although the user wants them, or None.
+            Why the user's choice of graphs cannot be followed, or None.
         """
-        self._eager_reason = ""
+        self._notes = notes
         if not choices.enabled:
-            self._off(job)
+            self._begin_without_graphs(job)
             return None
         outside = next(
             filter(None, (choices.outside_reason(*shape) for shape in job_shapes(job))), None
         )
         if outside is not None:
-            self._off(job)
-            self._eager_reason = outside
+            self._begin_without_graphs(job, outside)
             return outside
         self._was_ever_on = True
         self.graphs.begin(
@@ -80,23 +87,37 @@ class Extension:
             choices.ignores,
             deepcache=DeepCacheOptions.parse(choices.deepcache),
         )
-        return next(iter(self.graphs.status().reasons), None)
+        session = self.graphs.session
+        self._substitutes = () if session is None else session.substitutes()
+        reasons = (*self.graphs.status().reasons, *(each.reason for each in self._substitutes))
+        return next(iter(reasons), None)
+
+    def drawn_choices(self, choices: Choices) -> Choices:
+        """The choices with which the job that has begun is drawn.
+
+        Args:
+            choices: What the user chose; what this machine lacks is replaced.
+        """
+        used: dict[str, Any] = {each.option: each.used for each in self._substitutes}
+        return replace(choices, **used)
 
     def refuse(self, job: Any, reason: str) -> None:
         """Start a job whose choices are unusable: it runs without graphs, for this reason."""
-        self._off(job)
-        self._eager_reason = reason
+        self._notes = ()
+        self._begin_without_graphs(job, reason)
 
-    def stops(self, choices: Choices) -> bool:
-        """Whether a job that cannot use graphs stops."""
-        policies = (choices.on_failure, self.settings.get("onediff_on_failure"))
-        return STOP in policies and policies[0] != DRAW_WITHOUT
+    def stops(self, policy: str) -> bool:
+        """Whether a job that cannot use graphs stops.
+
+        Args:
+            policy: The job's choice "on_failure".
+        """
+        policies = (policy, self.settings.get("onediff_on_failure"))
+        return STOP in policies and policy != DRAW_WITHOUT
 
     def status(self) -> Status:
         """The current status."""
-        if self._eager_reason:
-            return Status("eager", reasons=(self._eager_reason,))
-        return self.graphs.status()
+        return replace(self.graphs.status(), notes=self._notes)
 
     def library(self) -> GraphLibrary:
         """The graph store of the settings page."""
@@ -110,10 +131,20 @@ class Extension:
         self.warm_ups.cancel()
         self.graphs.close()
 
-    def _off(self, job: Any) -> None:
+    def _begin_without_graphs(self, job: Any, reason: str = "") -> None:
+        """Start a job without graphs.
+
+        Args:
+            job: The host's processing object ``p``.
+            reason: Why, although the user wants graphs; ``""`` when OneDiff is off.
+        """
+        self._substitutes = ()
         # Until OneDiff was on once, jobs run without any contact with it.
         if self._was_ever_on:
             self.graphs.begin(job, None)
+        self.graphs.eager.clear()
+        if reason:
+            self.graphs.eager.add(reason)
 
 
 def job_shapes(job: Any) -> list[tuple[int, int, int]]:

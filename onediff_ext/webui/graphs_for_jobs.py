@@ -13,12 +13,12 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.session.session import Session
+from onediff_ext.session.sessions_by_options import SessionsByOptions
 from onediff_ext.webui.attached_models import AttachedModels
 from onediff_ext.webui.deepcache import DeepCacheTally
 from onediff_ext.webui.eager_fallback import EagerFallback
 from onediff_ext.webui.job_close_hook import JobCloseHook
 from onediff_ext.webui.running_jobs import RunningJob, RunningJobs
-from onediff_ext.webui.sessions_by_options import SessionsByOptions
 
 
 class GraphsForJobs:
@@ -48,7 +48,9 @@ class GraphsForJobs:
         self.models = AttachedModels(host, self._lock)
         self.eager = EagerFallback(self.models.detach)
         self.deepcache = DeepCacheTally()
-        self._sessions = SessionsByOptions(host)
+        self._sessions = SessionsByOptions(
+            lambda options: Session(options, host.families(), host.rules())
+        )
         self._running = "off"
         self._earlier_fallbacks: Counter[tuple[str, str]] = Counter()  # of the jobs before
 
@@ -161,10 +163,10 @@ class GraphsForJobs:
         return self._sessions.latest
 
     def status(self) -> Status:
-        """What pictures are drawn with, for panel and API. Cheap; any thread may call."""
-        session, running, reasons = self.session, self._running, tuple(self.eager.reasons)
-        if session is None or running == "off":
-            return Status(running, reasons=reasons)
+        """The status for panel and API. Cheap; any thread may call."""
+        session, reasons = self.session, tuple(self.eager.reasons)
+        if session is None or self._running == "off":
+            return Status("eager" if reasons else self._running, reasons=reasons)
         status = session.status(since=self._earlier_fallbacks)
         return replace(
             status,
@@ -196,6 +198,19 @@ class GraphsForJobs:
         session = self.session
         if session is not None:
             session.cancel_builds()
+
+    @property
+    def builds_are_paused(self) -> bool:
+        """Whether the user has paused builds."""
+        return self._sessions.are_paused
+
+    def pause_builds(self) -> None:
+        """End all builds within a moment, and start none until `go_on_with_builds`."""
+        self._sessions.pause_builds()
+
+    def go_on_with_builds(self) -> None:
+        """End a pause, and build what is missing, also what was cancelled."""
+        self._sessions.go_on_with_builds()
 
     # ------------------------------------------------------------------ inside
 

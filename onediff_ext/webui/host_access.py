@@ -11,7 +11,7 @@ from onediff_ext.panel.foreign_requests import ANY_NAME, foreign_reason, machine
 
 @dataclass(frozen=True)
 class ApiAccess:
-    """Who may use the API.
+    """The users who may use the API.
 
     Args:
         auth: The host's ``--api-auth``, ``user:password`` pairs with commas; None without it.

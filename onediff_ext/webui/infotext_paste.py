@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from onediff_ext.panel.control_values import VAE, to_control
 from onediff_ext.panel.field import Field
-from onediff_ext.panel.fields import BY_NAME
+from onediff_ext.panel.fields import BY_NAME, VAE_CHOICES
 from onediff_ext.panel.infotext_entries import value_from_infotext
 
 Reader = Callable[[Mapping[str, Any]], Any]
@@ -26,6 +27,11 @@ def infotext_fields(controls: Mapping[str, Any]) -> list[tuple[Any, Reader]]:
 
 def _reader(field: Field) -> Reader:
     def read(entries: Mapping[str, Any]) -> Any:
-        return value_from_infotext(field, entries)
+        value = value_from_infotext(field, entries)
+        components = value_from_infotext(BY_NAME["components"], entries)
+        # The API may leave the VAE out as a component; the panel has one control for the VAE.
+        if field.name == "vae" and components is not None and VAE not in components:
+            return VAE_CHOICES[-1]
+        return to_control(field, value)
 
     return read

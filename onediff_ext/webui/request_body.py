@@ -9,8 +9,12 @@ from typing import Any, NoReturn
 
 from fastapi import HTTPException, Request
 
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.json_schema import check_names
+
 MAX_BODY_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
+_JSON = "application/json"
 _SHOWN_CHARS = 500
 
 
@@ -26,8 +30,7 @@ async def read_body(request: Request, names: Collection[str]) -> dict[str, Any]:
             one that takes longer than `TIMEOUT_S`, 400 for invalid JSON, 422 for a value that is
             not an object or has unknown entries.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if _content_type(request) != _JSON:
         refuse(415, "Send the body as JSON, with the header Content-Type: application/json.")
     try:
         content = await asyncio.wait_for(_read(request), TIMEOUT_S)
@@ -42,21 +45,24 @@ async def read_body(request: Request, names: Collection[str]) -> dict[str, Any]:
         refuse(400, f"The body is not JSON: {reason}.")
     if not isinstance(body, dict):
         refuse(422, "The body must be a JSON object.")
-    unknown = [name for name in body if name not in names]
-    if unknown:
-        refuse(422, f"Unknown entry {unknown[0]!r}. Known entries: {', '.join(names)}.")
+    try:
+        check_names(body, names)
+    except OptionError as exc:
+        refuse(422, str(exc))
     return body
 
 
 async def read_no_body(request: Request) -> None:
     """Check a request that needs no body; an empty JSON object is accepted too.
 
+    Many clients name the content type of all their requests, with and without a body.
+
     Raises:
         HTTPException: As in `read_body`.
     """
     length = request.headers.get("content-length", "0").strip()
     has_body = length != "0" or "transfer-encoding" in request.headers
-    if has_body or request.headers.get("content-type"):
+    if has_body or _content_type(request) not in ("", _JSON):
         await read_body(request, ())
 
 
@@ -72,6 +78,10 @@ def refuse(status: int, reason: str) -> NoReturn:
     """
     text = reason.encode("utf-8", "replace").decode("utf-8")
     raise HTTPException(status, text[:_SHOWN_CHARS])
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def _read(request: Request) -> bytes:

@@ -1,4 +1,4 @@
-"""The REST routes under ``/onediff/v1``: version, schema, status, graphs, warmup and cancel.
+"""The REST routes under ``/onediff/v1``: what is there, what is drawn with, and warm-ups.
 
 The routes accept names from the store and no paths. They import no graphs, which are native code.
 Requests that other web sites send through a visitor's browser are refused.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from onediff_ext import __version__
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.panel.choices import Choices, from_arguments
-from onediff_ext.panel.field_values import is_nested
 from onediff_ext.panel.fields import BY_NAME
 from onediff_ext.panel.graph_rows import graph_groups
 from onediff_ext.webui.host_access import ApiAccess
@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host
         return _answer(panel_host.schema)
 
     def status() -> Response:
-        return _answer(lambda: panel_host.status().as_json())
+        return _status(panel_host)
 
     def graphs() -> Response:
         def groups() -> object:
@@ -61,9 +61,6 @@ def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host
 
     async def warm_up(request: Request) -> Response:
         body = await read_body(request, tuple(BY_NAME))
-        sizes = body.get("sizes")
-        if isinstance(sizes, list) and not is_nested(sizes):
-            body["sizes"] = ", ".join(map(str, sizes))
         try:
             choices = Choices.parse(from_arguments([body]))
             panel_host.start_warm_up(choices)
@@ -71,10 +68,13 @@ def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host
             refuse(422, str(exc))
         return _json({"started": True, "sizes": choices.sizes}, 202)
 
-    async def cancel(request: Request) -> Response:
-        await read_no_body(request)
-        panel_host.cancel()
-        return _answer(lambda: panel_host.status().as_json())
+    def control(do: Callable[[], None]) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            await read_no_body(request)
+            await run_in_threadpool(do)  # it waits for workers to end
+            return _status(panel_host)
+
+        return route
 
     for method, name, endpoint, status_code in (
         ("GET", "version", version, 200),
@@ -82,7 +82,9 @@ def add_routes(app: FastAPI, panel_host: WebUIPanelHost, access: ApiAccess, host
         ("GET", "status", status, 200),
         ("GET", "graphs", graphs, 200),
         ("POST", "warmup", warm_up, 202),
-        ("POST", "cancel", cancel, 200),
+        ("POST", "cancel", control(panel_host.cancel), 200),
+        ("POST", "pause", control(panel_host.pause), 200),
+        ("POST", "resume", control(panel_host.go_on), 200),
     ):
         app.add_api_route(
             f"{PREFIX}/{name}",
@@ -101,6 +103,13 @@ def remove_routes(app: FastAPI) -> None:
         for route in app.router.routes
         if not str(getattr(route, "path", "")).startswith(f"{PREFIX}/")
     ]
+
+
+def _status(panel_host: WebUIPanelHost) -> Response:
+    def status() -> dict[str, object]:
+        return {**panel_host.status().as_json(), "warm_up": panel_host.warm_up_state()}
+
+    return _answer(status)
 
 
 def _answer(make: Callable[[], object]) -> Response:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.json_schema import check
 from onediff_ext.core.options import BACKENDS, CompileOptions
+from onediff_ext.panel.field_schema import FORMATS
 from onediff_ext.panel.fields import DEEPCACHE, DRAW_WITHOUT, STOP
+
+logger = logging.getLogger(__name__)
 
 SECTION = ("onediff", "OneDiff")
 HOST_FEATURES: frozenset[str] = frozenset({DEEPCACHE})
@@ -16,9 +22,14 @@ HOST_FEATURES: frozenset[str] = frozenset({DEEPCACHE})
 BUILDS = {
     "in the background": "background",
     "after the first step": "wait",
-    "only by Warm up now": "never",
+    "only by Build now": "never",
 }
 """The setting's text → `CompileOptions.build`."""
+
+# The page's slider ends before; a config file may have more.
+_LARGEST_NUMBER = 1_000_000
+_EARLIER_TEXTS = {"only by Warm up now": "only by Build now"}
+"""Texts that a config file of version 0.2 may have → the present ones."""
 
 WARM_UPS = ("nothing", "the sizes below", "the sizes of recent images")
 
@@ -33,6 +44,7 @@ class Setting:
         default: Its value until the user changes it.
         choices: The accepted values; empty for any.
         span: (lowest, highest, step) of a number.
+        format: The format of a text, a key of `field_schema.FORMATS`; ``""`` for any text.
     """
 
     key: str
@@ -41,6 +53,7 @@ class Setting:
     help: str = ""
     choices: tuple[str, ...] = ()
     span: tuple[float, float, float] | None = None
+    format: str = ""
 
 
 SETTINGS = (
@@ -61,7 +74,13 @@ SETTINGS = (
     ),
     Setting("onediff_build", "Build missing graphs", next(iter(BUILDS)), choices=tuple(BUILDS)),
     Setting("onediff_warm_up", "When a checkpoint loads, warm up", WARM_UPS[0], choices=WARM_UPS),
-    Setting("onediff_warm_up_sizes", "Sizes for that", "", "such as 512x768, 1024x1024@2"),
+    Setting(
+        "onediff_warm_up_sizes",
+        "Sizes for that",
+        "",
+        "such as 512x768, 1024x1024@2",
+        format="sizes",
+    ),
     Setting(
         "onediff_on_failure",
         "If graphs cannot be used",
@@ -73,6 +92,20 @@ SETTINGS = (
 BY_KEY = {setting.key: setting for setting in SETTINGS}
 
 
+def setting_schema(setting: Setting) -> dict[str, Any]:
+    """The JSON Schema of a setting's values."""
+    schema: dict[str, Any] = {"title": setting.label, "default": setting.default}
+    if setting.help:
+        schema["description"] = setting.help
+    if setting.choices:
+        return {**schema, "type": "string", "enum": list(setting.choices)}
+    if setting.span is not None:
+        return {**schema, "type": "number", "minimum": 0, "maximum": _LARGEST_NUMBER}
+    if isinstance(setting.default, bool):
+        return {**schema, "type": "boolean"}
+    return {**schema, "type": "string", **({"format": setting.format} if setting.format else {})}
+
+
 class Settings:
     """The current values, read from the host at each call.
 
@@ -82,16 +115,27 @@ class Settings:
 
     def __init__(self, options: Any) -> None:
         self._options = options
+        self._told: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """A setting's value; its default when the host has no usable one."""
-        default = BY_KEY[key].default
+        """A setting's value; its default when the host has no usable one, which is logged once."""
+        setting = BY_KEY[key]
         if isinstance(self._options, Mapping):
-            value = self._options.get(key, default)
+            value = self._options.get(key)
         else:
-            value = getattr(self._options, key, default)
-        choices = BY_KEY[key].choices
-        return default if value is None or (choices and value not in choices) else value
+            value = getattr(self._options, key, None)
+        if value is None:
+            return setting.default
+        if isinstance(value, str):
+            value = _EARLIER_TEXTS.get(value, value)
+        try:
+            check(value, setting_schema(setting), f"The setting {setting.label!r}", FORMATS)
+        except OptionError as exc:
+            if str(exc) not in self._told:
+                self._told.add(str(exc))
+                logger.warning("%s Until then it is %r.", exc, setting.default)
+            return setting.default
+        return value
 
     @property
     def store(self) -> Path | None:
@@ -102,10 +146,7 @@ class Settings:
     @property
     def store_limit_bytes(self) -> int:
         """The store's size limit."""
-        try:
-            return max(1, int(float(self.get("onediff_store_limit_gb")) * 2**30))
-        except (TypeError, ValueError, OverflowError):  # a config file may say anything
-            return CompileOptions.store_limit_bytes
+        return max(1, int(self.get("onediff_store_limit_gb") * 2**30))
 
     @property
     def build(self) -> str:

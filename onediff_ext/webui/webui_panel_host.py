@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,13 +13,16 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
+from onediff_ext.panel.phrases import Phrases, phrases_in
 from onediff_ext.store import GraphLibrary
 from onediff_ext.webui.extension import Extension
+from onediff_ext.webui.request_schema import request_schema
 from onediff_ext.webui.settings import HOST_FEATURES
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 
 
@@ -31,12 +36,19 @@ class WebUIPanelHost(PanelHost):
     def __init__(self, extension: Callable[[], Extension]) -> None:
         self._extension = extension
         self._warming = threading.Lock()
+        self._last_summary = ""
 
     def status(self) -> Status:
         return self._extension().status()
 
     def cancel(self) -> None:
         self._extension().warm_ups.cancel()
+
+    def pause(self) -> None:
+        self._extension().graphs.pause_builds()
+
+    def go_on(self) -> None:
+        self._extension().graphs.go_on_with_builds()
 
     def library(self) -> GraphLibrary:
         return self._extension().library()
@@ -61,6 +73,27 @@ class WebUIPanelHost(PanelHost):
 
         return no_import_reason(shared.cmd_opts)
 
+    def schema(self) -> dict[str, object]:
+        return request_schema()
+
+    def name(self) -> str:
+        from onediff_ext.hosts.detect import host_name
+
+        return host_name()
+
+    def phrases(self) -> Phrases:
+        from modules import shared
+
+        return phrases_in(str(getattr(shared.opts, "localization", "")))
+
+    def file_of_module(self, name: str) -> str | None:
+        loaded = getattr(sys.modules.get("modules.script_loading"), "loaded_scripts", {})
+        wanted = name.rpartition(".")[2] if name.startswith("scripts.") else name
+        for path in map(str, loaded):
+            if Path(path).name in (wanted, f"{wanted}.py"):
+                return path
+        return None
+
     def features(self) -> frozenset[str]:
         return HOST_FEATURES
 
@@ -70,15 +103,23 @@ class WebUIPanelHost(PanelHost):
         options = extension.compile_options(choices)
         if not self._warming.acquire(blocking=False):
             raise OptionError("A warm-up is running already.", "Cancel it first.")
-        sizes_done, reports = [0], []
+        if extension.graphs.builds_are_paused:
+            self.go_on()
+        self._last_summary = ""
+        sizes_done, summaries = [0], []
 
         def listen(done: int, _: int) -> None:
             sizes_done[0] = done
 
         def work() -> None:
             try:
-                reports.append(extension.warm_ups.run(shapes, options, choices.ignores, listen))
+                report = extension.warm_ups.run(shapes, options, choices.ignores, listen)
+                summaries.append(self.status().line() if report is None else report.line())
+            except Exception as exc:  # a thread's errors would be lost
+                logger.exception("The warm-up ended")
+                summaries.append(f"failed: {str(exc) or type(exc).__name__}")
             finally:
+                self._last_summary = summaries[-1]
                 self._warming.release()
 
         thread = threading.Thread(target=work, name="onediff-warm-up", daemon=True)
@@ -86,9 +127,11 @@ class WebUIPanelHost(PanelHost):
         while thread.is_alive():
             yield self._step(sizes_done[0], len(shapes))
             thread.join(_POLL_S)
-        report = reports[0] if reports else None
-        summary = self.status().line() if report is None else report.line()
-        yield WarmUpStep(1, 1, "done", summary=summary)
+        yield WarmUpStep(1, 1, "done", summary=summaries[-1])
+
+    def warm_up_state(self) -> dict[str, object]:
+        """Whether a warm-up runs, and the result of the last one in one line; for the API."""
+        return {"running": self._warming.locked(), "summary": self._last_summary}
 
     def start_warm_up(self, choices: Choices) -> None:
         """Warm up without a viewer: for the API, and when a checkpoint loads.

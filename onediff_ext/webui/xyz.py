@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.field_values import checked
 from onediff_ext.panel.fields import BY_NAME, fields_for
 from onediff_ext.panel.presets import CUSTOM, presets_for
 from onediff_ext.webui.settings import HOST_FEATURES
@@ -60,7 +62,19 @@ def _axis(xyz_grid: Any, name: str) -> Any:
         choices = ("False", "True")
     elif name == "preset":
         choices = presets_for(fields_for(HOST_FEATURES))
-    return xyz_grid.AxisOption(_LABELS[name], str, _apply(name), choices=lambda: list(choices))
+    return xyz_grid.AxisOption(
+        _LABELS[name], str, _apply(name), confirm=_confirm(name), choices=lambda: list(choices)
+    )
+
+
+def _confirm(name: str) -> Callable[[Any, Sequence[Any]], None]:
+    """Makes the check that the host runs before it draws the first picture."""
+
+    def confirm(_: Any, values: Sequence[Any]) -> None:
+        for value in values:
+            Choices.parse({name: checked(BY_NAME[name], value)}).check_features(HOST_FEATURES)
+
+    return confirm
 
 
 def _apply(name: str) -> Callable[[Any, Any, Any], None]:
@@ -70,6 +84,8 @@ def _apply(name: str) -> Callable[[Any, Any, Any], None]:
         if BY_NAME[name].decided_by_preset:
             # Any other preset would override this value.
             values["preset"] = CUSTOM
+        # An axis would change nothing while OneDiff is off.
+        values.setdefault("enabled", True)
         setattr(p, AXIS_ATTRIBUTE, values)
 
     return apply

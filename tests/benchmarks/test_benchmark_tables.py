@@ -199,6 +199,20 @@ def test_start_up_has_rows_and_a_table() -> None:
     assert "| filled store: warm-up of 12 sizes, s | 10.5 |" in table
 
 
+def test_start_up_has_lines_of_plain_calls() -> None:
+    found = {role: process(s, 9.0) for role, s in (("eager", 1), ("cold", 2), ("warm", 1))}
+    found["plain"] = process(3.0, 9.0)
+    firsts = {role: [one["rows"][0]] for role, one in found.items()}
+    figures = start_up.summary(found, firsts, {"seconds": 1, "sizes": [], "built": 0}, "sdxl", 20)
+    assert figures["plain"] == {
+        "first_picture_s": 3.0, "longest_ratio": 3.0, "all_kinds_ready_s": 3.0,
+    }  # fmt: skip
+    assert [row["contender"] for row in figures["rows"]][-20:] == ["plain"] * 20
+    table = tables.start_up_table(figures)
+    assert "| the same by plain calls: slowest later one | 3.00 |" in table
+    assert "| the same: all kinds in use after, s | 3.0 |" in table
+
+
 @pytest.mark.parametrize("page", list(plot.PAGES))
 def test_a_plot_is_svg_with_a_line_for_each_contender(page: str) -> None:
     rows = [

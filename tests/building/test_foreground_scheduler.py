@@ -5,8 +5,14 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections.abc import Callable
 
-from onediff_ext.building.foreground_scheduler import GAP_TURN_S, ForegroundScheduler
+import pytest
+import torch
+
+from onediff_ext.building.foreground_scheduler import GAP_TURN_S, QUIET_S, ForegroundScheduler
+from onediff_ext.building.picture_clock import ModelCall
+from onediff_ext.core.components import ComponentId, Role
 
 
 def draw(foreground: ForegroundScheduler, seconds: float) -> float:
@@ -76,3 +82,104 @@ def test_what_must_run_alone_has_one_turn_between_two_pictures() -> None:
         counts.append(len(done))
     thread.join(5)
     assert counts[:3] == [1, 2, 3]
+
+
+class Bare:
+    """A UNet in a user's own loop, with a clock of the test's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.foreground = ForegroundScheduler(lambda: self.seconds)
+        self.begin()
+
+    def begin(self, side: int = 8) -> None:
+        """As `set_timesteps` of a scheduler does."""
+        self.left, self.shape = list(torch.linspace(999, 1, 10)), (2, 4, side, side)
+
+    def step(self, within: Callable[[], None] = lambda: None) -> int:
+        """One forward, a tenth of a second long; returns the epoch."""
+        call = ModelCall(ComponentId(Role.UNET), 1, self.shape, self.left.pop(0))
+        with self.foreground.forward(call):
+            self.seconds += 0.1
+            within()
+            epoch = self.foreground.epoch
+        self.seconds += 0.01
+        return epoch
+
+
+@pytest.fixture
+def bare() -> Bare:
+    return Bare()
+
+
+def test_steps_of_a_bare_module_are_one_picture(bare: Bare) -> None:
+    epochs = set()
+    for side in (8, 8, 9):
+        bare.begin(side)
+        epochs.add(frozenset(bare.step() for _ in range(5)))
+    assert [len(epoch) for epoch in epochs] == [1, 1, 1]
+    assert bare.foreground.pictures_begun == 3
+
+
+def test_a_silence_ends_the_picture_of_a_bare_module(bare: Bare) -> None:
+    before = bare.step()
+    assert bare.foreground.is_drawing
+    bare.seconds += QUIET_S
+    assert not bare.foreground.is_drawing
+    assert bare.step() > before
+
+
+def test_graphs_change_between_the_pictures_of_a_bare_module(bare: Bare) -> None:
+    changes: list[str] = []
+    bare.step()
+    bare.foreground.between_pictures(lambda: changes.append("next picture"))
+    bare.step()
+    assert not changes
+    bare.begin()
+    bare.step(lambda: changes.append("its first step"))
+    assert changes == ["next picture", "its first step"]
+    bare.foreground.between_pictures(lambda: changes.append("silence"))
+    assert len(changes) == 2
+    bare.seconds += QUIET_S
+    bare.foreground.let_picture_end(0, threading.Event())
+    assert changes[2:] == ["silence"]
+
+
+def test_a_picture_is_announced_once_however_deep(bare: Bare) -> None:
+    foreground = bare.foreground
+    with foreground.picture():
+        epoch = foreground.epoch
+        with pytest.raises(KeyError), foreground.picture():
+            raise KeyError
+        bare.step()
+        bare.begin(9)  # another model's schedule, in the picture of a pipeline
+        assert bare.step() == epoch
+    assert foreground.pictures_begun == 1
+    assert bare.step() == epoch + 1  # not the pipeline's any more
+
+
+def test_pictures_of_two_threads_look_at_the_weights_each(bare: Bare) -> None:
+    foreground, seen = bare.foreground, []
+
+    def draw() -> None:
+        for _ in range(2):
+            with foreground.picture():
+                seen.append(foreground.epoch)
+        seen.append(bare.step())
+
+    with foreground.picture():
+        first = foreground.epoch
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+    assert seen == [first + 1, first + 2, first + 3]
+    assert not foreground._announced
+
+
+def test_a_picture_may_be_ended_by_another_thread(bare: Bare) -> None:
+    bare.foreground.begin_picture()
+    thread = threading.Thread(target=bare.foreground.end_picture)
+    thread.start()
+    thread.join()
+    bare.seconds += QUIET_S
+    assert not bare.foreground.is_drawing

@@ -142,9 +142,9 @@ def test_export_and_import(command_line: CommandLine, store: Path, tmp_path: Pat
     untrusted.refused("may hold native code", "--trust")
     assert not other.exists()
     taken = command_line("graphs", "import", archive, "--trust", store=other)
-    assert taken.out == f"{KINDS} graphs imported, 0 were here already\n"
+    assert taken.out == f"{KINDS} graphs imported, 0 already in the store\n"
     again = command_line("graphs", "import", archive, "--trust", store=other)
-    assert again.out == f"0 graphs imported, {KINDS} were here already\n"
+    assert again.out == f"0 graphs imported, {KINDS} already in the store\n"
     explain = ("graphs", "explain", "-m", command_line.checkpoint(), "--backend", "eager")
     explained = command_line(*explain, store=other).out
     assert explained.count("never loaded on this machine; a load check comes first") == KINDS

@@ -1,4 +1,4 @@
-"""What cannot be done is refused at once: one sentence, the next step, exit status 2."""
+"""Impossible requests are refused at once: one sentence, the next step, exit status 2."""
 
 from __future__ import annotations
 

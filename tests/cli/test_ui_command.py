@@ -33,6 +33,25 @@ def test_without_gradio_it_says_what_to_do(
     assert "onediff-ext[ui]" in said
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--vae", "vae.safetensors"),
+        ("--backend", "eager"),
+        ("--precision", "fp8"),
+        ("--eager",),
+        ("--ignore-vae",),
+        ("--ignore", "unet"),
+    ],
+    ids=lambda given: given[0],
+)
+def test_options_that_the_page_would_ignore_are_refused(
+    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ui", "--no-browser", *given]) == 2
+    assert f"takes no {given[0]}." in capsys.readouterr().err
+
+
 def test_the_table_of_choices_loads_neither_gradio_nor_torch() -> None:
     script = """
 import sys

@@ -1,4 +1,4 @@
-"""What every backend must do; the same suite for each of them."""
+"""The contract of all backends: one suite for each of them."""
 
 from __future__ import annotations
 

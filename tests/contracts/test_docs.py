@@ -90,6 +90,8 @@ def test_a_host(example: ModuleType, tmp_path: Path) -> None:
 ROOT = DOCS.parent
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "tests" / "live" / "README.md"])
 OF_HOSTS = ("modules/", "scripts/controlnet")
+OF_OTHERS = ("schema.json", "model_index.json", "lru_cache.py")  # a store, a model, JAX
+NAMES = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts}
 PLACES = [ROOT, ROOT / "onediff_ext", *(p for p in (ROOT / "onediff_ext").rglob("*") if p.is_dir())]
 
 
@@ -103,6 +105,8 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         for path in sorted(paths)
         if not path.startswith(OF_HOSTS) and not any((place / path).exists() for place in PLACES)
     ]
+    bare = set(re.findall(r"`([\w-]+\.(?:py|json|md))`", text))
+    missing += sorted(name for name in bare if name not in NAMES and name not in OF_OTHERS)
     links = {link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)}
     missing += [
         link

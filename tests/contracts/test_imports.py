@@ -72,10 +72,12 @@ def test_public_names() -> None:
         "CompileOptions",
         "OneDiffError",
         "__version__",
+        "compile_module",
         "compile_pipe",
         "compiled",
         "load_checkpoint",
         "load_pipe",
+        "oneflow_compile",
         "save_pipe",
         "undo_compile",
     ]

@@ -14,8 +14,6 @@ import torch
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.a1111.host import A1111Host
-from onediff_ext.hosts.forge.host import ForgeHost
-from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support import a1111_stand_in, forge_stand_in
 
@@ -43,7 +41,7 @@ class RunningHost:
         return self._stand_in.engine.forge_objects.vae.first_stage_model.decoder
 
     def mode(self) -> AbstractContextManager[None]:
-        """What the host's jobs run in."""
+        """The context in which the host's jobs run."""
         return torch.no_grad() if self.name == "a1111" else torch.inference_mode()
 
     def convert(self, dtype: torch.dtype) -> None:
@@ -85,7 +83,7 @@ class RunningHost:
         return stand_in.FakeProcessing()
 
 
-@pytest.fixture(params=["a1111", "forge", "reforge"])
+@pytest.fixture(params=["a1111", *sorted(forge_stand_in.ADAPTERS)])
 def host(request: pytest.FixtureRequest) -> Iterator[RunningHost]:
     name = request.param
     running = a1111_stand_in.a1111() if name == "a1111" else forge_stand_in.running(name)
@@ -95,7 +93,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[RunningHost]:
 
 @pytest.fixture
 def graphs(host: RunningHost, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    adapters = {"a1111": A1111Host, "forge": ForgeHost, "reforge": ReForgeHost}
+    adapters = {"a1111": A1111Host, **forge_stand_in.ADAPTERS}
     graphs = GraphsForJobs(adapters[host.name]())
     options = CompileOptions(
         backend="eager", build="wait", store=tmp_path_factory.mktemp("store"), workers=1

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onediff_ext.core.deepcache_options import (
+    LEVELS,
     OFF,
-    PRESETS,
     DeepCacheOptions,
     depth_of_reference,
     few_steps_reason,
@@ -29,7 +29,7 @@ def test_more_evaluations_than_were_expected_go_on_at_the_interval() -> None:
 @pytest.mark.parametrize(
     ("given_value", "interval"),
     [
-        *PRESETS.items(),
+        *LEVELS.items(),
         ("Medium", 3), ("3", 3), (4, 4), (2.0, 2), (True, 3), (1, 1), (0, 1), ("0", 1),
         ("", 1), (None, 1), (False, 1), ({"interval": 7}, 7), (DeepCacheOptions(6), 6),
         ("interval=4", 4), ("depth=2", 3),
@@ -39,8 +39,8 @@ def test_everything_that_front_ends_have_is_read(given_value, interval):
     assert DeepCacheOptions.parse(given_value).interval == interval
 
 
-def test_presets_are_two_three_and_five():
-    assert [PRESETS[name] for name in ("off", "light", "medium", "strong")] == [1, 2, 3, 5]
+def test_levels_are_two_three_and_five():
+    assert [LEVELS[name] for name in ("off", "light", "medium", "strong")] == [1, 2, 3, 5]
     assert not DeepCacheOptions.parse("off").is_on
     assert DeepCacheOptions.parse("light").is_on
 
@@ -77,8 +77,8 @@ def test_a_plain_interval_is_written_plainly():
     assert str(DeepCacheOptions(5, depth=1, end=0.8)) == "5 depth=1 end=0.8"
 
 
-def test_a_label_is_a_presets_name_and_is_read_back():
-    for name in PRESETS:
+def test_a_label_is_a_levels_name_and_is_read_back():
+    for name in LEVELS:
         assert DeepCacheOptions.parse(name).label == name
     for text in ("4", "3 depth=1"):
         assert DeepCacheOptions.parse(DeepCacheOptions.parse(text).label).label == text

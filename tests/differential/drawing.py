@@ -126,7 +126,7 @@ def _mask(world: World, pipe: Any) -> torch.Tensor:
 
 
 def _residuals(world: World, pipe: Any) -> torch.Tensor:
-    """As a ControlNet adds them."""
+    """Residuals like those of a ControlNet."""
     inputs = _inputs(world, pipe)
     shapes: list[torch.Size] = []
     unet = world.twin.unet

@@ -62,7 +62,7 @@ def lists_by_identity(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def writes_past_the_version_counter(patch: pytest.MonkeyPatch) -> None:
     """A LoRA that is swapped in place, ``lora_B.weight.data.mul_()``."""
-    patch.setattr(tensor_contents.TensorContents, "_digests", _always({}))
+    patch.setattr(tensor_contents.TensorContents, "_read", _always({}))
 
 
 @_plant
@@ -76,13 +76,29 @@ def merged_weights_belong_to_nobody(patch: pytest.MonkeyPatch) -> None:
 
 @_plant
 def weights_that_moved(patch: pytest.MonkeyPatch) -> None:
-    """Nobody looks where the weights lie before a launch."""
+    """Skip the check of weight addresses before a launch."""
     patch.setattr(staleness.Snapshot, "_where", _always([]))
 
 
 @_plant
+def wrappers_outside_of_graphs(patch: pytest.MonkeyPatch) -> None:
+    """LoRA layers that no block graph contains are taken for merged: their strength is recorded."""
+    real = staleness.Snapshot.__init__
+
+    class Everything(frozenset[int]):
+        def __contains__(self, value: object) -> bool:
+            return True
+
+    patch.setattr(
+        staleness.Snapshot,
+        "__init__",
+        lambda self, model, known, merged=frozenset(): real(self, model, known, Everything(merged)),
+    )
+
+
+@_plant
 def casts_of_autocast_are_recorded(patch: pytest.MonkeyPatch) -> None:
-    """With autocast's cache on, and nobody who owns what it holds."""
+    """Leave autocast's weight cache on while a CUDA graph is captured; nothing owns its tensors."""
     real = memory_reads.torch
 
     class Torch:
@@ -98,13 +114,13 @@ def casts_of_autocast_are_recorded(patch: pytest.MonkeyPatch) -> None:
 
 @_plant
 def attributes_of_layers(patch: pytest.MonkeyPatch) -> None:
-    """Tiling, ``output_scale_factor``, a norm's ``eps``."""
+    """Ignore changed attributes of layers: tiling, ``output_scale_factor``, a norm's ``eps``."""
     patch.setattr(module_attributes.ModuleAttributes, "hold", _always(True))
 
 
 @_plant
 def methods_of_instances(patch: pytest.MonkeyPatch) -> None:
-    """A layer's own ``_conv_forward`` or ``forward``."""
+    """Ignore a layer's own ``_conv_forward`` or ``forward``."""
     patch.setattr(staleness, "replaced_methods", lambda module: iter(()))
     patch.setattr(block_tree, "replaced_methods", lambda module: iter(()))
     patch.setattr(block_tree, "_is_known_function", _always(True))
@@ -112,7 +128,7 @@ def methods_of_instances(patch: pytest.MonkeyPatch) -> None:
 
 @_plant
 def processors_by_their_bare_name(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is called ``AttnProcessor2_0`` is taken for diffusers' own."""
+    """Trust every attention processor class named ``AttnProcessor2_0``, whatever its module."""
     patch.setattr(staleness, "_processor_refusal", _always(None))
     tree, family = block_tree.BlockTree, blocks.TransformerFamily
     for cls, name in ((tree, "__init__"), (tree, "copy"), (family, "bind")):
@@ -121,7 +137,7 @@ def processors_by_their_bare_name(patch: pytest.MonkeyPatch) -> None:
 
 @_plant
 def functions_and_classes(patch: pytest.MonkeyPatch) -> None:
-    """A replaced ``scaled_dot_product_attention``, a processor's patched ``__call__``."""
+    """Ignore replaced functions and patched classes, such as a processor's ``__call__``."""
     patch.setattr(python_code.PythonCode, "current_generation", _always(0))
     patch.setattr(python_code.PythonCode, "torch_reason", _always(None))
     patch.setattr(model_state, "patched_class_reason", _always(None))

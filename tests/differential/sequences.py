@@ -37,14 +37,14 @@ class Step:
 
     @classmethod
     def parse(cls, text: str) -> Step:
-        """What `str` has made."""
+        """Parse the text that `str` made."""
         name, _, seed = text.partition(":")
         return cls(name, int(seed or 0))
 
 
 @dataclass
 class Counts:
-    """What was done so far."""
+    """The operations so far."""
 
     steps: int = 0
     operations: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What is put under the engine while sequences run: quick builds that can be held, and counters."""
+"""Doubles for the engine while sequences run: quick builds that can be held, and counters."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _one_thread() -> None:
 
 
 def report(found: Found | None) -> str:
-    """What to run to see it again."""
+    """The command that repeats a failure."""
     if found is None:
         return ""
     steps = " ".join(map(str, found.steps))

@@ -18,7 +18,7 @@ from onediff_ext.engine.quantization import (
     plan,
     unavailable_reason,
 )
-from onediff_ext.engine.quantized_linears import QuantizedLinears, quantise_rows
+from onediff_ext.engine.quantized_linears import QuantizedLinears, quantize_rows
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.hosts.diffusers.blocks import TransformerFamily
@@ -72,7 +72,7 @@ fp8_by_rows = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp8", marks=fp8_by_rows), "int8"])
-def test_a_quantised_block_is_close_to_the_exact_one_at_any_size(precision: str) -> None:
+def test_a_quantized_block_is_close_to_the_exact_one_at_any_size(precision: str) -> None:
     block, family, call = _block(), TransformerFamily(), _call()
     program, quantization, weights = _traced(precision, call)
     graph = load_program(save_program(program)).graph_module
@@ -83,7 +83,7 @@ def test_a_quantised_block_is_close_to_the_exact_one_at_any_size(precision: str)
             expected = family.run(block, call.tensors, dict(call.statics))
             found = graph(*copies.apply(weights, 0), *call.tensors)[0]
         error = (torch.linalg.vector_norm(found - expected) / expected.norm()).item()
-        assert 1e-4 < error < ERROR[precision]  # exact would mean that nothing was quantised
+        assert 1e-4 < error < ERROR[precision]  # exact would mean that nothing was quantized
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
@@ -94,7 +94,7 @@ def test_it_is_traced_without_a_gpu_under_a_gpus_autocast(precision: str) -> Non
 
 
 class _CastingLinear(nn.Linear):
-    """As Forge's: it casts its weight to its input's type by hand."""
+    """A linear layer like Forge's: it casts its weight to its input's type by hand."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(device=x.device, dtype=x.dtype, non_blocking=True)
@@ -196,7 +196,7 @@ def test_another_tensor_in_the_weights_place_is_seen() -> None:
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    rows, scales = quantise_rows(torch.zeros(3, 16), "fp8")
+    rows, scales = quantize_rows(torch.zeros(3, 16), "fp8")
     assert torch.equal(rows.float() * scales, torch.zeros(3, 16))
     _, taken = _copies([torch.zeros(32, 16), torch.zeros(16, 16)])
     assert torch.equal(taken[0].float() * taken[2], torch.zeros(32, 16))
@@ -206,7 +206,7 @@ def test_an_input_with_a_bound_has_one_scale_and_never_runs_over() -> None:
     x = torch.nn.functional.layer_norm(torch.randn(50, 64).exp() ** 4, (64,))
     x[0] = 0
     x[0, 3] = 8  # the most that 64 normalised numbers can have
-    rows, scale = quantise_rows(x, "fp8", torch.tensor([8.0]))
+    rows, scale = quantize_rows(x, "fp8", torch.tensor([8.0]))
     assert scale.shape == (1,)
     assert (rows.float() * scale).max() == 8
     assert torch.allclose(rows.float() * scale, x, rtol=1 / 16, atol=8 / 448 / 512)

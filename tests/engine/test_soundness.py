@@ -21,6 +21,7 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, un
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 from onediff_ext.session.session import Session
 from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.left_wrapper_extension import leave_on
 from tests.support.models import sd15
 
 SIZES = ((16, 24), (8, 8))
@@ -382,7 +383,7 @@ def test_weights_that_come_and_go_with_each_layer(twins: Twins) -> None:
 
 
 def test_a_weight_that_moves_frees_its_memory(twins: Twins) -> None:
-    """As offloading does: the capture keeps nothing of it alive."""
+    """Weights are replaced as offloading does it: the CUDA graph keeps none of them alive."""
     twins.settle()
     place = torch.multiprocessing.reductions.StorageWeakRef(
         twins.pipe.unet.conv_out.weight.untyped_storage()
@@ -392,3 +393,49 @@ def test_a_weight_that_moves_frees_its_memory(twins: Twins) -> None:
     gc.collect()
     assert place.expired()
     twins.assert_equal()
+
+
+def attentions(unet: Any) -> list[nn.Module]:
+    return [block.attn1 for block in unet.modules() if hasattr(block, "attn1")]
+
+
+def test_wrappers_that_an_extension_leaves_end_graphs_only_while_they_do_something(
+    twins: Twins,
+) -> None:
+    twins.settle()
+    left = [leave_on(layer) for unet in twins.both for layer in attentions(unet)]
+    twins.assert_equal()
+    reason = twins.session.status().reasons[0]
+    assert "replaced forward of another extension" in reason
+    for _ in range(2):
+        for settings in left:
+            settings.enabled = False
+        runners = compiled_state(twins.pipe).components[0].runners
+        wrapped = [runner for runner in runners if hasattr(runner.block, "attn1")]
+        compared = sum(runner.compared for runner in wrapped)
+        before = twins.session.spot_checks.done
+        twins.settle()  # through CUDA graphs again
+        # Proved by a comparison with the layers as they are, wrappers included.
+        done = sum(runner.compared for runner in wrapped) - compared
+        assert done + twins.session.spot_checks.done - before >= len(wrapped)
+        status = twins.session.status()
+        assert (status.running, status.eager_blocks) == ("compiled", ())
+        for settings in left:
+            settings.enabled = True
+        twins.assert_equal()
+        assert twins.session.status().running == "compiled in part"
+
+
+def test_a_wrapper_around_a_whole_block_is_honoured(twins: Twins) -> None:
+    """It was there before the graphs, and is switched on while they are in use."""
+    undo_compile(twins.pipe)
+    left = [leave_on(unet.mid_block.resnets[0]) for unet in twins.both]
+    for settings in left:
+        settings.enabled = False
+    compile_pipe(twins.pipe, session=twins.session, ignores=["vae"])
+    twins.settle()
+    assert twins.session.status().running == "compiled"
+    for settings in left:
+        settings.enabled = True
+    twins.assert_equal()
+    assert "replaced forward of another extension" in twins.session.status().reasons[0]

@@ -108,6 +108,32 @@ def test_lora_is_right_in_every_state_without_a_build(layout, warm, tmp_path):
     assert warm.fallbacks() == []
 
 
+def test_a_lora_that_is_fused_while_it_is_off_draws_nothing(warm, tmp_path):
+    """peft takes it out of the weights again within the first forward."""
+    path = models.save_lora(models.sd15(), tmp_path / "style.safetensors", "diffusers")
+    reference, pipe = models.sd15(), models.sd15()
+    compile_pipe(pipe, session=warm)
+    for one in (reference, pipe):
+        load_lora(one, path)
+        one.fuse_lora()
+    fused = draw_latents(reference)
+    assert relative_error(draw_latents(pipe), fused) < 1e-4
+    for one in (reference, pipe):
+        one.unfuse_lora()
+        one.disable_lora()
+        one.fuse_lora()
+    expected = draw_latents(reference)
+    assert relative_error(draw_latents(pipe), expected) < 1e-4
+    assert relative_error(fused, expected) > 1e-2
+    assert all("a LoRA is fused and switched off" in f.reason for f in warm.fallbacks())
+    noted = sum(fallback.count for fallback in warm.fallbacks())
+    assert noted > 0
+    for one in (reference, pipe):
+        one.enable_lora()
+    assert relative_error(draw_latents(pipe), draw_latents(reference)) < 1e-4
+    assert sum(fallback.count for fallback in warm.fallbacks()) == noted  # graphs serve again
+
+
 def test_two_loras_at_once(warm, tmp_path):
     paths = [
         models.save_lora(models.sd15(), tmp_path / f"{i}.safetensors", "diffusers", seed=i)

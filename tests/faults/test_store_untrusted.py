@@ -367,7 +367,7 @@ def test_any_time_has_some_day(at: float) -> None:
 
 
 def test_the_module_prints_through_one_function() -> None:
-    """Whatever `graphs` prints of a file goes through `printable` or a table."""
+    """All text of a file that `graphs` prints goes through `printable` or a table."""
     source = Path(graphs_command.__file__).read_text(encoding="utf-8")
     raw = [line.strip() for line in source.splitlines() if "print(f" in line]
     assert not [line for line in raw if ".label" in line or ".name" in line or "reason" in line]

@@ -25,9 +25,13 @@ from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora, parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.details import detail_lines, technical_lines
 from onediff_ext.panel.fields import BY_NAME, FIELDS
 from onediff_ext.panel.foreign_requests import foreign_reason
+from onediff_ext.panel.header import header_of
 from onediff_ext.panel.infotext_entries import infotext_entries, value_from_infotext
+from onediff_ext.panel.phrases import ENGLISH
+from onediff_ext.panel.reasons import explain
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.serving import parse_serving
@@ -82,7 +86,7 @@ def _body(value: list[Any]) -> None:
 
 
 def _choices(values: Any) -> None:
-    """Whatever is sent as choices: choices that infotext gives back, or an OptionError."""
+    """Parse any input as choices that survive infotext, or raise an OptionError."""
     choices, refusal_reason = None, ""
     try:
         choices = Choices.parse(from_arguments(values if isinstance(values, list) else [values]))
@@ -116,10 +120,20 @@ def _headers(value: list[Any]) -> None:
 
 
 def _shown(text: str) -> None:
-    status = Status("eager", reasons=(text,), problem=text, deepcache=text, building_now=(text,))
+    status = Status(
+        "eager",
+        reasons=(text,),
+        problem=text,
+        deepcache=text,
+        building_now=(text,),
+        changed_by=((text, text),),
+        notes=(text,),
+    )
+    plain = explain(text, ENGLISH, {text: text})
     for piece in (
-        html.status_line(status, True),
-        html.status_details(status, text),
+        html.header(header_of(status, True, plain, ENGLISH)),
+        html.details([text], detail_lines(status, True, [plain], ENGLISH)),
+        html.technical(technical_lines(status)),
         html.message(text),
         html.error(OptionError(text, text)),
     ):
@@ -144,7 +158,7 @@ def _words() -> list[str]:
 
 
 def _after_parsing(arguments: argparse.Namespace) -> int:
-    """What commands do with their texts before anything is loaded."""
+    """The checks of command-line texts that run before anything is loaded."""
     given = vars(arguments)
     for text in given.get("lora") or []:
         parse_lora(text)

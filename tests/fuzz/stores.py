@@ -134,7 +134,7 @@ def _archive(content: bytes) -> None:
 
 
 def _outside(library: GraphLibrary) -> list[Path]:
-    """What lies beside the store; an archive must not put anything there."""
+    """The files beside the store; an archive must not add any."""
     return [path for path in library.folder.root.parent.iterdir() if path != library.folder.root]
 
 

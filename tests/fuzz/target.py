@@ -1,4 +1,4 @@
-"""What a target is, and how one input is tried."""
+"""A fuzz target, and the trial of one input."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class WebUIError(AssertionError):
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one job gave.
+    """The result of one job.
 
     Args:
         pictures: uint8 arrays [H, W, 3].
@@ -126,7 +126,7 @@ class WebUI:
         chosen = accelerated if isinstance(accelerated, Mapping) else {"enabled": accelerated}
         always_on = {"OneDiff": {"args": [{**_BACKEND, **chosen}]}, **(scripts or {})}
         body = {**DEFAULTS, **job, "alwayson_scripts": always_on}
-        if body.get("enable_hr") and self.host() == "forge":
+        if body.get("enable_hr") and self.host() in ("forge", "neo"):
             body["hr_additional_modules"] = ["Use same choices"]  # its API fails without
         if "init_images" in body:
             body["init_images"] = [encode(picture) for picture in body["init_images"]]
@@ -146,7 +146,7 @@ class WebUI:
         )
 
     def status(self) -> dict[str, Any]:
-        """What the extension says of itself."""
+        """The extension's status."""
         status: dict[str, Any] = self.get("/onediff/v1/status")
         return status
 
@@ -160,12 +160,14 @@ class WebUI:
         return status
 
     def host(self) -> str:
-        """``"a1111"``, ``"forge"`` or ``"reforge"``."""
+        """``"a1111"``, ``"forge"``, ``"reforge"`` or ``"neo"``."""
         name: str = self.get("/onediff/v1/version")["host"]
         return name
 
     def set_options(self, **options: Any) -> None:
-        self.post("/sdapi/v1/options", options)
+        """Set settings; those that this WebUI lacks are left out, since Neo refuses them."""
+        known = self.get("/sdapi/v1/options")
+        self.post("/sdapi/v1/options", {k: v for k, v in options.items() if k in known})
 
     def option(self, name: str) -> Any:
         return self.get("/sdapi/v1/options").get(name)

@@ -17,7 +17,10 @@ def webui() -> WebUI:
     url, root = os.environ.get("ONEDIFF_WEBUI_URL"), os.environ.get("ONEDIFF_WEBUI_ROOT")
     if not url or not root:
         pytest.skip("ONEDIFF_WEBUI_URL and ONEDIFF_WEBUI_ROOT name no running WebUI")
-    return WebUI(url, Path(root))
+    webui = WebUI(url, Path(root))
+    # Live previews download a model; without a network a picture fails there in reForge.
+    webui.set_options(live_previews_enable=False)
+    return webui
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +76,7 @@ def photo() -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def mask() -> np.ndarray:
-    """The right half is drawn anew."""
+    """The right half is drawn again."""
     mask = np.zeros((128, 128, 3), "uint8")
     mask[:, 64:] = 255
     return mask
@@ -105,7 +108,7 @@ def unchanged(webui: WebUI) -> Iterator[None]:
 
 @pytest.fixture
 def unchanged_by_us(webui: WebUI) -> Iterator[None]:
-    """Nothing of ours is in UNet and VAE after the test, whatever others have left there."""
+    """UNet and VAE hold nothing of ours after the test."""
     if not webui.has("/onediff-probe/attributes"):
         pytest.skip("tests/live/probe is not among the WebUI's extensions")
     webui.draw(False, steps=1)
@@ -121,7 +124,7 @@ def unchanged_by_us(webui: WebUI) -> Iterator[None]:
 
 @pytest.fixture
 def no_rebuild(webui: WebUI) -> Iterator[None]:
-    """Whatever the test does needs no kind that a plain picture does not need."""
+    """The test needs no other kinds than a plain picture does."""
     webui.draw(True)
     before = webui.status()
     yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -202,9 +203,8 @@ def save_sdxl(path: Path) -> None:
     )
 
 
-def save_controlnet(path: Path) -> None:
-    """A ControlNet with the demo's encoder and random outputs, in diffusers' layout."""
-    unet = load_checkpoint(DEMO, dtype=torch.float32).components["unet"]
+def controlnet(unet: Any) -> dict[str, torch.Tensor]:
+    """A ControlNet with a UNet's encoder and random outputs, in diffusers' layout."""
     model = models.controlnet_for(unet)
     # The widths that the original layout's hint encoder has at every size of UNet.
     fitting = type(model)(
@@ -215,7 +215,7 @@ def save_controlnet(path: Path) -> None:
         getattr(fitting, name).load_state_dict(getattr(unet, name).state_dict(), strict=False)
     for conv in (*fitting.controlnet_down_blocks, fitting.controlnet_mid_block):
         conv.weight.data.mul_(0.3)
-    save_file({k: v.contiguous() for k, v in fitting.state_dict().items()}, str(path))
+    return {key: weight.contiguous() for key, weight in fitting.state_dict().items()}
 
 
 def _layers(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -328,7 +328,8 @@ def main(root: Path) -> None:
     # A1111 takes a new archive for a malicious one.
     path = folder / "hypernetworks" / "tiny-hypernetwork.pt"
     torch.save(hypernetwork(), path, _use_new_zipfile_serialization=False)
-    save_controlnet(folder / "ControlNet" / "tiny-controlnet.safetensors")
+    unet = load_checkpoint(DEMO, dtype=torch.float32).components["unet"]
+    save_file(controlnet(unet), str(folder / "ControlNet" / "tiny-controlnet.safetensors"))
     save_sdxl(folder / "Stable-diffusion" / "tiny-xl.safetensors")
 
 

@@ -66,7 +66,7 @@ class Page:
         return [self._fetch(item) for item in answer["data"][0] or ()]
 
     def _submit(self, elem_id: str) -> tuple[int, dict[str, Any]]:
-        """What the button does: of several things, as in Forge, that with the most inputs."""
+        """Press a button; of several actions, as in Forge, take the one with the most inputs."""
         found = []
         for index, dependency in enumerate(self._dependencies):
             for target in dependency["targets"]:

@@ -1,4 +1,4 @@
-"""What only Forge and reForge have: a built-in ControlNet, models that change within a job."""
+"""Features of Forge and reForge alone: a built-in ControlNet, models that change within a job."""
 
 from __future__ import annotations
 

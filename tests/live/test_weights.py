@@ -120,12 +120,12 @@ def test_checkpoint_of_another_architecture(
 
 
 def test_vae_change(webui: WebUI, checkpoints: list[str], request: pytest.FixtureRequest) -> None:
-    def load_anew() -> None:
+    def load_again() -> None:
         """A1111 that has kept two checkpoints leaves the other VAE in the model for good."""
         for title in checkpoints[1::-1]:
             webui.set_options(sd_model_checkpoint=title)
 
-    request.addfinalizer(load_anew)
+    request.addfinalizer(load_again)
     if webui.has("/sdapi/v1/sd-modules"):
         others = webui.get("/sdapi/v1/sd-modules")  # Forge's name for it
         key = "forge_additional_modules"

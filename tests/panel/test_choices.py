@@ -57,13 +57,22 @@ def test_what_a_host_may_lack_comes_last_so_that_positions_hold() -> None:
     [
         ((), {}),
         ((True,), {"enabled": True}),
-        ((True, "Custom", ["UNet"]), {"enabled": True, "preset": "Custom", "components": ["UNet"]}),
+        # The page has a control of its own for the VAE.
+        ((True, "Custom", ["UNet"]), {
+            "enabled": True, "preset": "Custom", "components": ["UNet", "VAE"],
+        }),
+        ((True, "Custom", "UNet"), {"enabled": True, "preset": "Custom", "components": "UNet"}),
+        ((True, *[None] * 3, ["512x768", "64x64@2"]), {
+            "enabled": True, "sizes": "512x768, 64x64@2",
+        }),
         ((None, "Balanced"), {"preset": "Balanced"}),
         (({},), {"enabled": True}),
         (({"vae": "ignore all"}, "Balanced", "more"), {
             "enabled": True, "preset": "Custom", "vae": "ignore all",
         }),
-        (({"enabled": False, "unheard": 1},), {"enabled": False, "unheard": 1}),
+        (({"enabled": False, "captures": 1},), {
+            "enabled": False, "preset": "Custom", "captures": 1,
+        }),
         ((*[None] * len(FIELDS), "one too many"), {}),
     ],
 )  # fmt: skip
@@ -90,6 +99,11 @@ def test_texts_stand_for_values_as_other_programs_send_them() -> None:
         {"size_box": "512x512 - 64x64"},
         {"batch_range": "some"},
         {"batch_range": "4 - 1"},
+        {"enabled": "maybe"},
+        {"enabled": 2},
+        {"unheard": 1},
+        {"captures": "perhaps"},
+        {"size_box": True},
     ],
 )
 def test_what_cannot_be_used_is_refused_with_a_hint(wrong: dict) -> None:
@@ -129,3 +143,11 @@ def test_options_carry_backend_and_store(tmp_path) -> None:
     )  # fmt: skip
     with pytest.raises(OptionError):
         chosen.compile_options(build="sometimes")
+
+
+def test_a_picture_needs_nothing_but_its_switch_while_onediff_is_off() -> None:
+    chosen, notes = Choices.for_picture({"enabled": False, "size_box": "huge", "sizes": "xx"})
+    assert chosen == Choices()
+    assert len(notes) == 2
+    with pytest.raises(OptionError):
+        Choices.for_picture({"enabled": True, "size_box": "huge"})

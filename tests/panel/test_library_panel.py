@@ -17,7 +17,8 @@ from onediff_ext.panel.graph_rows import (
     graph_groups,
     size_text,
 )
-from onediff_ext.store import CheckpointRecords, GraphLibrary
+from onediff_ext.panel.phrases import ENGLISH
+from onediff_ext.store import CheckpointRecords, GraphLibrary, SavedTimes
 
 HASHES = ("a" * 64, "b" * 64)
 
@@ -71,10 +72,21 @@ def test_names_stand_for_graphs_and_unknown_ones_for_none(library: GraphLibrary)
 
 
 def test_table_escapes_what_comes_from_files(library: GraphLibrary) -> None:
-    table = html.graph_table(graph_groups(library), Path("/x"), 10**9)
+    table = html.graph_table(graph_groups(library), Path("/x"), 10**9, ENGLISH)
     assert "One &lt;320&gt;" in table
     assert "<320>" not in table
-    assert "No graphs yet" in html.graph_table([], Path("/x"), 10**9)
+    assert "No graphs yet" in html.graph_table([], Path("/x"), 10**9, ENGLISH)
+
+
+def test_the_time_that_graphs_saved_stands_in_the_checkpoints_row(library: GraphLibrary) -> None:
+    SavedTimes(library.folder).add("here", HASHES[0], 11_520.0)
+    groups = graph_groups(library, "here")
+    assert [group.saved is not None for group in groups] == [True, False, False]
+    table = html.graph_table(groups, Path("/x"), 10**9, ENGLISH)
+    assert table.count("saved 3 h 12 min since today") == 1
+    assert groups[0].as_json()["saved_s"] == 11_520.0
+    elsewhere = html.graph_table(graph_groups(library, "there"), Path("/x"), 10**9, ENGLISH)
+    assert "saved" not in elsewhere  # measured on another machine
 
 
 def test_deleting_a_checkpoint_takes_its_graphs_and_its_record(library: GraphLibrary) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,16 @@ from PIL import Image
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.control_values import to_control
 from onediff_ext.panel.fields import FIELDS
+from onediff_ext.panel.phrases import TEMPLATES
+from onediff_ext.panel.reasons import fixed_texts
+from onediff_ext.panel.size_source import tab_sources
 from tests.support.still_panel_host import StillPanelHost
 from tests.support.ui_strings import messages_of, texts_of, texts_of_html
 
 gradio = pytest.importorskip("gradio", reason="the panel needs gradio, which is not installed")
+SOURCES = tab_sources("txt2img", "img2img")
 LOCALIZATIONS = sorted((Path(__file__).resolve().parents[2] / "localizations").glob("*.json"))
 
 
@@ -36,9 +42,7 @@ def page(panel_host: StillPanelHost) -> SimpleNamespace:
     with gradio.Blocks() as blocks:
         enabled = gradio.Checkbox(False, label="OneDiff")
         header = gradio.HTML()
-        panel = build_panel(panel_host, enabled, header, lambda name: f"x_{name}")
-        sides = [gradio.Number(value) for value in (513, 764, 2)]
-        panel.warm_up.connect_size(*sides)
+        panel = build_panel(panel_host, enabled, header, lambda name: f"x_{name}", SOURCES)
     return SimpleNamespace(blocks=blocks, panel=panel, panel_host=panel_host)
 
 
@@ -66,7 +70,7 @@ def client(page: SimpleNamespace) -> Iterator[Any]:
 def arguments(**values: Any) -> list[Any]:
     """The panel's values in the order of its controls."""
     given = {f.name: f.default for f in FIELDS} | values
-    return [list(v) if isinstance(v, tuple) else v for v in given.values()]
+    return [to_control(field, given[field.name]) for field in FIELDS]
 
 
 def test_each_field_has_a_control_with_its_default(page: SimpleNamespace) -> None:
@@ -94,7 +98,7 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
     texts = {text for text in texts if not _is_the_same_everywhere(text)} - {
         page.panel_host.off_reason()
     }
-    messages = {*messages_of("panel"), *messages_of("webui")}
+    messages = {*messages_of("panel"), *messages_of("webui"), *TEMPLATES, *fixed_texts()}
     assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))
     assert {*texts, *messages} - set(known) == set()
@@ -124,55 +128,89 @@ def test_there_are_chinese_and_japanese() -> None:
 def test_what_is_missing_is_said_before_anything_is_drawn(page: SimpleNamespace) -> None:
     details = page.panel.show_status
     assert "There is no GPU here" in details(False)[1]
-    assert details(True)[1] == ""
+    assert "There is no GPU here" not in details(True)[1]
     page.panel_host.missing = "Triton is missing: python -m pip install triton"
     assert "There is no GPU here" in details(False)[1]
     assert "python -m pip install triton" in details(True)[1]
 
 
 def test_status_follows_the_tick(client: Any, panel_host: StillPanelHost) -> None:
-    line, details = client.predict(True, api_name="/show_status")
-    assert "no picture drawn yet" in line
-    line, details = client.predict(False, api_name="/show_status")
+    line, details, _ = client.predict(True, api_name="/show_status")
+    assert "no picture drawn with OneDiff yet" in line
+    assert "Graphs are built once, in the background. Pictures come meanwhile." in details
+    line, details, _ = client.predict(False, api_name="/show_status")
     assert "off" in line
     assert "no GPU" in details
-    panel_host.now = Status("compiled", 16, 0, 16, speedup=1.94)
-    assert "1.9x measured" in client.predict(True, api_name="/show_status")[0]
+    panel_host.now = Status(
+        "compiled", 16, 0, 16, speedup=1.94, blocks_compiled=70, blocks_needed=70
+    )
+    assert ", 1.9x" in client.predict(True, api_name="/show_status")[0]
 
 
 def test_warm_up_shows_progress_and_what_is_wrong(client: Any, panel_host: StillPanelHost) -> None:
-    job = client.submit(*arguments(enabled=True, sizes="512x768, 64x64@2"), api_name="/warm_up")
+    given = arguments(enabled=True, sizes="512x768, 64x64@2")
+    job = client.submit(*given, "", api_name="/warm_up")
     last = job.result(timeout=30)
     assert panel_host.warmed == ["512x768", "64x64@2"]
     assert "Ready" in last[0]
     shown = [output[0] for output in job.outputs()]
     assert any("2 of 2" in text for text in shown)
-    assert "off" in client.predict(*arguments(sizes="512x768"), api_name="/warm_up")[0]
-    wrong = client.predict(*arguments(enabled=True, sizes="big"), api_name="/warm_up")[0]
+    assert "off" in client.predict(*arguments(sizes="512x768"), "", api_name="/warm_up")[0]
+    wrong = client.predict(*arguments(enabled=True, sizes="big"), "", api_name="/warm_up")[0]
     assert "not a size" in wrong
+
+
+def test_build_now_without_sizes_takes_the_size_of_its_own_tab(
+    client: Any, panel_host: StillPanelHost
+) -> None:
+    client.predict(*arguments(enabled=True), "513x764@2", api_name="/warm_up")
+    assert panel_host.warmed == ["512x768@2"]
+    nothing = client.predict(*arguments(enabled=True), "", api_name="/warm_up")[0]
+    assert "no size" in nothing
 
 
 def test_deepcache_takes_a_text_of_ones_own(client: Any, panel_host: StillPanelHost) -> None:
     given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="4 depth=1")
-    assert "Ready" in client.predict(*given, api_name="/warm_up")[0]
+    assert "Ready" in client.predict(*given, "", api_name="/warm_up")[0]
     given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="much")
-    assert "no DeepCache interval" in client.predict(*given, api_name="/warm_up")[0]
+    assert "no DeepCache interval" in client.predict(*given, "", api_name="/warm_up")[0]
 
 
-def test_cancel_reaches_the_port(client: Any, panel_host: StillPanelHost) -> None:
-    assert "finished graphs stay" in client.predict(api_name="/cancel")
+def test_pause_go_on_and_cancel_reach_the_port(client: Any, panel_host: StillPanelHost) -> None:
+    said = client.predict(True, api_name="/pause")[0]
+    assert "Press Go on" in said
+    assert panel_host.is_paused
+    assert "Nothing is left to build" in client.predict(True, api_name="/go_on")[0]
+    assert not panel_host.is_paused
+    panel_host.now = replace(panel_host.now, kinds_ready=3, kinds_needed=5)
+    assert "go on in the background" in client.predict(True, api_name="/go_on")[0]
+    assert "The next picture" in client.predict(True, api_name="/cancel")[0]
     assert panel_host.cancelled == 1
 
 
-def test_sizes_are_added_from_the_hosts_controls_and_from_pictures(
+def test_sizes_are_added_from_tabs_pictures_and_the_keyboard(
     client: Any, panel_host: StillPanelHost
 ) -> None:
-    sizes, _ = client.predict("64x64", 513, 764, 2, api_name="/add")
-    assert sizes == "64x64, 512x768@2"
-    assert "no pictures" in client.predict("", api_name="/propose")[1]
+    chips = client.predict(["64x64"], "513x764@2", api_name="/add")[0]["value"]
+    assert chips == ["64x64", "512x768@2"]
+    assert "no pictures" in client.predict([], api_name="/propose")[1]
     (panel_host.root / "pictures").mkdir()
     Image.new("RGB", (640, 448)).save(panel_host.root / "pictures" / "a.png")
-    assert client.predict("64x64", api_name="/propose")[0] == "64x64, 640x448"
+    assert client.predict(["64x64"], api_name="/propose")[0]["value"] == ["64x64", "640x448"]
+    typed = client.predict(["64x64"], "72 x 80", api_name="/add_typed")
+    assert (typed[0]["value"], typed[2]) == (["64x64", "72x80"], "")
+    assert "not a size" in client.predict([], "banana", api_name="/add_typed")[1]
+
+
+def test_the_report_has_versions_settings_and_status(
+    client: Any, panel_host: StillPanelHost
+) -> None:
+    panel_host.now = Status("eager", reasons=("attn1 has a hook of another extension",))
+    text = client.predict(*arguments(enabled=True), api_name="/report")["value"]
+    assert "OneDiff" in text
+    assert "torch" in text
+    assert '"preset": "Balanced"' in text
+    assert "attn1 has a hook of another extension" in text
 
 
 def test_library_shows_exports_imports_and_deletes(
@@ -219,7 +257,8 @@ def test_what_is_no_local_page_has_no_import(panel_host: StillPanelHost, tmp_pat
 
     def names() -> set[str]:
         with gradio.Blocks() as blocks:
-            build_panel(panel_host, gradio.Checkbox(), gradio.HTML(), lambda name: f"x_{name}")
+            enabled, header = gradio.Checkbox(), gradio.HTML()
+            build_panel(panel_host, enabled, header, lambda name: f"x_{name}", SOURCES)
         functions = {function.api_name for function in blocks.fns.values()}
         return functions | {one.elem_id for one in blocks.blocks.values() if one.elem_id}
 

@@ -282,7 +282,7 @@ def test_graphs_that_come_into_the_store_are_used_between_pictures(ready, open_s
 
 
 def test_a_thread_that_identified_an_older_block_leaves_nothing_behind(ready, small, monkeypatch):
-    """What another thread found out about a block before it changed must not serve afterwards."""
+    """A finding of another thread about a block is dropped when the block changes."""
     runner = compiled_state(small.pipe).components[0].runners[0]
     find_kind, changed = block_runner.find_kind, []
 

@@ -193,3 +193,20 @@ def test_status_tells_how_many_sizes_are_done(warm):
     assert "warming up 1 of 2 sizes" in measuring[1].line()
     assert session.status().sizes_needed == 0
     assert "warming up" not in session.status().line()
+
+
+def test_graphs_that_were_there_before_count_as_loaded(warm, small):
+    session, warm_up = warm(shapes=SHAPES[:1])
+    built = warm_up.run()
+    assert (built.built, built.loaded) == (len(session.kinds), 0)
+    again = pipe_warm_up(small.pipe, SHAPES[:1]).run()
+    assert (again.built, again.loaded) == (0, len(session.kinds))
+    assert again.line().startswith(f"1 size, 0 graphs built, {len(session.kinds)} loaded")
+
+
+def test_passes_count_what_was_built_between_them_too():
+    # 5 graphs of this process before, 2 loaded; 3 built in the first pass, 4 more until the second.
+    first = WarmUpReport(built=3, loaded=7, built_before=5)
+    second = WarmUpReport(built=1, loaded=14, built_before=12)
+    both = first.followed_by(second)
+    assert (both.built, both.loaded, both.built_before) == (8, 7, 5)

@@ -15,8 +15,10 @@ from PIL import Image
 
 from onediff_ext.core.demo_files import DEMO_MODEL, DEMO_PHOTOS
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.panel.control_values import to_control
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD
+from tests.support.browser import browser, outside
 
 gradio = pytest.importorskip("gradio", reason="the page needs gradio, which is not installed")
 pytest.importorskip("diffusers", reason="the page draws with diffusers, which is not installed")
@@ -59,7 +61,7 @@ def arguments(enabled: bool = False, steps: int = 2, seed: int = 5) -> list[Any]
     """Panel and picture inputs of the page."""
     given = {f.name: f.default for f in FIELDS}
     given |= {"enabled": enabled, "preset": "Custom", "backend": "eager", "vae": "ignore all"}
-    panel = [list(v) if isinstance(v, tuple) else v for v in given.values()]
+    panel = [to_control(field, given[field.name]) for field in FIELDS]
     return [*panel, "a fox", "", "Euler", steps, 4.0, seed, 1]
 
 
@@ -68,15 +70,15 @@ def written(page: SimpleNamespace, folder: str = "out") -> list[Path]:
 
 
 def test_a_picture_eager_then_compiled_is_the_same(page: SimpleNamespace, client: Any) -> None:
-    gallery, said, infotext, line, _ = client.predict(*arguments(), 72, 64, api_name="/txt2img")
+    gallery, said, infotext, line, *_ = client.predict(*arguments(), 72, 64, api_name="/txt2img")
     assert len(gallery) == 1
     assert "1 picture in" in said
     assert "Size: 72x64" in infotext
     assert "OneDiff" not in infotext
     assert ">off<" in line
-    _, _, infotext, line, _ = client.predict(*arguments(True), 72, 64, api_name="/txt2img")
+    _, _, infotext, line, *_ = client.predict(*arguments(True), 72, 64, api_name="/txt2img")
     assert "OneDiff: on" in infotext
-    assert "compiled" in line
+    assert 'data-state="graphs"' in line
     eager, compiled = (Image.open(path).convert("RGB") for path in written(page)[:2])
     difference = max(abs(a - b) for a, b in zip(eager.tobytes(), compiled.tobytes(), strict=True))
     assert difference <= 1
@@ -228,50 +230,44 @@ def test_cancel_ends_the_drawing(page: SimpleNamespace, client: Any) -> None:
     assert "Cancelled" in job.result(timeout=60)[1]
 
 
+def test_text_that_is_no_warm_up_size_is_ignored_and_said(
+    page: SimpleNamespace,
+    client: Any,
+) -> None:
+    given = arguments()
+    given[[field.name for field in FIELDS].index("sizes")] = "banana"
+    gallery, said, *_ = client.predict(*given, 72, 64, api_name="/txt2img")
+    assert len(gallery) == 1
+    assert "1 picture in" in said
+    assert "Warm-up sizes ignored" in said
+
+
 def test_in_a_browser(page: SimpleNamespace) -> None:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed")
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        browser.get(page.url)
-
-        def text(element_id: str) -> str:
-            found = browser.find_elements(By.ID, element_id)
-            return found[0].text if found else ""
-
-        def until(condition: Any) -> None:
-            WebDriverWait(browser, 60, poll_frequency=0.3).until(lambda _: condition())
-
-        until(lambda: text("onediff_text_go"))
-        assert "off" in text("onediff_header")
+    """Ticks, changes a fold, draws; at every width nothing stands out of the panel."""
+    with browser() as chromium:
+        shown = chromium.new_page(viewport={"width": 1300, "height": 1000})
+        errors: list[str] = []
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.goto(page.url)
+        shown.wait_for_selector("#onediff_header .onediff-status")
+        shown.wait_for_selector("#onediff_header >> text=off")
         for name, value in (("steps", 2), ("width", 64), ("height", 64)):
-            box = browser.find_element(By.CSS_SELECTOR, f"#onediff_{name} input[type=number]")
-            browser.execute_script(
-                "arguments[0].value = arguments[1];"
-                "arguments[0].dispatchEvent(new Event('input', {bubbles: true}))",
-                box,
-                str(value),
-            )
-        browser.find_element(By.CSS_SELECTOR, "#onediff_enabled input").click()
-        until(lambda: "off" not in text("onediff_header"))
-        vae = browser.find_elements(By.CSS_SELECTOR, "#onediff_vae label")
-        next(label for label in vae if "ignore all" in label.text).click()
-        custom = "#onediff_preset input[value=Custom]"
-        until(lambda: browser.find_element(By.CSS_SELECTOR, custom).is_selected())
-        browser.find_element(By.CSS_SELECTOR, "#onediff_enabled input").click()
-        browser.find_element(By.ID, "onediff_text_go").click()
-        until(lambda: "1 picture in" in text("onediff_said"))
-        assert browser.find_elements(By.CSS_SELECTOR, "#onediff_gallery img")
-        severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-        assert severe == []
-    finally:
-        browser.quit()
+            shown.fill(f"#onediff_{name} input[type=number]", str(value))
+        shown.click("#onediff_enabled input")
+        shown.wait_for_selector("#onediff_header .onediff-status:not([data-state=off])")
+        shown.click("#onediff_add_size_0")
+        shown.wait_for_selector("#onediff_sizes >> text=64x64")
+        shown.click("#onediff_preset_fold > .label-wrap")
+        shown.click("#onediff_vae label:has-text('ignore all')")
+        shown.wait_for_selector("#onediff_preset input[value=Custom]:checked")
+        shown.click("#onediff_enabled input")
+        shown.click("#onediff_text_go")
+        shown.wait_for_selector("#onediff_said >> text=1 picture in", timeout=60_000)
+        assert shown.locator("#onediff_gallery img").count()
+        shown.click("#onediff_library > .label-wrap")
+        shown.wait_for_selector("#onediff_library_table >> text=graph", timeout=60_000)
+        for width in (320, 480, 650, 1024, 1400, 2000):
+            shown.set_viewport_size({"width": width, "height": 1000})
+            shown.wait_for_timeout(200)
+            assert outside(shown, "#onediff_panel") == [], width
+        assert errors == []

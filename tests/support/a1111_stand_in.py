@@ -36,6 +36,11 @@ class FakeModel(nn.Module):
         self.eval().requires_grad_(False)
         self.name_layers()
 
+    def apply_model(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What k-diffusion's wrapper calls."""
+        output: torch.Tensor = self.model.diffusion_model(x, *args, **kwargs)
+        return output
+
     def name_layers(self) -> None:
         """Done by the built-in Lora extension whenever a checkpoint is loaded."""
         for name, module in self.model.named_modules():
@@ -186,7 +191,7 @@ class A1111StandIn:
 
 
 class CondFunc:
-    """As in A1111's sd_hijack_utils: another function stands for one while a condition holds."""
+    """A function that runs another one while a condition holds, like A1111's sd_hijack_utils."""
 
     def __init__(
         self, orig_func: Callable[..., Any], sub_func: Callable[..., Any], cond_func: Any
@@ -200,7 +205,7 @@ class CondFunc:
 
 
 def conditional(method: Callable[..., Any], patcher: str, condition: Any) -> Callable[..., Any]:
-    """What A1111's CondFunc puts in a method's place for `patcher`; it casts where it holds."""
+    """The method that A1111's CondFunc installs; it casts while the condition holds."""
 
     def cast(own: Callable[..., Any], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = own(module.float(), x.float()) * 3

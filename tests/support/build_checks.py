@@ -1,4 +1,4 @@
-"""What tests of builds have in common: draw until everything is built, look at the records."""
+"""Shared steps of build tests: draw until everything is built, look at the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was drawn with the reference implementation of DeepCache; see tools/deepcache/golden.py."""
+"""Outputs of the reference implementation of DeepCache; see tools/deepcache/golden.py."""
 
 from __future__ import annotations
 

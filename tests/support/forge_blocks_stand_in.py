@@ -1,4 +1,4 @@
-"""Small blocks with the names, signatures and habits of Forge's and of reForge's own.
+"""Small blocks with the names, signatures and habits of Forge's, Neo's and reForge's own.
 
 The real packages belong to the WebUIs and are not on CI's machines. What matters of them is
 here: layers that cast their weights and may have a LoRA of their own, a transformer block that
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -94,15 +94,46 @@ def reforge_layers() -> type:
         Layer.__qualname__ = f"disable_weight_init.{base.__name__}"
         return Layer
 
-    rows: dict[type, Callable[..., torch.Tensor]] = {
-        nn.Linear: lambda m, x, w, b: F.linear(x, w, b),
-        nn.Conv2d: lambda m, x, w, b: m._conv_forward(x, w, b),
-        nn.GroupNorm: lambda m, x, w, b: F.group_norm(x, m.num_groups, w, b, m.eps),
-        nn.LayerNorm: lambda m, x, w, b: F.layer_norm(x, m.normalized_shape, w, b, m.eps),
-    }
-    for base, compute in rows.items():
+    for base, compute in _COMPUTATIONS.items():
         setattr(disable_weight_init, base.__name__, layer(base, compute))
     return disable_weight_init
+
+
+def neo_layers() -> type:
+    """Layers as in Neo's ``backend.operations``: torch's own classes, with functions on weights."""
+
+    class ForgeOperations:
+        pass
+
+    def layer(base: type, compute: Callable[..., torch.Tensor]) -> type:
+        class Layer(base):  # type: ignore[misc, valid-type]
+            parameters_manual_cast = False
+            weight_function: list[Any] = []  # noqa: RUF012
+            bias_function: list[Any] = []  # noqa: RUF012
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                weight, bias = self.weight, self.bias
+                if self.parameters_manual_cast and weight.dtype != x.dtype:
+                    weight = weight.to(x)
+                    bias = None if bias is None else bias.to(x)
+                for function in self.weight_function:
+                    weight = function(weight)
+                return compute(self, x, weight, bias)
+
+        Layer.__name__ = base.__name__
+        return Layer
+
+    for base, compute in _COMPUTATIONS.items():
+        setattr(ForgeOperations, base.__name__, layer(base, compute))
+    return ForgeOperations
+
+
+_COMPUTATIONS: dict[type, Callable[..., torch.Tensor]] = {
+    nn.Linear: lambda m, x, w, b: F.linear(x, w, b),
+    nn.Conv2d: lambda m, x, w, b: m._conv_forward(x, w, b),
+    nn.GroupNorm: lambda m, x, w, b: F.group_norm(x, m.num_groups, w, b, m.eps),
+    nn.LayerNorm: lambda m, x, w, b: F.layer_norm(x, m.normalized_shape, w, b, m.eps),
+}
 
 
 def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace:
@@ -297,7 +328,7 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
 
 
 class Device:
-    """What a GPU does not allow just now."""
+    """Whether the stand-in GPU records a CUDA graph, during which it may not copy from the CPU."""
 
     is_recording = False
 
@@ -305,7 +336,7 @@ class Device:
 def embed_from_the_cpu(
     timesteps: torch.Tensor, dim: int, max_period: float = 10000, repeat_only: bool = False
 ) -> torch.Tensor:
-    """As in Forge: the frequencies are copied to the GPU, which waits for that. [B] → [B, dim]."""
+    """Forge's embedding; copying the frequencies makes the GPU wait. [B] → [B, dim]."""
     if repeat_only:
         return timesteps[:, None].expand(-1, dim)
     if Device.is_recording:
@@ -318,7 +349,7 @@ def embed_from_the_cpu(
 
 
 def embed_on_the_gpu(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
-    """As in reForge. [B] → [B, dim]."""
+    """reForge's embedding. [B] → [B, dim]."""
     steps = torch.arange(dim // 2, dtype=torch.float32, device=timesteps.device)
     args = timesteps[:, None] * torch.exp(-math.log(10000) * steps / (dim // 2))[None]
     return torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
@@ -349,8 +380,8 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
         Its classes, and ``attention``, whose ``function`` is the host's present choice.
     """
     attention = SimpleNamespace()
-    if name == "forge":
-        ops, homes = forge_layers(), _FORGE_HOMES
+    if name in ("forge", "neo"):
+        ops, homes = forge_layers() if name == "forge" else neo_layers(), _FORGE_HOMES
         ops.__module__ = "backend.operations"
         ops.__qualname__ = "ForgeOperations"
         layers = [cls for cls in vars(ops).values() if isinstance(cls, type)]
@@ -361,7 +392,7 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
         ops, homes = reforge_layers(), _REFORGE_HOMES
         for cls in [cls for cls in vars(ops).values() if isinstance(cls, type)]:
             live_in(cls, "ldm_patched.modules.ops")
-    classes = make_blocks(ops, attention, options_to_resnets=name == "forge")
+    classes = make_blocks(ops, attention, options_to_resnets=name != "reforge")
     contents: dict[str, Namespace] = {home: {} for home in homes.values()}
     contents[homes["layers"]] = {ops.__name__: ops}
     for cls_name, cls in classes.items():
@@ -371,26 +402,26 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
         contents[home][cls_name] = cls
     known = homes["attention"]
     attention_module = contents.setdefault(known, {})
-    attention_module["attention_sub_quad"] = _named(attention_in_slices, "attention_sub_quad")
-    spatial_name = "normal_attention_single_head_spatial"
-    attention_module[spatial_name] = _named(spatial_attention, spatial_name)
-    attention_module["get_attn_precision"] = lambda *_: None
+    names = _ATTENTION_NAMES[name]
+    attention_module[names.own] = _named(attention_in_slices, names.own)
+    attention_module[names.own_in_vae] = _named(spatial_attention, names.own_in_vae)
+    attention_module["get_attn_precision"] = names.precision
+    # Neo and reForge have these in their module of attention, too.
+    attention_module[names.chosen_in_vae] = attention_module[names.own_in_vae]
+    embed = embed_on_the_gpu if name == "reforge" else embed_from_the_cpu
     chosen: dict[str, tuple[str, str, Any]] = {
         "function": (
             homes["BasicTransformerBlock"],
-            "attention_function" if name == "forge" else "optimized_attention",
-            attention_module["attention_sub_quad"],
+            names.chosen,
+            attention_module[names.own],
         ),
         "spatial": (
             homes["ResnetBlock"],
-            "attention_function_single_head_spatial",
-            attention_module[spatial_name],
+            names.chosen_in_vae,
+            attention_module[names.own_in_vae],
         ),
+        "embed": (homes["ResBlock"], "timestep_embedding", embed),
     }
-    if name == "forge":
-        chosen["embed"] = (homes["ResBlock"], "timestep_embedding", embed_from_the_cpu)
-    else:
-        chosen["embed"] = (homes["ResBlock"], "timestep_embedding", embed_on_the_gpu)
     for home, variable, function in chosen.values():
         contents[home][variable] = function
     before = _install(contents)
@@ -413,6 +444,43 @@ class _Indirect:
         return getattr(self._module, self._variable)(*args)
 
 
+class _AttentionNames(NamedTuple):
+    """Names of functions of attention: what the host has, and the variables that hold its choice.
+
+    `precision` is the host's ``get_attn_precision``.
+    """
+
+    own: str
+    own_in_vae: str
+    chosen: str
+    chosen_in_vae: str
+    precision: Callable[..., torch.dtype | None]
+
+
+_SINGLE_HEAD = "attention_function_single_head_spatial"
+_ATTENTION_NAMES = {
+    "forge": _AttentionNames(
+        "attention_sub_quad",
+        "normal_attention_single_head_spatial",
+        "attention_function",
+        _SINGLE_HEAD,
+        lambda wanted: None,
+    ),
+    "reforge": _AttentionNames(
+        "attention_sub_quad",
+        "normal_attention_single_head_spatial",
+        "optimized_attention",
+        _SINGLE_HEAD,
+        lambda wanted, dtype: None,
+    ),
+    "neo": _AttentionNames(
+        "attention_basic",
+        "normal_attention_vae",
+        "attention_function",
+        "attention_function_vae",
+        lambda wanted, dtype: None,
+    ),
+}
 _FORGE_HOMES = {
     "ResBlock": "backend.nn.unet",
     "BasicTransformerBlock": "backend.nn.unet",

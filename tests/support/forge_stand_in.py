@@ -1,4 +1,4 @@
-"""As much of Forge and of reForge as their adapter touches, with their habits: models that come
+"""As much of Forge, Neo and reForge as their adapters touch, with their habits: models that come
 and go, patchers in ``forge_objects``, weights that are inference tensors and are replaced."""
 
 from __future__ import annotations
@@ -14,15 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.hosts.forge.host import ForgeHost
+from onediff_ext.hosts.forge.reforge import ReForgeHost
+from onediff_ext.hosts.neo.host import NeoHost
 from tests.support import forge_blocks_stand_in as blocks
+
+ADAPTERS: dict[str, type[WebUIHost]] = {
+    "forge": ForgeHost,
+    "neo": NeoHost,
+    "reforge": ReForgeHost,
+}
+"""The adapter of each host that the stand-in can be."""
 
 
 class FakeInitialModel:
-    """What Forge has before the first checkpoint is loaded."""
+    """Forge's placeholder before the first checkpoint is loaded."""
 
 
 class SD15:
     """The class of a model's configuration tells its architecture."""
+
+
+class IntegratedAutoencoderKL(nn.Module):
+    """Of Forge and Neo, by its name."""
 
 
 class SDXLRefiner:
@@ -62,7 +77,7 @@ class FakeEngine:
             torch.manual_seed(seed)
             unet, encoder, decoder = classes.UNet(), classes.Half(3, 8), classes.Half(4, 3)
         unet.__class__.__name__ = "UNetModel"
-        vae = nn.Module()
+        vae = IntegratedAutoencoderKL()
         vae.encoder, vae.decoder = encoder.eval(), decoder.eval()
         base = nn.Module()
         base.diffusion_model = unet
@@ -162,12 +177,18 @@ class ForgeStandIn:
         return found
 
 
+@torch.inference_mode()
+def load_state_dict(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Neo's: writes into the weights that are there."""
+    model.load_state_dict(weights)
+
+
 @contextmanager
 def running(name: str) -> Iterator[ForgeStandIn]:
     """The fake host in `sys.modules`, with a checkpoint loaded.
 
     Args:
-        name: ``"forge"`` or ``"reforge"``.
+        name: ``"forge"``, ``"neo"`` or ``"reforge"``.
     """
     with blocks.installed(name) as classes:
         host = ForgeStandIn(name, classes)
@@ -180,11 +201,14 @@ def running(name: str) -> Iterator[ForgeStandIn]:
             },
         }
         memory = {"load_models_gpu": lambda models: None}
-        if name == "forge":
+        if name != "reforge":
             fakes["backend.memory_management"] = memory
         else:
             fakes["ldm_patched.modules"] = {}
             fakes["ldm_patched.modules.model_management"] = memory
+        if name == "neo":
+            fakes["backend.args"] = {"dynamic_args": SimpleNamespace(ops="ForgeOperations")}
+            fakes["backend.state_dict"] = {"load_state_dict": load_state_dict}
         before = {name: sys.modules.get(name) for name in fakes}
         for module_name, values in fakes.items():
             module = sys.modules[module_name] = ModuleType(module_name)

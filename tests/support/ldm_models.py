@@ -97,7 +97,7 @@ class Block(nn.Sequential):
 
 
 class CompvisUNet(nn.Module):
-    """As A1111 has it: where sizes differ at a skip connection, what comes up is resized.
+    """A1111's UNet: where sizes differ at a skip connection, the upsampled image is resized.
 
     x [B, 4, h, w], timesteps [B], context [B, n, context] -> [B, 4, h, w].
     """
@@ -159,7 +159,7 @@ class CompvisUNet(nn.Module):
 
 
 class ForgeUNet(CompvisUNet):
-    """As Forge has it: control and options come as arguments, blocks are told the skip's shape,
+    """Forge's UNet: control and options come as arguments, blocks are told the skip's shape,
     residuals are taken from the ends of lists and added in place."""
 
     calls_blocks = True
@@ -205,7 +205,7 @@ class ForgeUNet(CompvisUNet):
 
 
 class ReForgeUNet(ForgeUNet):
-    """As reForge has it: blocks are never called, only their layers."""
+    """reForge's VAE: blocks are never called, only their layers."""
 
     calls_blocks = False
 

@@ -48,6 +48,9 @@ TEXT_WIDTH = 64
 TEXT_2_WIDTH = 128
 """Width of SDXL's second text encoder, and of its pooled output."""
 
+IMAGE_WIDTH = 16
+"""How many numbers describe an image to an IP-Adapter."""
+
 
 @torch.no_grad()
 def randomize(module: nn.Module, seed: int) -> None:
@@ -105,16 +108,22 @@ def text_encoder(
     return _build(cls, seed + 1, config)
 
 
-def vae(*, seed: int = 0, scaling_factor: float = 0.18215, force_upcast: bool = True) -> Any:
+def vae(
+    widths: Sequence[int] = (32, 32, 64, 64),
+    *,
+    seed: int = 0,
+    layers: int = 1,
+    scaling_factor: float = 0.18215,
+    force_upcast: bool = True,
+) -> Any:
     """Narrow VAE: image [B, 3, H, W] <-> latent [B, 4, H/8, W/8]."""
-    widths = (32, 32, 64, 64)
     model = _build(
         AutoencoderKL,
         seed + 2,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=widths,
-        layers_per_block=1,
+        block_out_channels=tuple(widths),
+        layers_per_block=layers,
         latent_channels=4,
         norm_num_groups=32,
         sample_size=512,
@@ -444,3 +453,27 @@ def save_lora(pipe: Any, path: str | Path, layout: str = "diffusers", **options:
     """Save a random LoRA for a pipeline; options as `lora_tensors` has them."""
     save_file(lora_tensors(pipe, layout, **options), str(path), metadata={"format": "pt"})
     return Path(path)
+
+
+def ip_adapter_tensors(
+    unet: Any, seed: int = 4, dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of an IP-Adapter for images that are described by `IMAGE_WIDTH` numbers."""
+    generator, width = torch.Generator().manual_seed(seed), unet.config.cross_attention_dim
+
+    def noise(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    layers: dict[str, torch.Tensor] = {}
+    crossing = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
+    for i, name in enumerate(crossing):
+        inner = unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for projection in ("to_k_ip", "to_v_ip"):
+            layers[f"{2 * i + 1}.{projection}.weight"] = noise(inner, width)
+    image = {
+        "proj.weight": noise(4 * width, IMAGE_WIDTH),
+        "proj.bias": noise(4 * width),
+        "norm.weight": 1 + noise(width),
+        "norm.bias": noise(width),
+    }
+    return {"image_proj": image, "ip_adapter": layers}

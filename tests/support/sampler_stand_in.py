@@ -25,11 +25,19 @@ class Entry(NamedTuple):
     cond: Any = None
 
 
+class FakeWrapper:
+    """k-diffusion's wrapper of the model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 class FakeDenoiser:
     """`CFGDenoiser` with its sampler, at the beginning of a run."""
 
     def __init__(self, p: Any, sampler: str, total: int, prompt: Sequence[Entry]) -> None:
         self.p, self.step, self.total_steps = p, 0, total
+        self.inner_model = FakeWrapper()
         part = SimpleNamespace(schedules=list(prompt))
         self.sampler = SimpleNamespace(
             config=SimpleNamespace(name=sampler),
@@ -38,6 +46,9 @@ class FakeDenoiser:
                 "uncond": [[Entry(total)]],
             },
         )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def sample(
@@ -52,6 +63,8 @@ def sample(
     prompt: Sequence[Entry] = (Entry(10_000),),
     keep: float = 1.0,
     before_call: Callable[[int], None] = lambda _: None,
+    tiles: Callable[[int], Sequence[slice]] = lambda _: [slice(None)],
+    patch: Callable[[FakeDenoiser], None] = lambda _: None,
     **arguments: Any,
 ) -> torch.Tensor:
     """One run of a sampler.
@@ -65,6 +78,8 @@ def sample(
         size: Of the latent.
         keep: Image to image draws this share of the steps.
         before_call: Called with the number of each prediction after `before_step`.
+        tiles: Number of a prediction → the rows of the latent that are drawn on their own.
+        patch: Changes the denoiser before each prediction, as an extension does.
 
     Returns:
         The latent [1, 4, h, w].
@@ -73,13 +88,18 @@ def sample(
     denoiser = FakeDenoiser(p, sampler, count, prompt)
     x = torch.randn(1, 4, *size, generator=torch.Generator().manual_seed(3))
     for number in range(count):
+        patch(denoiser)
         before_step(SimpleNamespace(denoiser=denoiser))
         before_call(number)
-        for part, (pictures, tokens) in enumerate(layout(number)):
-            noise = torch.Generator().manual_seed(10 + part)
-            context = torch.randn(pictures, tokens, 24, generator=noise)
-            timesteps = torch.full((pictures,), 900.0 - 20 * number)
-            found = unet(x.expand(pictures, -1, -1, -1).clone(), timesteps, context, **arguments)
-            x = x - 0.02 * found.mean(0, keepdim=True)
+        found = torch.zeros_like(x)  # of all calls, which get the same latent
+        for rows in tiles(number):
+            for part, (pictures, tokens) in enumerate(layout(number)):
+                noise = torch.Generator().manual_seed(10 + part)
+                context = torch.randn(pictures, tokens, 24, generator=noise)
+                timesteps = torch.full((pictures,), 900.0 - 20 * number)
+                given = x[:, :, rows].expand(pictures, -1, -1, -1).clone()
+                drawn = unet(given, timesteps, context, **arguments)
+                found[:, :, rows] += drawn.mean(0, keepdim=True)
+        x = x - 0.02 * found
         denoiser.step += 1
     return x

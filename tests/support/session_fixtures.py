@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def workers_at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers do not give way to the tests, which keep all cores busy."""
-    monkeypatch.setattr(SessionPriorities, "tell", lambda self, pid, drawing: None)
+    monkeypatch.setattr(SessionPriorities, "tell", lambda self, pid, drawing, share=0.0: None)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ class SmallUNet:
 
     @property
     def pipe(self) -> Any:
-        """What `compile_pipe` takes."""
+        """The keyword arguments of `compile_pipe`."""
         if not hasattr(self, "_pipe"):
             self._pipe = SimpleNamespace(unet=self.unet)
         return self._pipe

@@ -22,6 +22,7 @@ class StillPanelHost(PanelHost):
         self.folders: Sequence[Path] = [root / "pictures"]
         self.warmed: list[str] = []
         self.cancelled = 0
+        self.is_paused = False
         self.missing: str | None = None
         self.no_import: str | None = None
 
@@ -36,6 +37,12 @@ class StillPanelHost(PanelHost):
 
     def cancel(self) -> None:
         self.cancelled += 1
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def go_on(self) -> None:
+        self.is_paused = False
 
     def library(self) -> GraphLibrary:
         return GraphLibrary(self.root / "store", 10**9)

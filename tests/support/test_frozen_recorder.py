@@ -259,7 +259,7 @@ def test_nothing_is_replayed_once_all_memory_was_given_back(recorder: FrozenReco
 
 
 def test_a_graph_whose_operators_nobody_sees_is_one_operator(recorder: FrozenRecorder) -> None:
-    """As those of AOTInductor: here NumPy does the work."""
+    """A kernel that torch does not see, like AOTInductor's: NumPy does the work."""
     calls = []
 
     def multiply(arguments: Any) -> torch.Tensor:

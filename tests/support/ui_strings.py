@@ -14,9 +14,9 @@ from typing import Any
 
 import onediff_ext
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.status import Status
 from onediff_ext.panel import html
 from onediff_ext.panel.graph_rows import GraphGroup, age_text
+from onediff_ext.panel.phrases import ENGLISH
 
 _ROOT = Path(onediff_ext.__file__).parent
 _REASON = re.compile(r"why_\w+|\w+_reason")
@@ -39,11 +39,11 @@ def texts_of(blocks: Any) -> Iterator[str]:
 
 def texts_of_html() -> Iterator[str]:
     """Texts of the panel's own HTML that are always the same."""
-    yield from text_nodes(html.graph_table([], Path(), 1))
-    yield from text_nodes(html.graph_table([GraphGroup("{name}", "", ())], Path("{root}"), 1))
+    yield from text_nodes(html.graph_table([], Path(), 1, ENGLISH))
+    groups = [GraphGroup("{name}", "", ())]
+    yield from text_nodes(html.graph_table(groups, Path("{root}"), 1, ENGLISH))
+    yield from text_nodes(html.technical([]))
     yield age_text(time.time())
-    for wanted in (True, False):
-        yield from text_nodes(html.status_line(Status(), wanted))
 
 
 def text_nodes(source: str) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _messages_of_call(call: ast.Call, module: ModuleType) -> Iterator[str]:
 
 
 def _values(expression: ast.expr | None, module: ModuleType) -> Iterator[str]:
-    """What an expression can be, as far as the module alone decides it."""
+    """The values of an expression that the module alone decides."""
     if isinstance(expression, ast.BoolOp):
         for value in expression.values:
             yield from _values(value, module)

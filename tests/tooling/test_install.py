@@ -181,7 +181,7 @@ def test_stamp_is_absent_while_pip_runs_and_after_it_failed(
         ("Installing collected packages: torch\nERROR: [Errno 28] No space left on device", 2),
     ],
 )
-def test_environment_is_made_anew_when_pip_failed_halfway(
+def test_environment_is_made_again_when_pip_failed_halfway(
     install: ModuleType, pip: FakePip, project: Path, printed: str, made: int
 ) -> None:
     pip.fails_with = printed
@@ -192,7 +192,7 @@ def test_environment_is_made_anew_when_pip_failed_halfway(
     assert len(pip.made) == made
 
 
-def test_interrupted_pip_makes_the_environment_anew(
+def test_interrupted_pip_makes_the_environment_again(
     install: ModuleType, pip: FakePip, project: Path
 ) -> None:
     pip.interrupt = True
@@ -204,7 +204,7 @@ def test_interrupted_pip_makes_the_environment_anew(
     assert not (project / ".venv-setup" / "unfinished").exists()
 
 
-def test_lost_python_makes_the_environment_anew(
+def test_lost_python_makes_the_environment_again(
     install: ModuleType, pip: FakePip, project: Path
 ) -> None:
     install.venv_python(project / ".venv").parent.mkdir(parents=True)  # as an older one left it

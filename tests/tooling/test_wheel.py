@@ -15,7 +15,7 @@ PARTS = ("onediff_ext", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(*command: object, cwd: Path, site: Path | None = None) -> str:
-    """What a command prints; it must succeed."""
+    """Return the output of a command, which must succeed."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment = kept if site is None else {**kept, "PYTHONPATH": str(site)}
     ended = subprocess.run(

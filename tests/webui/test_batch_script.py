@@ -3,12 +3,74 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from onediff_ext.core.errors import OneDiffError
 from tests.support.webui_stand_in import StandInJob
+
+
+@pytest.fixture
+def run(host: Any) -> Any:
+    """Runs the script on a stand-in job; for the page, or for a client of the API."""
+    from onediff_ext.webui.batch_script import BatchScript
+
+    def run(*arguments: Any, is_api: bool) -> Any:
+        p: Any = StandInJob()
+        p.is_api = is_api
+        return BatchScript().run(p, *arguments)
+
+    host.processing.fix_seed = lambda p: None
+    host.processing.Processed = lambda p, images, seed, info, **_: SimpleNamespace(info=info)
+    host.processing.process_images = None  # nothing gets so far
+    host.sd_models.select_checkpoint = lambda: None
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("/nowhere", "/tmp/out"), "/nowhere"),
+        ((), "No input folder"),
+        (("", "/tmp/out"), "No input folder"),
+        (("/nowhere", "/tmp/out", "sideways"), "sideways"),
+        (("/nowhere", "/tmp/out", "own", 0), "Use 1 to 64"),
+        (("/nowhere", "/tmp/out", "own", "many"), "Use a whole number"),
+        (("/nowhere", "/tmp/out", "own", 4, "maybe"), "true or false"),
+        (("/nowhere", "/tmp/out", "own", 4, *[False] * 4, "{colour}"), "{colour}"),
+        (("/nowhere", "/tmp/out", "own", 4, *[False] * 4, "{stem}", 1), "9 arguments"),
+        (({"input": "/nowhere", "outputt": "/tmp/out"},), 'Did you mean "output"?'),
+        (({"input": "/nowhere", "output": "/tmp/out"}, "of another script"), "/nowhere"),
+    ],
+)
+def test_a_job_that_cannot_run_is_an_error_for_the_api_and_a_message_on_the_page(
+    run: Any, arguments: tuple[Any, ...], said: str
+) -> None:
+    assert said in run(*arguments, is_api=False).info
+    with pytest.raises(OneDiffError) as refused:
+        run(*arguments, is_api=True)
+    assert said in str(refused.value)
+    assert said in vars(refused.value)["detail"]
+    assert vars(refused.value)["status_code"] == 422
+
+
+def test_a_folder_of_broken_pictures_is_an_error_for_the_api(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "broken.png").write_bytes(b"nothing")
+    with pytest.raises(OneDiffError, match=r"broken\.png"):
+        run(str(tmp_path / "in"), str(tmp_path / "out"), is_api=True)
+
+
+def test_missing_arguments_are_the_defaults() -> None:
+    from onediff_ext.webui.batch_arguments import FIELDS, read_arguments
+
+    chosen = read_arguments(("in", None, "", 8.0))
+    defaults = {field.name: field.default for field in FIELDS}
+    assert chosen == {**defaults, "input": "in", "batch": 8}
+    assert type(chosen["batch"]) is int
 
 
 @dataclass
@@ -60,5 +122,5 @@ def test_the_hosts_flag_that_hides_folders_takes_the_script_away(host: Any) -> N
     seen: list[str] = []
     host.processing.fix_seed = lambda p: None
     host.processing.Processed = lambda p, images, seed, info: seen.append(info) or SimpleNamespace()
-    script.run(job, source="/", target="/")
+    script.run(job, "/", "/")
     assert "--hide-ui-dir-config" in seen[0]

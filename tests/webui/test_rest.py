@@ -52,7 +52,7 @@ def test_version_schema_status_graphs(client: Any) -> None:
 def test_routes_are_there_once(client: Any) -> None:
     paths = [route.path for route in client.app.routes if hasattr(route, "path")]
     ours = [path for path in paths if path.startswith("/onediff/")]
-    assert len(ours) == len(set(ours)) == 6
+    assert len(ours) == len(set(ours)) == 8
 
 
 def test_warm_up_draws_each_size(client: Any, host: SimpleNamespace) -> None:
@@ -87,6 +87,8 @@ def test_all_routes_ask_for_the_hosts_credentials(host: SimpleNamespace) -> None
         ("GET", "graphs"),
         ("POST", "warmup"),
         ("POST", "cancel"),
+        ("POST", "pause"),
+        ("POST", "resume"),
     ):
         url = f"/onediff/v1/{path}"
         assert client.request(method, url).status_code == 401
@@ -179,7 +181,7 @@ def test_a_body_that_is_no_good_starts_nothing(
     assert host.adapter.steps == []
 
 
-@pytest.mark.parametrize("name", ["warmup", "cancel"])
+@pytest.mark.parametrize("name", ["warmup", "cancel", "pause", "resume"])
 @pytest.mark.parametrize("length", [None, b"10", b"999999999999999999999999", b"-1"])
 def test_a_body_without_end_is_cut_off(client: Any, name: str, length: bytes | None) -> None:
     parts, answer = [0], []
@@ -223,13 +225,90 @@ def test_a_body_that_never_comes_is_not_waited_for(
     assert caught.value.status_code == 408
 
 
-def test_cancel_takes_no_body_and_an_empty_object(client: Any) -> None:
-    assert client.post("/onediff/v1/cancel").status_code == 200
-    assert client.post("/onediff/v1/cancel", json={}).status_code == 200
-    assert client.post("/onediff/v1/cancel", json={"sizes": ""}).status_code == 422
+@pytest.mark.parametrize("name", ["cancel", "pause", "resume"])
+def test_controls_take_no_body_and_an_empty_object(client: Any, name: str) -> None:
+    url = f"/onediff/v1/{name}"
+    assert client.post(url).status_code == 200
+    assert client.post(url, json={}).status_code == 200
+    assert client.post(url, headers=JSON).status_code == 200
+    assert client.post(url, json={"sizes": ""}).status_code == 422
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        answer = client.post("/onediff/v1/cancel", content="a=b", headers={"Content-Type": kind})
+        answer = client.post(url, content="a=b", headers={"Content-Type": kind})
         assert answer.status_code == 415
+
+
+def test_pause_holds_the_builds_of_every_session_until_resume(
+    client: Any, host: SimpleNamespace
+) -> None:
+    from onediff_ext.core.options import CompileOptions
+
+    graphs, store = host.extension.graphs, host.extension.settings.store
+    first = graphs._sessions.session_for(CompileOptions(backend="eager", store=store))
+    assert not client.get("/onediff/v1/status").json()["paused"]
+    client.post("/onediff/v1/pause")
+    second = graphs._sessions.session_for(CompileOptions(store=store))
+    assert first.builds_are_paused
+    assert second.builds_are_paused
+    client.post("/onediff/v1/resume")
+    assert not first.builds_are_paused
+    assert not second.builds_are_paused
+
+
+def test_the_nearest_known_name_is_in_the_answer(client: Any, host: SimpleNamespace) -> None:
+    for body, nearest in (
+        ({"sizes": "64x64", "deepcashe": "medium"}, '"deepcache"'),
+        ({"sizes": "64x64", "preset": "Balansed"}, '"Balanced"'),
+        ({"sizes": "64x64", "preset": "Custom", "components": ["Unett"]}, '"UNet"'),
+        ({"sizes": "64x64", "preset": "Custom", "deepcache": {"intervall": 3}}, '"interval"'),
+    ):
+        answer = client.post("/onediff/v1/warmup", json=body)
+        assert answer.status_code == 422
+        assert f"Did you mean {nearest}?" in answer.json()["detail"]
+    assert host.adapter.steps == []
+
+
+def test_the_schema_describes_every_kind_of_request(client: Any) -> None:
+    described = client.get("/onediff/v1/schema").json()
+    assert described["$schema"].startswith("https://json-schema.org/")
+    definitions = described["$defs"]
+    assert set(definitions) == {"choices", "empty", "batch_script", "settings", "xyz"}
+    assert list(definitions["choices"]["properties"]) == [field.name for field in FIELDS]
+    assert not definitions["choices"]["additionalProperties"]
+    assert "onediff_build" in definitions["settings"]["properties"]
+    assert definitions["batch_script"]["properties"]["batch"]["maximum"] == 64
+
+
+def wait_until_done(client: Any) -> Any:
+    until = time.monotonic() + 30
+    while (status := client.get("/onediff/v1/status").json())["warm_up"]["running"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return status
+
+
+def test_a_warm_up_after_a_refused_picture_is_seen(client: Any, host: SimpleNamespace) -> None:
+    """The reason of the refused picture hid it."""
+    from onediff_ext.webui.always_visible import OneDiffScript
+    from tests.support.webui_stand_in import StandInJob
+
+    OneDiffScript().process(StandInJob(), {"size_box": "64x64 - 99x99"})
+    assert "outside the size box" in client.get("/onediff/v1/status").json()["line"]
+    assert client.post("/onediff/v1/warmup", json={"sizes": "64x64"}).json()["started"]
+    status = wait_until_done(client)
+    assert "outside the size box" not in status["line"]
+    assert "there is no UNet to warm up" in status["line"]
+    assert "there is no UNet to warm up" in status["warm_up"]["summary"]
+
+
+def test_a_warm_up_that_fails_says_so(
+    client: Any, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the queue is gone")
+
+    monkeypatch.setattr(host.adapter, "run_exclusively", broken)
+    assert client.post("/onediff/v1/warmup", json={"sizes": "64x64"}).status_code == 202
+    assert wait_until_done(client)["warm_up"]["summary"] == "failed: the queue is gone"
 
 
 # ------------------------------------------------------------------ other web sites

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from onediff_ext.backends.inductor.backend import InductorBackend
+from onediff_ext.backends.oneflow.backend import OneFlowBackend
 from onediff_ext.panel.fields import fields_for
 from onediff_ext.webui.settings import HOST_FEATURES
 from tests.support.webui_stand_in import StandInJob
@@ -56,6 +59,94 @@ def test_what_cannot_be_used_draws_without_and_says_why(script: Any, host: Any) 
     assert "Turbo" in host.extension.status().line()
     assert p.extra_generation_params == {}
     assert not host.shared.state.interrupted
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"deepcashe": "medium"}, 'Did you mean "deepcache"?'),
+        ({"enabled": "maybe"}, "true or false"),
+        ("junk", "true or false"),
+        ({"size_box": "huge"}, "size box"),
+        ({"preset": "Custom", "deepcache": "warp 9"}, "DeepCache"),
+    ],
+)
+def test_misspelt_input_is_said_below_the_picture(
+    script: Any, host: Any, argument: object, said: str
+) -> None:
+    p = StandInJob()
+    script.process(p, argument)
+    assert said in host.extension.status().line()
+    assert said in p.comments[0]
+    assert p.extra_generation_params == {}
+    assert not host.shared.state.interrupted
+    host.shared.opts.onediff_on_failure = "stop"
+    script.process(p, argument)
+    assert host.shared.state.interrupted
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"sizes": "banana"},
+        {"sizes": ["512x768", "xx"]},
+        {"sizes": {"a": 1}},
+        {"on_failure": "panic"},
+        {"preset": "Balanced", "vae": "sideways"},
+        {"preset": "Fast", "deepcache": "warp 9", "backend": "nexfort"},
+    ],
+)
+def test_what_a_picture_does_not_need_leaves_it_its_graphs(
+    script: Any, host: Any, argument: Any
+) -> None:
+    p = StandInJob()
+    script.process(p, argument)
+    assert p.extra_generation_params["OneDiff"] == "on"
+    assert len(list(host.extension.graphs.jobs)) == 1
+    status = host.extension.status()
+    assert status.reasons == ()
+    wrong = len(argument.keys() - {"preset"})
+    assert len(status.notes) == len(p.comments) == wrong
+    assert " ignored: " in status.line()
+    script.process(p, {})
+    assert host.extension.status().notes == ()
+
+
+def test_a_misspelt_warm_up_size_of_the_panel_leaves_the_picture_its_graphs(
+    script: Any, host: Any
+) -> None:
+    p = StandInJob()
+    script.process(p, True, "Balanced", ["UNet"], "compile", "banana")
+    assert p.extra_generation_params["OneDiff"] == "on"
+    assert 'Warm-up sizes ignored: "banana" is not a size' in host.extension.status().line()
+
+
+@pytest.mark.parametrize(
+    ("argument", "entry"),
+    [
+        ({"backend": "oneflow"}, "OneDiff backend"),
+        ({"precision": "fp8"}, "OneDiff precision"),
+    ],
+)
+def test_infotext_and_status_say_what_drew_the_picture(
+    script: Any, host: Any, argument: Any, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OneFlow is not installed, and 8 bits are for GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(OneFlowBackend, "unavailable_reason", lambda *_: "OneFlow is missing")
+    monkeypatch.setattr(InductorBackend, "unavailable_reason", lambda *_: None)
+    p = StandInJob()
+    script.process(p, argument)
+    assert p.extra_generation_params["OneDiff"] == "on"
+    assert entry not in p.extra_generation_params
+    status = host.extension.status()
+    assert status.backend == "inductor"
+    assert status.substituted
+    assert status.substituted in status.line()
+    assert not host.shared.state.interrupted
+    script.process(p, {**argument, "on_failure": "stop"})
+    assert host.shared.state.interrupted
+    assert status.substituted in p.comments[-1]
 
 
 def test_outside_the_size_box_is_eager_and_said_so(script: Any, host: Any) -> None:
@@ -152,9 +243,6 @@ def test_the_panel_has_an_argument_for_each_field_and_pastes_back(script: Any) -
     script.show(False)
     with gradio.Blocks():
         controls = script.ui(False)
-        found = {name: gradio.Slider() for name in ("width", "height", "batch_size")}
-        for name, component in found.items():
-            script.found[f"txt2img_{name}"](SimpleNamespace(component=component))
     assert len(controls) == len(FIELDS)
     labels = [control.label for control in controls]
     assert labels[1:] == [field.label for field in FIELDS[1:]]
@@ -165,6 +253,10 @@ def test_the_panel_has_an_argument_for_each_field_and_pastes_back(script: Any) -
     vae = controls[[f.name for f in FIELDS].index("vae")]
     assert readers[vae]({"OneDiff": "on", "OneDiff VAE": "ignore all"}) == "ignore all"
     assert readers[vae]({}) is None
+    without_vae = {"OneDiff": "on", "OneDiff preset": "Custom", "OneDiff components": "UNet"}
+    assert readers[vae](without_vae) == "ignore all"
+    components = controls[[f.name for f in FIELDS].index("components")]
+    assert readers[components]({"OneDiff": "on"}) == ["UNet", "ControlNet"]
     deepcache = controls[[f.name for f in FIELDS].index("deepcache")]
     custom = {"OneDiff": "on", "OneDiff preset": "Custom"}
     assert readers[deepcache]({**custom, "OneDiff DeepCache": "3 depth=1"}) == "3 depth=1"

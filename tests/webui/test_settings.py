@@ -36,7 +36,9 @@ def test_the_store_folder_is_out_of_reach_of_the_api_and_hidden_with_other_folde
 def test_adding_twice_keeps_what_the_user_chose() -> None:
     options = StandInOptions()
     add_settings(options, StandInOption, StandInGradio)
-    options.onediff_build = "only by Warm up now"
+    for text in ("only by Build now", "only by Warm up now"):  # as version 0.2 had it
+        assert Settings({"onediff_build": text}).build == "never"
+    options.onediff_build = "only by Build now"
     add_settings(options, StandInOption, StandInGradio)
     assert Settings(options).build == "never"
 
@@ -66,3 +68,13 @@ def test_a_limit_of_nothing_is_at_least_a_byte() -> None:
 def test_keys_are_ours_and_defaults_are_choices(setting) -> None:
     assert setting.key.startswith("onediff_")
     assert not setting.choices or setting.default in setting.choices
+
+
+def test_a_value_that_cannot_be_used_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings({"onediff_build": "tomorow", "onediff_infotext": "perhaps"})
+    for _ in range(2):
+        assert settings.build == "background"
+        assert settings.get("onediff_infotext") is True
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "'tomorow' is unknown" in caplog.text
+    assert "Use true or false" in caplog.text

@@ -6,6 +6,9 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from onediff_ext.core.errors import OptionError
 from onediff_ext.panel.choices import Choices
 from onediff_ext.webui.xyz import AXES, add_axes, axis_values, remove_axes
 from tests.support.webui_stand_in import StandInJob
@@ -14,8 +17,11 @@ from tests.support.webui_stand_in import StandInJob
 class StandInAxis:
     """`AxisOption`."""
 
-    def __init__(self, label: str, type: Any, apply: Any, choices: Any = None) -> None:
+    def __init__(
+        self, label: str, type: Any, apply: Any, confirm: Any = None, choices: Any = None
+    ) -> None:
         self.label, self.type, self.apply, self.choices = label, type, apply, choices
+        self.confirm = confirm
 
 
 def grid() -> SimpleNamespace:
@@ -68,3 +74,41 @@ def test_two_axes_add_up_and_copies_of_the_job_are_independent() -> None:
     first, second = (Choices.parse(axis_values(one)) for one in copies)
     assert (first.enabled, first.vae) == (True, "ignore all")
     assert (second.enabled, axis_values(p)) == (False, {})
+
+
+def test_an_axis_turns_onediff_on_unless_the_axis_enabled_says_otherwise() -> None:
+    found = grid()
+    add_axes(found)
+    by_label = {option.label: option for option in found.axis_options}
+    for order in (["Preset", "Enabled"], ["Enabled", "Preset"]):
+        p = StandInJob()
+        by_label["[OneDiff] Preset"].apply(p, "Fast", [])
+        assert Choices.parse({"enabled": False, **axis_values(p)}).enabled
+        p = StandInJob()
+        for name in order:
+            by_label[f"[OneDiff] {name}"].apply(p, {"Preset": "Fast", "Enabled": "False"}[name], [])
+        assert not Choices.parse(axis_values(p)).enabled
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "hint"),
+    [
+        ("Enabled", "maybe", "true or false"),
+        ("Preset", "Maximun", '"Maximum"'),
+        ("Backend", "inducter", '"inductor"'),
+        ("VAE", "ignore", "ignore all"),
+        ("DeepCache", "warp 9", "light"),
+        ("Precision", "fp9", '"fp8"'),
+    ],
+)
+def test_a_value_that_cannot_be_used_ends_the_grid_before_its_first_picture(
+    label: str, value: str, hint: str
+) -> None:
+    found = grid()
+    add_axes(found)
+    axis = next(option for option in found.axis_options if option.label == f"[OneDiff] {label}")
+    for known in axis.choices():
+        axis.confirm(StandInJob(), [known])
+    with pytest.raises(OptionError) as refused:
+        axis.confirm(StandInJob(), [*axis.choices(), value])
+    assert hint in refused.value.hint

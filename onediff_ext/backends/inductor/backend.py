@@ -7,8 +7,11 @@ Graphs have one format for each device, because neither format serves both
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 
@@ -27,6 +30,21 @@ from onediff_ext.engine.torch_versions import OLDEST_FOR_GRAPHS, too_old_for_gra
 # The oldest versions that were tried (docs/torch-versions.md). Export needs 2.6;
 # standalone_compile came with 2.8.
 _OLDEST_TORCH = {"cpu": OLDEST_FOR_GRAPHS, "cuda": (2, 8)}
+
+# 600 modules, two seconds together. Each imports those above, and takes at most 0.5 s.
+_IMPORTED_BY_LOADS = (
+    "torch._inductor.codecache",
+    "torch._inductor.decomposition",
+    "networkx",
+    "torch._functorch.aot_autograd",
+    "torch._dynamo.testing",
+    "torch._inductor.scheduler",
+    "torch._inductor.codegen.triton",
+    "torch._inductor.select_algorithm",
+    "torch._inductor.lowering",
+    "torch._inductor.compile_fx",
+    "torch._inductor.standalone_compile",
+)
 
 # Raise this whenever the kernels in `backends/inductor/kernels` change.
 KERNELS = "7"
@@ -57,13 +75,15 @@ class InductorBackend(Backend):
             entries["float32 matmul"] = torch.get_float32_matmul_precision()
         return entries
 
-    def prepare_to_load(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            # The first load imports these otherwise: 600 modules, a second or more.
-            for name in ("codecache", "standalone_compile", "async_compile", "compile_fx"):
-                importlib.import_module(f"torch._inductor.{name}")
-            # The first load also computes this checksum of torch's own sources.
-            importlib.import_module("torch._inductor.codecache").torch_key()
+    def loading_steps(self, device: torch.device) -> Sequence[Callable[[], object]]:
+        if device.type != "cuda":
+            return ()
+        steps: list[Callable[[], object]] = [
+            partial(_import, name) for name in _IMPORTED_BY_LOADS if name not in sys.modules
+        ]
+        if not _checksum_of_torch.cache_info().currsize:
+            steps.append(_checksum_of_torch)
+        return steps
 
     def build(self, program: torch.export.ExportedProgram, device: torch.device) -> bytes:
         # The graph's own fake tensors, never real ones: real tensors make the weights' shapes
@@ -91,3 +111,14 @@ class InductorBackend(Backend):
             return load_artefact(payload, (device.index or 0) if several else None)
         except Exception as exc:
             raise BackendError(f"The stored graph cannot be loaded: {exc}") from exc
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(ImportError):  # a load imports what this torch has instead
+        importlib.import_module(name)
+
+
+@cache
+def _checksum_of_torch() -> None:
+    """Compute the checksum of torch's own sources, which torch keeps for later loads."""
+    importlib.import_module("torch._inductor.codecache").torch_key()

@@ -80,26 +80,20 @@ def _raw_softmax(flow: Any, x: Any, dim: int, half_to_float: bool) -> Any:
     return flow.softmax(_cast(flow, x, torch.float32 if half_to_float else None), dim=dim)
 
 
-def _mean(
-    flow: Any,
-    x: Any,
-    dim: Sequence[int] | None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    return _cast(flow, x, dtype).mean(dim=_dims(x, dim), keepdim=keepdim)
+def _reduction(name: str) -> Callable[..., Any]:
+    """Return an operator that calls a tensor's method `name`, such as ``"mean"``."""
 
+    def reduce(
+        flow: Any,
+        x: Any,
+        dim: Sequence[int] | None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        return getattr(_cast(flow, x, dtype), name)(dim=_dims(x, dim), keepdim=keepdim)
 
-def _sum(
-    flow: Any,
-    x: Any,
-    dim: Sequence[int] | None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    return _cast(flow, x, dtype).sum(dim=_dims(x, dim), keepdim=keepdim)
+    return reduce
 
 
 def _var(
@@ -314,7 +308,7 @@ TABLE: Mapping[str, Lowering] = {
     "aten.layer_norm.default": composed.layer_norm,
     "aten.linear.default": composed.linear,
     "aten.matmul.default": _matmul,
-    "aten.mean.dim": _mean,
+    "aten.mean.dim": _reduction("mean"),
     "aten.mm.default": _matmul,
     "aten.mul.Scalar": _mul,
     "aten.mul.Tensor": _mul,
@@ -341,7 +335,7 @@ TABLE: Mapping[str, Lowering] = {
     "aten.stack.default": _stack,
     "aten.sub.Scalar": _sub,
     "aten.sub.Tensor": _sub,
-    "aten.sum.dim_IntList": _sum,
+    "aten.sum.dim_IntList": _reduction("sum"),
     "aten.sym_constrain_range_for_size.default": _nothing,
     "aten.sym_size.int": _size,
     "aten.tanh.default": _method("tanh"),

@@ -5,12 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from onediff_ext.engine.blocks.family import Refusal
-
-UNKNOWN_ARGUMENTS = Refusal("called with arguments that are not known")
-
 
 def named_arguments(
     order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -35,8 +29,3 @@ def named_arguments(
             return None
         named[name] = value
     return named
-
-
-def are_tensors(*values: object) -> bool:
-    """Whether all values are tensors."""
-    return all(isinstance(value, torch.Tensor) for value in values)

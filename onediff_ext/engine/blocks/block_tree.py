@@ -5,19 +5,27 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.key_text import describe, digest, qualified_name, source_digest
-from onediff_ext.engine.blocks.weight_slots import Layout, WeightSlot, WrapperRule, layout_of
+from onediff_ext.engine.blocks.weight_slots import (
+    Layout,
+    WeightSlot,
+    WrapperRule,
+    layout_of,
+    rule_of,
+)
 from onediff_ext.engine.validity.foreign_code import (
     defining_module,
     is_ours,
     is_own_method,
     replaced_methods,
 )
+from onediff_ext.engine.validity.left_wrappers import LeftWrapper, left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState
 from onediff_ext.engine.validity.module_attributes import INTERNAL
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
@@ -46,8 +54,6 @@ class BlockTree:
         entries: The part of the kind's key that the block decides.
         slots: The weights, in the order of `weights`.
         names: Full names of the weights, in the order of `weights`.
-        depends_on_training: Whether a layer computes something else in training mode. A dropout
-            with probability 0 does not: Forge leaves its UNet in training mode with such layers.
     """
 
     def __init__(
@@ -68,11 +74,14 @@ class BlockTree:
         self._not_in_key = _NOT_IN_KEY | ignored_attrs | redundant_attrs
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
-        self.depends_on_training = any(_depends_on_training(module) for module in block.modules())
+        self._dropouts = [module for module in block.modules() if _depends_on_training(module)]
         self._rules = tuple(rules)
         self._modules: list[nn.Module] = []
         self._wrappers: list[nn.Module] = []
+        self._refusing: list[tuple[WrapperRule, nn.Module, str]] = []
+        self._left: list[LeftWrapper] = []
         self.slots: list[WeightSlot] = []
+        self._absent: list[tuple[dict[str, Any], str]] = []  # such as the bias of a layer without
         lines: list[str] = []
         self._sources: set[str] = set()
         self._visit("", block, lines, inner=False)
@@ -84,6 +93,7 @@ class BlockTree:
             ignored_attrs=ignored_attrs,
             dynamic_weight_attrs=dynamic_weight_attrs,
             bare=self._wrappers,
+            left=self._left,
         )
         reason = self._state.foreign_code_reason(trusted_patchers)
         if reason is not None:
@@ -121,10 +131,31 @@ class BlockTree:
     def holds(self, moment: Hashable = None) -> bool:
         """Return whether the block is what it was: modules, hooks, attributes, code.
 
+        What a wrapper decides is part of the weights (`WrapperRule.state`). A wrapper that refuses
+        the block is asked again.
+
         Args:
             moment: As for `PythonCode.current_generation`.
         """
-        return self._state.holds(moment)
+        return (
+            self._state.holds(moment)
+            and all(holder.get(name) is None for holder, name in self._absent)
+            and all(rule.refusal_reason(w) == reason for rule, w, reason in self._refusing)
+        )
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a layer computes something else than in inference, being in training mode.
+
+        A dropout with probability 0 does not: Forge leaves its UNet in training mode with such
+        layers.
+        """
+        return any(module.training for module in self._dropouts)
+
+    @property
+    def has_left_wrappers(self) -> bool:
+        """Whether an extension left wrappers on methods, which pass calls through."""
+        return bool(self._left)
 
     def weights(self, generation: int = 0) -> list[torch.Tensor] | None:
         """Return the weights as they are now.
@@ -197,23 +228,25 @@ class BlockTree:
                 if weight is not None:
                     by = wrapped if merges and name == "weight" else None
                     self.slots.append(WeightSlot(prefix + name, holder, name, by))
+                else:
+                    self._absent.append((holder, name))
         for name, child in module._modules.items():
             if child is None or not (inner or self._parts is None or name in self._parts):
                 continue
-            rule = next((r for r in self._rules if r.matches(child)), None)
+            rule = rule_of(child, self._rules)
             if rule is None:
                 self._visit(prefix + name, child, lines, inner=True)
                 continue
             reason = rule.refusal_reason(child)
             if reason is not None:
+                self._refusing.append((rule, child, reason))
                 self._refuse(f"{prefix}{name}: {reason}")
-            base = rule.base(child)
-            around = [m for m in child.modules() if m is not base]
+            around = rule.around(child)
             self._modules += around
             self._wrappers += around
             for wrapper in around:
                 self._judge(f"{prefix}{name}", wrapper, True)
-            self._visit(prefix + name, base, lines, inner=True, wrapped=(rule, child))
+            self._visit(prefix + name, rule.base(child), lines, inner=True, wrapped=(rule, child))
 
     def _describe_weights(self, lines: list[str]) -> None:
         weights, dtypes = [], set()
@@ -251,7 +284,11 @@ class BlockTree:
         """Refuse a module that does not compute what its class says."""
         if inner and (module._forward_hooks or module._forward_pre_hooks):
             self._refuse(f"{what} has a hook or a replaced forward of another extension")
+        left = left_wrappers(module)
+        self._left += left.values()
         for name in replaced_methods(module):
+            if name in left and left[name].passes():
+                continue
             if inner or name != "forward":
                 self._refuse(
                     f"{what} has a hook or a replaced forward of another extension"
@@ -281,7 +318,7 @@ class BlockTree:
         for name, child in list(module._modules.items()):
             if child is None:
                 continue
-            rule = next((r for r in self._rules if r.matches(child)), None)
+            rule = rule_of(child, self._rules)
             if rule is not None:
                 child = rule.base(child)
                 module._modules[name] = child

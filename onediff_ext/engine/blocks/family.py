@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.arguments import named_arguments
+
 # Inclusive bounds of the dims that may vary, in latent cells and tokens. Below 64 images the code
 # paths of Inductor and of the hosts' packages do not change.
 DIM_BOUNDS: Mapping[str, tuple[int, int]] = {
@@ -26,6 +28,11 @@ IMAGE: Dims = ("batch", None, "height", "width")
 VECTOR: Dims = ("batch", None)
 TOKENS: Dims = ("batch", "tokens", None)
 CONTEXT: Dims = ("batch", "context", None)
+
+# Arguments of a block's call by name, and what a graph freezes of them by name.
+Arguments = Mapping[str, Any]
+Tensors = Sequence[torch.Tensor]
+Statics = Mapping[str, Hashable]
 
 # Weight [N, K] and bias [N] of a linear layer.
 LinearWeights = tuple[torch.Tensor, torch.Tensor | None]
@@ -57,6 +64,9 @@ class Refusal:
     reason: str
 
 
+UNKNOWN_ARGUMENTS = Refusal("called with arguments that are not known")
+
+
 class BlockFamily(ABC):
     """Knows the blocks of one class: their arguments, packages and names.
 
@@ -64,6 +74,8 @@ class BlockFamily(ABC):
         label: Name of the class, for people.
         method: The method that a graph replaces: the block's forward, or one that its forward
             calls.
+        arguments: Names of this method's arguments, in the order of its signature. A call with
+            any other argument that is not None runs eager.
         parts: Names of the children that this method uses; None for all.
         sources: Prefixes of the full names (``"module.Class"``) of the classes that such a block
             may consist of, besides torch's.
@@ -78,13 +90,14 @@ class BlockFamily(ABC):
         per_image: Full names of models that consist of such blocks and whose images of one batch
             do not depend on each other. The OOM fallback may halve their batches.
         mutates_inputs: Whether the block's own forward writes into its inputs. `run` must not.
-        quantisable: Whether the block's linear layers may compute in 8 bits.
+        quantizable: Whether the block's linear layers may compute in 8 bits.
         prompt_layers: Names of the layers that read only the prompt. They run ahead of the graph
             and make the text KV cache.
     """
 
     label: str
     method: str = "forward"
+    arguments: tuple[str, ...]
     parts: tuple[str, ...] | None = None
     sources: tuple[str, ...]
     ignored_attrs: frozenset[str] = frozenset()
@@ -93,7 +106,7 @@ class BlockFamily(ABC):
     trusted_patchers: tuple[str, ...] = ()
     per_image: tuple[str, ...] = ()
     mutates_inputs = False
-    quantisable = False
+    quantizable = False
     prompt_layers: tuple[str, ...] = ()
 
     @abstractmethod
@@ -109,24 +122,25 @@ class BlockFamily(ABC):
         """Return a few words for people, such as ``"ResnetBlock2D 320→640"``."""
 
     @abstractmethod
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
         """Sort the arguments of one call, or say why no graph can serve it.
 
         Args:
             block: The host's module.
-            args, kwargs: The arguments of its `method`.
+            arguments: The arguments of its `method` by name. Those that the call leaves out are
+                missing.
         """
 
+    def bind(
+        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> BlockCall | Refusal:
+        """Name the arguments of one call of the block's `method`, then `sort` them."""
+        named = named_arguments(self.arguments, args, kwargs)
+        return UNKNOWN_ARGUMENTS if named is None else self.sort(block, named)
+
     @abstractmethod
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
-        """Call the block's own method with arguments that `bind` sorted.
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
+        """Call the block's own method with arguments that `sort` sorted.
 
         Args:
             block: The host's module, or its copy that is traced.

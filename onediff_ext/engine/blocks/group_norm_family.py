@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.family import IMAGE, BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.blocks.family import Refusal, Statics, Tensors
+from onediff_ext.engine.blocks.image_family import ImageBlocks
 
 
 def small_blocks_pay() -> bool:
@@ -20,7 +21,7 @@ def small_blocks_pay() -> bool:
     return torch.cuda.is_available()
 
 
-class GroupNorms(BlockFamily):
+class GroupNorms(ImageBlocks):
     """GroupNorms outside of other blocks.
 
     One comes before a model's last convolution, others before the projection into a transformer
@@ -29,6 +30,9 @@ class GroupNorms(BlockFamily):
     On a GPU torch's own GroupNorm transposes an NHWC image. This takes 7 ms for the last one of a
     VAE at 1024x1024, and half a millisecond without (H200, torch 2.11).
     """
+
+    arguments = ("x",)
+    no_image = Refusal("called with something else than an image batch")
 
     @abstractmethod
     def norm_class(self) -> type[nn.Module] | None:
@@ -40,24 +44,8 @@ class GroupNorms(BlockFamily):
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.num_channels}"
 
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].ndim != 4:
-            return Refusal("called with something else than an image batch")
-        return BlockCall((args[0],), (IMAGE,))
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        output: torch.Tensor = block.forward(tensors[0])
-        return output.contiguous(memory_format=torch.channels_last)
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
+        return super().run(block, tensors, statics).contiguous(memory_format=torch.channels_last)
 
 
 class GroupNormFamily(GroupNorms):
@@ -69,6 +57,7 @@ class GroupNormFamily(GroupNorms):
     """
 
     label = "GroupNorm"
+    arguments = ("input",)
     sources = ()
 
     def __init__(

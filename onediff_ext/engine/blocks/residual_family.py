@@ -1,4 +1,4 @@
-"""What the residual blocks of all packages have in common."""
+"""The base of all families of residual blocks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from onediff_ext.engine.blocks.family import (
     BlockCall,
     BlockFamily,
     LinearWeights,
+    Statics,
+    Tensors,
 )
 
 # The value of the static "context" in a call with a text KV cache. It is part of stored keys.
@@ -27,16 +29,12 @@ _PROJECTED = "projected"
 class TransformerBlocks(BlockFamily):
     """Self-attention, cross-attention ``attn2`` to a context, and a feed-forward network."""
 
-    quantisable = True
+    quantizable = True
     prompt_layers = ("attn2.to_k", "attn2.to_v")
 
     @abstractmethod
     def call(
-        self,
-        block: Any,
-        x: torch.Tensor,
-        context: torch.Tensor | None,
-        statics: Mapping[str, Hashable],
+        self, block: Any, x: torch.Tensor, context: torch.Tensor | None, statics: Statics
     ) -> torch.Tensor:
         """Call the block's own method.
 
@@ -57,7 +55,7 @@ class TransformerBlocks(BlockFamily):
         ahead: bool,
         *statics: tuple[str, Hashable],
     ) -> BlockCall:
-        """Return a call with tokens and perhaps a context, for `bind`.
+        """Return a call with tokens and perhaps a context, for `sort`.
 
         Args:
             x: [B, H*W, D].
@@ -71,12 +69,7 @@ class TransformerBlocks(BlockFamily):
             return BlockCall((x,), (TOKENS,), named)
         return BlockCall((x, context), (TOKENS, CONTEXT), named, context if ahead else None)
 
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
         x, *others = tensors
         if statics["context"] != _PROJECTED:
             return self.call(block, x, others[0] if others else None, statics)

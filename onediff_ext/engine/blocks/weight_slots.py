@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -31,6 +32,11 @@ class WrapperRule(ABC):
     @abstractmethod
     def base(self, module: nn.Module) -> nn.Module:
         """Return the wrapped layer. The block's graph is that of the bare layer."""
+
+    def around(self, module: nn.Module) -> list[nn.Module]:
+        """Return the wrapper's own modules, without the layer."""
+        layer = self.base(module)
+        return [each for each in module.modules() if each is not layer]
 
     @abstractmethod
     def refusal_reason(self, module: nn.Module) -> str | None:
@@ -65,6 +71,11 @@ class WrapperRule(ABC):
         """
 
 
+def rule_of(module: nn.Module, rules: Sequence[WrapperRule]) -> WrapperRule | None:
+    """Return the rule of a wrapper; None for any other module."""
+    return next((rule for rule in rules if rule.matches(module)), None)
+
+
 class WeightSlot:
     """One weight of a block. It is read at every call, since hosts replace Parameters.
 
@@ -83,7 +94,10 @@ class WeightSlot:
         on_merge: Called with the source tensors after a merged weight was written.
     """
 
-    __slots__ = ("_merged", "_wrapped", "holder", "layout", "made_from", "name", "on_merge", "path")
+    __slots__ = (
+        *("_exchanges", "_last", "_merged", "_wrapped"),
+        *("holder", "layout", "made_from", "name", "on_merge", "path"),
+    )
 
     def __init__(
         self,
@@ -94,6 +108,10 @@ class WeightSlot:
     ) -> None:
         self.path, self.holder, self.name, self._wrapped = path, holder, name, wrapped
         self._merged: torch.Tensor | None = None
+        # The weight that was read last, and how often it was another one: a new weight may lie at
+        # the address of an old one.
+        self._last: weakref.ref[torch.Tensor] | None = None
+        self._exchanges = 0
         self.layout: Layout | None = None
         self.made_from: Hashable = None
         self.on_merge: Callable[[Sequence[torch.Tensor]], None] | None = None
@@ -103,16 +121,19 @@ class WeightSlot:
         """Whether a wrapper decides the weight."""
         return self._wrapped is not None
 
+    @property
+    def wrapper(self) -> nn.Module | None:
+        """The wrapper that decides the weight, if any."""
+        return None if self._wrapped is None else self._wrapped[1]
+
     def unmerged(self) -> torch.Tensor | None:
         """Return the host's own weight, which has the merged weight's layout."""
         return self.holder.get(self.name)
 
     def would_be_made_from(self, generation: int) -> Hashable:
         """Return what `made_from` would be if the weight were read now."""
-        if self._wrapped is None:
-            return None
-        rule, wrapper = self._wrapped
-        return (generation, rule.state(wrapper))
+        weight = self.unmerged()
+        return None if weight is None else self._origin(weight, generation)
 
     def merged_address(self) -> int:
         """Return the address of the last merged weight, or 0."""
@@ -134,7 +155,7 @@ class WeightSlot:
         if weight is None or self._wrapped is None:
             return weight
         rule, wrapper = self._wrapped
-        made_from = (generation, rule.state(wrapper))
+        made_from = self._origin(weight, generation)
         if self._merged is None or made_from != self.made_from:
             if rule.refusal_reason(wrapper) is not None:
                 return None
@@ -146,6 +167,15 @@ class WeightSlot:
             if self.on_merge is not None:
                 self.on_merge(rule.sources(wrapper))
         return self._merged
+
+    def _origin(self, weight: torch.Tensor, generation: int) -> Hashable:
+        """Return what identifies the weight and its wrapper; None without a wrapper."""
+        if self._wrapped is None:
+            return None
+        if self._last is None or self._last() is not weight:
+            self._last, self._exchanges = weakref.ref(weight), self._exchanges + 1
+        rule, wrapper = self._wrapped
+        return (generation, self._exchanges, rule.state(wrapper))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return the last merged tensor where it fits, otherwise a new one."""

@@ -90,21 +90,17 @@ class CapturedForward:
         with self._cuda_graphs.lock, self._cuda_graphs.order.after_the_last(call.device):
             captured = self._cuda_graphs.find(key)
             if captured is not None:
-                replayed = self._replay(key, form, call, captured)
+                replayed = self._try_replay(key, form, call, captured)
                 if replayed is not None:
                     run = partial(self._within_memory, *args, **kwargs)
                     return self._checked(key, form, captured, replayed[0], run)
                 captured = None  # releases the text KV graphs and all else that it owned
             compared = self._tracker.comparisons()
             output = self._within_memory(*args, **kwargs)
-            self._tracker.note_derived(form)
-            if self._cuda_graphs.find(key) is not None:
-                self.reason = ""  # its derived weights were out of date, and are right again
-            elif compared == self._tracker.comparisons():
-                self._consider_recording(key, form, call, output)
-            else:  # blocks that were compared returned eager's result, which a replay would not
-                self._policy.note_seen(key)
-                self.reason = "new graphs are being compared with eager"
+            try:
+                self._after_python(key, form, call, output, compared)
+            except Exception as exc:  # the output is there: nothing may end the image
+                self._distrust(key, exc)
             return output
 
     def forget(self) -> None:
@@ -115,7 +111,45 @@ class CapturedForward:
             self._checks.forget()
             self._tracker.forget()
 
+    def _after_python(
+        self, key: Hashable, form: Hashable, call: ForwardCall, output: Any, compared: int
+    ) -> None:
+        """Record a forward that just ran in Python, if that is due.
+
+        Args:
+            key, form: Of the call.
+            call: The call.
+            output: Its output.
+            compared: `ModelTracker.comparisons` before it.
+        """
+        self._tracker.note_derived(form)
+        if self._cuda_graphs.find(key) is not None:
+            self.reason = ""  # its derived weights were out of date, and are right again
+        elif compared == self._tracker.comparisons():
+            self._consider_recording(key, form, call, output)
+        else:  # blocks that were compared returned eager's result, which a replay would not
+            self._policy.note_seen(key)
+            self.reason = "new graphs are being compared with eager"
+
+    def _distrust(self, key: Hashable, exc: Exception) -> None:
+        """Run a size without a CUDA graph after an error while the model was looked at."""
+        logger.warning("%s cannot be looked at", type(self.model).__name__, exc_info=True)
+        self._cuda_graphs.drop(key, "the model cannot be looked at")
+        self._refuse(key, f"it cannot be looked at: {type(exc).__name__}: {exc}")
+
     # ------------------------------------------------------------------ replaying
+
+    def _try_replay(
+        self, key: Hashable, form: Hashable, call: ForwardCall, captured: CapturedGraph
+    ) -> tuple[Any] | None:
+        """As `_replay`; an error while the model is looked at runs the forward in Python."""
+        try:
+            return self._replay(key, form, call, captured)
+        except OutOfMemoryError:
+            raise
+        except Exception as exc:
+            self._distrust(key, exc)
+            return None
 
     def _replay(
         self, key: Hashable, form: Hashable, call: ForwardCall, captured: CapturedGraph
@@ -217,6 +251,9 @@ class CapturedForward:
             return
         self.reason = ""
         frozen = self._tracker.frozen(self.variant)
+        if frozen.snapshot.refusal_reason is not None:  # the model has changed a moment ago
+            self.reason = frozen.snapshot.refusal_reason
+            return
         if not self._policy.has_seen(key) and not self._checks.has_passed(form, frozen):
             self._note_new(key)
             return
@@ -266,4 +303,8 @@ class CapturedForward:
         logger.info("%s runs without a CUDA graph: %s", type(self.model).__name__, reason)
 
     def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
-        return retry_of(self._tracker.snapshot(self.variant), args, kwargs)
+        try:
+            return retry_of(self._tracker.snapshot(self.variant), args, kwargs)
+        except Exception:  # the error that counts is that memory ran out
+            logger.warning("%s cannot be looked at", type(self.model).__name__, exc_info=True)
+            return Retry.NOT

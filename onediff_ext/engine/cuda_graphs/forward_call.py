@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from onediff_ext.engine.torch_versions import (
     autocast_dtype,
     cudnn_attention_enabled,
+    float32_settings,
     fp16_accumulation,
 )
 
@@ -106,10 +107,9 @@ def _modes(device: torch.device) -> Hashable:
     return (
         autocast_dtype(device.type),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        *float32_settings(),
         fp16_accumulation(),
         torch.backends.cudnn.enabled,
-        torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.benchmark,
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),

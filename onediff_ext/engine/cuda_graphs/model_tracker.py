@@ -1,4 +1,4 @@
-"""What a CUDA graph of a model's forward depends on besides the arguments of the call."""
+"""The state of a model that a CUDA graph of its forward depends on."""
 
 from __future__ import annotations
 
@@ -55,10 +55,12 @@ class ModelTracker:
     def snapshot(self, variant: Hashable) -> Snapshot:
         """A snapshot of what the model is now; the last one of this variant while it holds."""
         known = self._snapshots.get(variant)
-        return known if known is not None and known.holds() else self._new_snapshot(variant)
+        if known is not None and known.merged == self._merged_wrappers() and known.holds():
+            return known
+        return self._new_snapshot(variant)
 
     def frozen(self, variant: Hashable) -> FrozenState:
-        """What a CUDA graph recorded now would freeze."""
+        """The state that a CUDA graph recorded now would freeze."""
         return FrozenState(self.snapshot(variant), self.graphs())
 
     def refusal_reason(self, variant: Hashable) -> str | None:
@@ -79,7 +81,7 @@ class ModelTracker:
         return False
 
     def graphs(self) -> list[object]:
-        """What each block runs through now. A block that was eager and now has a graph differs."""
+        """The graph of each block now. A block that was eager and now has a graph differs."""
         return [
             (runner.active, runner.tree, runner.used, runner.used.graph if runner.used else None)
             for runner in self._runners
@@ -110,11 +112,20 @@ class ModelTracker:
         self._derived.clear()
 
     def _new_snapshot(self, variant: Hashable) -> Snapshot:
-        snapshot = Snapshot(self._model, self._trusted)
+        snapshot = Snapshot(self._model, self._trusted, self._merged_wrappers())
         self._snapshots[variant] = snapshot
         if len(self._snapshots) > _MAX_SNAPSHOTS:
             self._snapshots.popitem(last=False)
         return snapshot
+
+    def _merged_wrappers(self) -> frozenset[int]:
+        """Ids of the wrappers of all blocks that run through their graphs."""
+        return frozenset(
+            id(slot.wrapper)
+            for runner in self._runners
+            if runner.active and runner.used is not None and runner.used.graph is not None
+            for slot in runner.weights.wrapped_slots
+        )
 
     def _derived_now(self) -> tuple[object, object]:
         runners = [runner for runner in self._runners if runner.weights.has_derived]

@@ -1,4 +1,4 @@
-"""What a forward gives up, step by step, when it runs out of memory (the OOM fallback)."""
+"""The OOM fallback: the steps that a forward takes when it runs out of memory."""
 
 from __future__ import annotations
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.blocks.weight_slots import WrapperRule
+from onediff_ext.engine.blocks.weight_slots import WrapperRule, rule_of
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.python_code import PythonCode
 
@@ -78,30 +79,39 @@ class Snapshot:
     Args:
         model: The host's module.
         known: The host's modules that are known.
+        merged: Ids of the wrappers whose weights are merged for a block's graph: what they decide
+            is followed there. Other wrappers run in Python while a CUDA graph is recorded.
 
     Attributes:
+        merged: As given.
         refusal_reason: Why no CUDA graph of this model would be safe, or None.
         is_per_image: Whether the images of a batch do not depend on each other.
     """
 
-    def __init__(self, model: nn.Module, known: TrustedModules) -> None:
+    def __init__(
+        self, model: nn.Module, known: TrustedModules, merged: frozenset[int] = frozenset()
+    ) -> None:
+        self.merged = merged
         modules = list(model.modules())
         processors = attention_processors(modules)
-        wrappers = [m for m in modules if any(rule.matches(m) for rule in known.rules)]
-        wrapped = {id(inner) for m in wrappers for inner in m.modules()}
+        wrappers = [(r, m) for m in modules if (r := rule_of(m, known.rules)) is not None]
+        wrapped = {id(inner) for _, m in wrappers for inner in m.modules()}
+        left = [(m, *found) for m in modules for found in left_wrappers(m).items()]
+        passing = {(id(m), name) for m, name, wrapper in left if wrapper.passes()}
         self._state = ModelState(
             modules,
             model,
             known.code,
             ignored_attrs=known.ignored_attrs,
             dynamic_weight_attrs=known.dynamic_weight_attrs,
-            bare=[m for m in modules if id(m) in wrapped],
+            bare=[m for rule, w in wrappers if id(w) in merged for m in rule.around(w)],
             parameters=True,
+            left=[wrapper for _, _, wrapper in left],
         )
         self._tensors = [*model.parameters(), *model.buffers()]
         self._places = self._where()
         self.refusal_reason = (
-            next(filter(None, (_refusal(m, model, known, id(m) in wrapped) for m in modules)), None)
+            next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
             or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
@@ -137,10 +147,25 @@ class Snapshot:
 
 
 def _refusal(
-    module: nn.Module, model: nn.Module, known: TrustedModules, wrapped: bool
+    module: nn.Module,
+    model: nn.Module,
+    known: TrustedModules,
+    wrapped: Collection[int],
+    passing: Collection[tuple[int, str]],
 ) -> str | None:
+    """Say why a module must not be recorded, or None.
+
+    Args:
+        module: A module of the model.
+        model: The host's module.
+        known: The host's modules that are known.
+        wrapped: Ids of modules inside of known wrappers of layers.
+        passing: Id of a module and name of its method, where a left wrapper passes calls through.
+    """
     cls = type(module)
-    if not wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(known.prefixes):
+    if id(module) not in wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(
+        known.prefixes
+    ):
         return f"{cls.__qualname__} is not known as free of side effects"
     if module is model:
         # Its own hooks run around the capture; its forward is `foreign_forward`'s to judge.
@@ -148,7 +173,7 @@ def _refusal(
     elif module._forward_hooks or module._forward_pre_hooks:
         return f"a {cls.__qualname__} has a hook of another extension"
     else:
-        replaced = list(replaced_methods(module))
+        replaced = [m for m in replaced_methods(module) if (id(module), m) not in passing]
     if replaced:
         return f"a {cls.__qualname__} has the {replaced[0]} of another extension"
     return None

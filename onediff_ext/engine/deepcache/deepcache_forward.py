@@ -15,11 +15,13 @@ from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.features import Feature, Features
 from onediff_ext.engine.deepcache.schedule import is_full
-from onediff_ext.engine.deepcache.unet_adapter import Uncached, UNetAdapter
+from onediff_ext.engine.deepcache.unet_adapter import Uncached, UNetAdapter, UNetCall
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
+
+IN_PARTS = "DeepCache is off: an extension draws the picture in parts"
 
 # Called before each call of the UNet is decided, so that a host can begin pictures and evaluations.
 Clock = Callable[["DeepCache", Sequence[Any], Mapping[str, Any]], None]
@@ -64,6 +66,7 @@ class DeepCache:
         self._current: tuple[str, Feature] | None = None
         self._index, self._total = -1, None  # type: tuple[int, int | None]
         self._position, self._is_evaluation_begun = 0, False
+        self._latents: dict[Hashable, torch.Tensor] = {}  # of this evaluation's calls, by kind
 
     def install(self) -> None:
         """Wrap the UNet's forward as it is now."""
@@ -142,6 +145,15 @@ class DeepCache:
         """
         self._notes[name] = value
 
+    def refuse(self, reason: str) -> None:
+        """Run the rest of this picture without DeepCache.
+
+        Args:
+            reason: Why; it becomes `reason`.
+        """
+        self.reason = reason
+        self._features.release()
+
     def invalidate(self) -> None:
         """Let no feature be used: weights have changed, for instance by a LoRA."""
         self._features.invalidate()
@@ -149,11 +161,12 @@ class DeepCache:
     def end_picture(self) -> None:
         """Release the features' memory, except what CUDA graphs hold."""
         self._features.release()
+        self._latents.clear()
         self._notes.clear()
 
     @property
     def variant(self) -> Hashable:
-        """What distinguishes the forward that runs now from others with equal arguments.
+        """The state that distinguishes the present forward from others with equal arguments.
 
         A CUDA graph of a forward belongs to one variant. It has to hold `feature`, whose address is
         frozen in it. DeepCache sets both on an inner forward that has an attribute `variant`; the
@@ -188,10 +201,14 @@ class DeepCache:
         if self.reason is not None or torch.is_grad_enabled():
             self.counts["plain"] += 1
             return self._inner(*args, **kwargs)
-        call = self.adapter.describe(args, kwargs)
+        call = self._describe(args, kwargs)
         if isinstance(call, Uncached):
             self.counts["plain"] += 1
             self._position += 1
+            return self._inner(*args, **kwargs)
+        if not self._is_of_one_picture(call):
+            self.refuse(IN_PARTS)
+            self.counts["plain"] += 1
             return self._inner(*args, **kwargs)
         feature = self._features.of((self.options.depth, self._position, call.kind), call.batch)
         state = (call.state, tuple(sorted(self._notes.items())))
@@ -212,6 +229,14 @@ class DeepCache:
             if last and (self.clock is not None or not self._is_evaluation_begun):
                 self._features.release()
 
+    def _describe(self, args: Any, kwargs: Any) -> UNetCall | Uncached:
+        """As `UNetAdapter.describe`; an argument that it cannot read must not end an image."""
+        try:
+            return self.adapter.describe(args, kwargs)
+        except Exception as exc:
+            logger.warning("DeepCache: a call cannot be looked at", exc_info=True)
+            return Uncached(f"a call cannot be looked at: {type(exc).__name__}: {exc}")
+
     def _set_current(self, current: tuple[str, Feature] | None) -> None:
         """Set what runs now, also on a captured forward inside."""
         self._current = current
@@ -219,9 +244,21 @@ class DeepCache:
         if hasattr(inner, "variant"):
             inner.variant, inner.keeps = self.variant, self.feature
 
+    def _is_of_one_picture(self, call: UNetCall) -> bool:
+        """Whether calls of one kind in one evaluation draw the same latent, such as CFG's two.
+
+        Those of tiles do not. Tiles may move or change their order, and one would get the feature
+        of another.
+        """
+        if call.latent is None:
+            return True
+        first = self._latents.setdefault(call.kind, call.latent)
+        return first is call.latent or torch.equal(first, call.latent)
+
     def _next_evaluation(self) -> None:
         self._index += 1
         self._position = 0
+        self._latents.clear()
 
     def _run_full(
         self, feature: Feature, state: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]

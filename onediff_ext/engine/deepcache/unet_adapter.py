@@ -19,17 +19,20 @@ from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 @dataclass(frozen=True)
 class UNetCall:
-    """What decides whether one call may use the feature of another.
+    """The inputs that decide whether one call may use the feature of another.
 
     Args:
         kind: Shape, batch, context. Each kind has a feature of its own.
         state: ControlNet, adapters. A feature serves only calls in the same state.
         batch: Images at once, CFG's counted.
+        latent: [B, 4, H/8, W/8] of the picture, where the host may call the UNet several times in
+            one evaluation; None where it does not.
     """
 
     kind: Hashable
     state: Hashable
     batch: int
+    latent: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

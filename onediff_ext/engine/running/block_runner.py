@@ -31,6 +31,7 @@ from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.validity.left_wrappers import LeftWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class BlockRunner:
         registry: Holds the kinds of this process.
 
     Attributes:
+        replaced: The method that another extension had put on the block before; None when it was
+            that of the block's class.
         active: False passes every call to eager.
         used: The kind of the last call; None when the call ran eager for a reason of its own.
         eager_reason: Why the last call ran eager; None if it ran its graph, "" before the first.
@@ -82,7 +85,8 @@ class BlockRunner:
     ) -> None:
         self.block, self.family, self._registry = block, family, registry
         own = getattr(type(block), family.method)
-        self._forward = None if getattr(forward, "__func__", None) is own else forward
+        self.replaced = None if getattr(forward, "__func__", None) is own else forward
+        self._left = LeftWrapper.of(block, family.method, self.replaced)
         self.active = True
         self.compared = 0
         self.used: BlockKind | None = None
@@ -92,6 +96,7 @@ class BlockRunner:
         self._check = GraphCheck(family, registry)
         self._found: dict[Hashable, BlockKind] = {}
         self._missing_in: int | None = None  # the epoch of the last call without a graph
+        self._must_compare = False  # wrappers of another extension are around the block's layers
 
     @property
     def eager(self) -> Callable[..., Any]:
@@ -100,8 +105,8 @@ class BlockRunner:
         It is the instance's method that the runner replaced, or else the method that the class has
         now, which an extension may have patched since.
         """
-        if self._forward is not None:
-            return self._forward
+        if self.replaced is not None:
+            return self.replaced
         return MethodType(getattr(type(self.block), self.family.method), self.block)
 
     @property
@@ -111,7 +116,7 @@ class BlockRunner:
 
     @property
     def epoch(self) -> int:
-        """As `KindRegistry.epoch`."""
+        """The epoch of the kinds; see `KindRegistry.epoch`."""
         return self._registry.epoch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -123,13 +128,8 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         try:
             prepared = self._prepare(args, kwargs)
-        except OutOfMemoryError:
-            raise
-        except Exception as exc:  # objects of other extensions must not end an image
-            if is_observed():
-                raise
-            logger.warning("%s runs eager", self.family.label, exc_info=True)
-            prepared = Refusal(f"it cannot be looked at: {type(exc).__name__}: {exc}")
+        except Exception as exc:
+            return self._run_after(exc, args, kwargs)
         if isinstance(prepared, Refusal):
             self.used, self.eager_reason = None, prepared.reason
             self._registry.fell_back(self.family.label, prepared.reason)
@@ -142,15 +142,35 @@ class BlockRunner:
             return self.eager(*args, **kwargs)
         return self._run(graph, prepared, args, kwargs)
 
+    def _run_after(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run eager after an error outside of the graph, which must not end an image.
+
+        It comes from a host of another version, or from objects of other extensions. The host's
+        own errors, such as a layer's, come again from eager.
+
+        Args:
+            exc: The error. Raised again if memory ran out, or if a recording failed.
+            args, kwargs: The host's arguments.
+        """
+        if is_observed() or isinstance(exc, OutOfMemoryError):
+            raise exc
+        logger.warning("%s runs eager", self.family.label, exc_info=True)
+        reason = f"it cannot be looked at: {type(exc).__name__}: {exc}"
+        self.used, self.eager_reason = None, reason
+        self._registry.fell_back(self.family.label, reason)
+        return self.eager(*args, **kwargs)
+
     def _run(
         self, graph: Graph, prepared: _Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the kind's graph, and compare it with eager where that is due."""
         kind, call, weights = prepared
         output: torch.Tensor | None = None
-        # An error here comes from the host's layers or from memory: the graph is not to blame.
-        call = self.text_kv.graph_call(call, weights)
-        arguments = [*self.weights.for_graph(weights, kind.quantization), *call.tensors]
+        try:
+            call = self.text_kv.graph_call(call, weights)
+            arguments = [*self.weights.for_graph(weights, kind.quantization), *call.tensors]
+        except Exception as exc:  # the graph is not to blame
+            return self._run_after(exc, args, kwargs)
         try:
             output = run_graph(graph, arguments)
         except Exception as exc:
@@ -164,8 +184,14 @@ class BlockRunner:
         if output is None or kind.state is not KindState.READY:
             return self._run_eager_and_judge(prepared, call, output, args, kwargs)
         self.eager_reason = None
-        if self._registry.spot_checks.chosen is not self or is_observed():
-            return self.family.output_of(self.block, output)
+        try:
+            served = self.family.output_of(self.block, output)
+        except Exception as exc:
+            return self._run_after(exc, args, kwargs)
+        chosen = self._must_compare or self._registry.spot_checks.chosen is self
+        if not chosen or is_observed():
+            return served
+        self._must_compare = False
         return self._spot_check(prepared, call, output, args, kwargs)
 
     def _run_eager_and_judge(
@@ -226,9 +252,17 @@ class BlockRunner:
         call: BlockCall,
         weights: Sequence[torch.Tensor],
     ) -> bool:
+        """As `GraphCheck.judge`; a comparison that raises an error makes the kind failed."""
         assert self.tree is not None
-        expected = self.family.tensor_of(eager)
-        return self._check.judge(kind, output, expected, call, weights, self.tree)
+        try:
+            expected = self.family.tensor_of(eager)
+            return self._check.judge(kind, output, expected, call, weights, self.tree)
+        except Exception as exc:
+            if is_observed() or isinstance(exc, OutOfMemoryError):
+                raise
+            logger.warning("%s cannot be compared with eager", kind.label, exc_info=True)
+            kind.fail(f"cannot be compared with eager: {type(exc).__name__}: {exc}")
+            return True
 
     def _fail(self, kind: BlockKind, exc: Exception) -> None:
         """Run the kind eager after its graph raised an error."""
@@ -272,10 +306,12 @@ class BlockRunner:
             return call
         if torch.is_grad_enabled():
             return Refusal("gradients are enabled")
+        if self.replaced is not None and not (self._left is not None and self._left.passes()):
+            return Refusal("it has a hook or a replaced forward of another extension")
         tree = self.tree
         if tree is None or not tree.holds(self._registry.moment):
             tree = self._read_block()
-        if tree.depends_on_training and self.block.training:
+        if tree.is_training:
             return Refusal("the model is in training mode")
         if tree.refusal_reason is not None:
             return Refusal(tree.refusal_reason)
@@ -308,6 +344,7 @@ class BlockRunner:
         """Read the block's modules again."""
         tree = BlockTree.of(self.block, self.family, self._registry.rules, self._registry.code)
         self._found.clear()
+        self._must_compare = tree.has_left_wrappers
         self.weights.use(tree)
         self.text_kv.use(tree)
         return tree

@@ -95,7 +95,7 @@ def _quantization(
 ) -> Quantization | None:
     """Plan the 8-bit copies for the user's precision; None for none."""
     precision = registry.precision
-    if not family.quantisable or precision not in PRECISIONS:
+    if not family.quantizable or precision not in PRECISIONS:
         return None
     reason = unavailable_reason(precision, device)
     if reason is not None:

@@ -64,21 +64,28 @@ class ContentKernel:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._kernel = device, _compiled(device)
-        self._table: tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor] | None = None
+        # Address and bytes of each tensor, chunks of each, and address and bytes of each chunk.
+        self._table: tuple[list[tuple[int, int]], list[int], torch.Tensor, torch.Tensor] | None = (
+            None
+        )
 
-    def digests(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return int64 digests on the GPU, equal for equal contents.
+    def digests(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+        """Return int64 digests on the GPU, equal for equal contents, and how many each tensor has.
+
+        The tensors of an image are those of the image before it, mostly. Then this takes Python
+        two calls for each tensor, and one launch.
 
         Args:
-            tensors: Contiguous, [N] each.
+            tensors: Contiguous.
 
         Returns:
-            [chunks of all tensors]; without the kernel [tensors].
+            [chunks of all tensors], without the kernel [tensors]; and their number by tensor.
         """
         if self._kernel is None:
             found = [_digest_by_operators(tensor) for tensor in tensors]
-            return torch.stack(found) if found else torch.empty(0, device=self._device)
-        forms = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
+            stacked = torch.stack(found) if found else torch.empty(0, device=self._device)
+            return stacked, [1] * len(found)
+        forms = [(t.data_ptr(), t.nbytes) for t in tensors]
         if self._table is None or self._table[0] != forms:
             chunks = [
                 (place + start, min(_CHUNK_BYTES, size - start))
@@ -87,8 +94,9 @@ class ContentKernel:
             ]
             places = torch.tensor([p for p, _ in chunks], dtype=torch.int64, device=self._device)
             sizes = torch.tensor([s for _, s in chunks], dtype=torch.int32, device=self._device)
-            self._table = (forms, places, sizes)
-        _, places, sizes = self._table
+            counts = [-(-size // _CHUNK_BYTES) for _, size in forms]
+            self._table = (forms, counts, places, sizes)
+        _, counts, places, sizes = self._table
         digests = torch.empty_like(places)
         if len(places):
             with torch.cuda.device(self._device):
@@ -97,7 +105,7 @@ class ContentKernel:
                     block=(_THREADS, 1, 1),
                     args=(places, sizes, digests, len(places)),
                 )
-        return digests
+        return digests, counts
 
 
 def _compiled(device: torch.device) -> Any:
@@ -112,8 +120,8 @@ def _compiled(device: torch.device) -> Any:
 
 
 def _digest_by_operators(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the digest [] of a tensor [N]: the exact sum of its bytes times weights by index."""
-    raw = tensor.view(torch.uint8)
+    """Return the digest [] of a tensor: the exact sum of its bytes times weights by index."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     step = 1 << 24
     for start in range(0, raw.numel(), step):

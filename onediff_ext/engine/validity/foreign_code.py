@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,26 +119,28 @@ def patched_class_reason(cls: type, trusted: Sequence[str] = ()) -> str | None:
     return None
 
 
-def replaced_methods(module: nn.Module) -> Iterator[str]:
-    """Yield the names of methods that an instance overrides with attributes of its own.
+def replaced_methods(module: object) -> dict[str, object]:
+    """Return the methods that an instance overrides with attributes of its own, by name.
 
-    Methods that no forward calls and those of this package are left out. A class's method that
-    was put back by hand counts as unchanged: ControlNet for A1111 does this.
+    Methods that no forward calls are left out. A class's method that was put back by hand counts
+    as unchanged: ControlNet for A1111 does this. Of this package's own stand-ins counts what they
+    have replaced, their attribute `replaced`.
     """
-    cls = type(module)
-    for name, value in module.__dict__.items():
+    cls, found = type(module), {}
+    for name, value in getattr(module, "__dict__", {}).items():
         if name in _IGNORED or name.startswith(_IGNORED_PREFIXES) or not callable(value):
             continue
         if isinstance(value, nn.Module) or not callable(getattr(cls, name, None)):
             continue
-        if not is_ours(value) and not is_own_method(module, name):
-            yield name
+        method = getattr(value, "replaced", None) if is_ours(value) else value
+        if method is not None and not _is_own(method, module, name):
+            found[name] = method
+    return found
 
 
-def is_own_method(module: nn.Module, name: str) -> bool:
+def is_own_method(module: object, name: str) -> bool:
     """Whether an instance attribute is the very method of the instance's class."""
-    function = getattr(module.__dict__.get(name), "__func__", None)
-    return function is not None and function is getattr(type(module), name, None)
+    return _is_own(vars(module).get(name), module, name)
 
 
 def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
@@ -176,6 +178,11 @@ def global_hook_reason() -> str | None:
             if not (getattr(mode, "observes_only", False) or _is_known_mode(type(mode))):
                 return f"a {type(mode).__qualname__} of another extension sees each operator"
     return None
+
+
+def _is_own(method: object, module: object, name: str) -> bool:
+    function = getattr(method, "__func__", None)
+    return function is not None and function is getattr(type(module), name, None)
 
 
 def _is_known_mode(cls: type) -> bool:

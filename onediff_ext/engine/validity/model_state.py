@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from torch import nn
 
 from onediff_ext.engine.validity.foreign_code import global_hook_reason, patched_class_reason
+from onediff_ext.engine.validity.left_wrappers import LeftWrapper
 from onediff_ext.engine.validity.module_attributes import ModuleAttributes
 from onediff_ext.engine.validity.python_code import PythonCode
 
@@ -33,6 +34,7 @@ class ModelState:
         bare: Modules of which only children and hooks count. Wrappers such as LoRA layers are
             followed in another way.
         parameters: Whether a replaced Parameter counts.
+        left: Wrappers that an extension left on methods; whether they pass calls through counts.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class ModelState:
         dynamic_weight_attrs: Iterable[str] = (),
         bare: Iterable[nn.Module] = (),
         parameters: bool = False,
+        left: Sequence[LeftWrapper] = (),
     ) -> None:
+        self._left = [(wrapper, wrapper.passes()) for wrapper in left]
         self._code, self._modules = code, modules
         processors = attention_processors(modules)
         self._classes = {type(each) for each in (*modules, *processors)}
@@ -88,6 +92,7 @@ class ModelState:
                 not self._dynamic_weight_attrs
                 or self._find_dynamic_weights() == self._dynamic_weights
             )
+            and all(wrapper.passes() == passed for wrapper, passed in self._left)
             and self._attributes.hold()
         )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,29 +26,35 @@ def content_of(tensor: torch.Tensor) -> tuple[int, int]:
 class TensorContents:
     """Compares the contents of watched tensors once for each image.
 
-    Watched are the tensors from which merged weights and 8-bit copies were computed.
+    Watched are the tensors from which merged weights and 8-bit copies were computed. Who computed
+    something from a tensor sees counted writes by `content_of`; only the others are found here.
     """
 
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._known: dict[torch.device, _Digest] = {}
-        self._is_new = False
+        self._known: dict[torch.device, _Reading] = {}
+        self._unread: set[int] = set()
         self._epoch: Hashable = None
         self._generation = 0
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Watch tensors from which something has just been computed."""
         for tensor in tensors:
-            known = self._watched.get(id(tensor))
-            if known is None or known() is not tensor:
-                self._watched[id(tensor)] = weakref.ref(tensor)
-                self._is_new = True
+            key = id(tensor)
+            watched = self._watched.get(key)
+            if watched is None or watched() is not tensor:
+                self._watched[key] = weakref.ref(tensor)
+                self._unread.add(key)
+            elif self._stamp(key, tensor.device) != content_of(tensor):
+                self._unread.add(key)  # it was computed again after a counted write
 
     def settle(self) -> None:
         """Note the contents of newly watched tensors. Call it after each forward."""
-        if self._is_new:
-            self._is_new = False
-            self._known = self._digests()
+        if self._unread:
+            unread, self._unread = self._unread, set()
+            for device, new in self._read(unread).items():
+                known = self._known.get(device)
+                self._known[device] = new if known is None else known.updated(new)
 
     def current_generation(self, epoch: Hashable) -> int:
         """Return a number that grows when the contents of a watched tensor have changed.
@@ -59,49 +66,92 @@ class TensorContents:
             return self._generation
         self._epoch = epoch
         if self._known:
-            found = self._digests()
-            changed = found.keys() != self._known.keys() or any(
-                not digest.equals(self._known[device]) for device, digest in found.items()
+            found = self._read(set(self._watched) - self._unread)
+            self._generation += any(
+                known.differs_from(found.get(device), self._alive)
+                for device, known in self._known.items()
             )
-            self._known, self._is_new = found, False
-            self._generation += changed
+            self._known = found
         return self._generation
 
-    def changed(self) -> None:
-        """Declare everything computed from watched tensors out of date."""
-        self._generation += 1
+    def _stamp(self, key: int, device: torch.device) -> tuple[int, int] | None:
+        known = self._known.get(device)
+        return None if known is None else known.stamps.get(key)
 
-    def _digests(self) -> dict[torch.device, _Digest]:
-        alive: dict[torch.device, list[torch.Tensor]] = {}
-        for key, reference in list(self._watched.items()):
-            tensor = reference()
+    def _alive(self, key: int) -> bool:
+        return key in self._watched and key not in self._unread
+
+    def _read(self, keys: set[int]) -> dict[torch.device, _Reading]:
+        """Read the tensors of these keys that are alive, and forget the others."""
+        alive: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for key in [key for key in self._watched if key in keys]:
+            tensor = self._watched[key]()
             if tensor is None:
                 del self._watched[key]
             elif tensor.device.type != "meta":
-                alive.setdefault(tensor.device, []).append(tensor)
-        return {device: _Digest(tensors, device) for device, tensors in alive.items()}
+                alive.setdefault(tensor.device, []).append((key, tensor))
+        return {device: _Reading.of(tensors, device) for device, tensors in alive.items()}
 
 
-class _Digest:
-    """The contents of some tensors of one device."""
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """The contents of some tensors of one device.
 
-    def __init__(self, tensors: list[torch.Tensor], device: torch.device) -> None:
-        # With addresses, so that a moved tensor, or another list, counts as a change.
-        self._forms = [(t.data_ptr(), t.numel(), t.dtype) for t in tensors]
+    Args:
+        stamps: `content_of` each tensor, by its key.
+        forms: Number of elements and dtype of each tensor.
+        counts: How many digests each tensor has.
+        digests: int64 [sum of counts].
+    """
+
+    stamps: dict[int, tuple[int, int]]
+    forms: dict[int, tuple[int, torch.dtype]]
+    counts: list[int]
+    digests: torch.Tensor
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> _Reading:
+        """Read tensors."""
         with torch.no_grad():
-            dense = [_dense(tensor) for tensor in tensors]
-            self._found: Any
+            dense = [_dense(tensor) for _, tensor in tensors]
             if device.type == "cuda":
-                self._found = _kernel(device).digests(dense)
+                digests, counts = _kernel(device).digests(dense)
             else:
-                self._found = [_checksum(tensor) for tensor in dense]
+                digests, counts = torch.tensor([*map(_checksum, dense)]), [1] * len(dense)
+        return cls(
+            {key: content_of(tensor) for key, tensor in tensors},
+            {key: (tensor.numel(), tensor.dtype) for key, tensor in tensors},
+            counts,
+            digests,
+        )
 
-    def equals(self, other: _Digest) -> bool:
-        if self._forms != other._forms:
-            return False
-        if isinstance(self._found, torch.Tensor):
-            return torch.equal(self._found, other._found)
-        return bool(self._found == other._found)
+    def differs_from(self, later: _Reading | None, alive: Callable[[int], bool]) -> bool:
+        """Whether a tensor that is still alive has changed without a counted write."""
+        if later is not None and later.stamps == self.stamps and later.forms == self.forms:
+            return not torch.equal(later.digests, self.digests)
+        here, there = self._by_key(), {} if later is None else later._by_key()
+        for key in filter(alive, self.stamps):
+            if later is None or key not in there:
+                return True  # on another device
+            (place, version), (new_place, new_version) = self.stamps[key], later.stamps[key]
+            if place != new_place or self.forms[key] != later.forms[key]:
+                return True
+            if version == new_version and not torch.equal(here[key], there[key]):
+                return True
+        return False
+
+    def updated(self, new: _Reading) -> _Reading:
+        """Return this reading with some tensors read again or added."""
+        digests = {**self._by_key(), **new._by_key()}
+        return _Reading(
+            {**self.stamps, **new.stamps},
+            {**self.forms, **new.forms},
+            [len(part) for part in digests.values()],
+            torch.cat(list(digests.values())),
+        )
+
+    def _by_key(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.stamps, torch.split(self.digests, self.counts), strict=True))
 
 
 @cache
@@ -110,11 +160,13 @@ def _kernel(device: torch.device) -> ContentKernel:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers as [N], in the order of their addresses."""
+    """Return a tensor whose numbers lie side by side: itself, if that is so, or a copy [N]."""
+    if tensor.is_contiguous():
+        return tensor
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.detach().permute(by_stride).contiguous().view(-1)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    raw: Any = tensor.view(torch.uint8).numpy()
+    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(raw)

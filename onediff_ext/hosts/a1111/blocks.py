@@ -6,15 +6,20 @@ a block is refused or traced as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, are_tensors, named_arguments
-from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.blocks.family import (
+    UNKNOWN_ARGUMENTS,
+    Arguments,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+)
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, GroupNorms
 from onediff_ext.hosts.a1111 import lora
 from onediff_ext.hosts.ldm_blocks import (
@@ -74,7 +79,7 @@ class ResBlockFamily(LdmResBlocks, _A1111Blocks):
 
     module = "modules.diffusionmodules.openaimodel"
 
-    def unsupported_reason(self, block: Any, named: Mapping[str, Any]) -> str | None:  # noqa: ARG002
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
         return "a residual block that also resamples is not supported" if block.updown else None
 
 
@@ -82,20 +87,16 @@ class TransformerFamily(LdmTransformers, _A1111Blocks):
     """The transformer block of both packages."""
 
     module = "modules.attention"
+    arguments = ("x", "context")
     # The second is the same with xformers' kernel.
     attention_classes = frozenset({"CrossAttention", "MemoryEfficientCrossAttention"})
 
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.norm1.normalized_shape[0]}"
 
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        named = named_arguments(("x", "context"), args, kwargs)
-        if named is None or not are_tensors(named.get("x")):
-            return UNKNOWN_ARGUMENTS
-        context = named.get("context")
-        if context is not None and not are_tensors(context):
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
+        x, context = arguments.get("x"), arguments.get("context")
+        if not isinstance(x, torch.Tensor) or not isinstance(context, torch.Tensor | None):
             return UNKNOWN_ARGUMENTS
         for attention in (block.attn1, block.attn2):
             if type(attention).__name__ not in self.attention_classes:
@@ -104,7 +105,7 @@ class TransformerFamily(LdmTransformers, _A1111Blocks):
         if reason is not None:
             return Refusal(reason)
         ahead = not getattr(block, "disable_self_attn", False)
-        return self.token_call(named["x"], context, ahead, ("upcast", self.attention.upcast()))
+        return self.token_call(x, context, ahead, ("upcast", self.attention.upcast()))
 
     def forward(self, block: Any, x: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
         output: torch.Tensor = block._forward(x, context=context)
@@ -122,7 +123,7 @@ class VaeAttentionFamily(LdmVaeAttention, _A1111Blocks):
 
     module = "modules.diffusionmodules.model"
 
-    def attention_statics(self) -> tuple[tuple[str, Hashable], ...]:
+    def image_statics(self) -> tuple[tuple[str, Hashable], ...]:
         return (("upcast", self.attention.upcast()),)
 
 

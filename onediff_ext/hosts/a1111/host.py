@@ -14,6 +14,7 @@ from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 from onediff_ext.hosts.a1111.blocks import AttentionSetting, ldm_families
 from onediff_ext.hosts.a1111.controlnet import control_models, owner_of
 from onediff_ext.hosts.a1111.eager_reasons import attention_eager_reason, job_eager_reason
@@ -117,6 +118,12 @@ class A1111Host(WebUIHost):
 
     def weights(self) -> Hashable:
         return super().weights(), loaded_loras()
+
+    def split_calls_reason(self, denoiser: object) -> str | None:
+        model = _loaded_model()
+        if "apply_model" in replaced_methods(model):
+            return f"{defining_module(model.apply_model)} calls the UNet in its own way"
+        return super().split_calls_reason(denoiser)
 
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:
         return owner_of(model) if component.role in self.host_owned else None

@@ -10,16 +10,26 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, named_arguments
-from onediff_ext.engine.blocks.family import IMAGE, VECTOR, BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.blocks.family import (
+    IMAGE,
+    UNKNOWN_ARGUMENTS,
+    VECTOR,
+    Arguments,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+    Statics,
+    Tensors,
+)
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, small_blocks_pay
+from onediff_ext.engine.blocks.image_family import ImageBlocks
 from onediff_ext.engine.blocks.residual_family import ResidualBlocks
 from onediff_ext.engine.blocks.transformer_family import TransformerBlocks
 
@@ -62,29 +72,23 @@ class ResnetFamily(ResidualBlocks, _DiffusersFamily):
 
     label = "ResnetBlock2D"
     path = "diffusers.models.resnet:ResnetBlock2D"
+    arguments = ("input_tensor", "temb")
 
     def channels(self, block: Any) -> tuple[int, int]:
         return block.in_channels, block.out_channels
 
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        named = named_arguments(("input_tensor", "temb"), args, kwargs)
-        if named is None or named.get("input_tensor") is None:
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
+        x, temb = arguments.get("input_tensor"), arguments.get("temb")
+        if x is None:
             return UNKNOWN_ARGUMENTS
         if block.upsample is not None or block.downsample is not None:
             return Refusal("a residual block that also resamples is not supported")
         # x [B, C, H, W], temb [B, T] or None
-        if named.get("temb") is None:
-            return BlockCall((named["input_tensor"],), (IMAGE,), (("temb", False),))
-        return BlockCall((named["input_tensor"], named["temb"]), (IMAGE, VECTOR), (("temb", True),))
+        if temb is None:
+            return BlockCall((x,), (IMAGE,), (("temb", False),))
+        return BlockCall((x, temb), (IMAGE, VECTOR), (("temb", True),))
 
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
         output: torch.Tensor = block.forward(tensors[0], tensors[1] if statics["temb"] else None)
         return output
 
@@ -94,10 +98,13 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
 
     label = "BasicTransformerBlock"
     path = "diffusers.models.attention:BasicTransformerBlock"
-    unsupported = (
+    arguments = (
+        "hidden_states",
         "attention_mask",
+        "encoder_hidden_states",
         "encoder_attention_mask",
         "timestep",
+        "cross_attention_kwargs",
         "class_labels",
         "added_cond_kwargs",
     )
@@ -105,33 +112,18 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.dim}"
 
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        order = (
-            "hidden_states",
-            "attention_mask",
-            "encoder_hidden_states",
-            "encoder_attention_mask",
-            "timestep",
-            "cross_attention_kwargs",
-            "class_labels",
-            "added_cond_kwargs",
-        )
-        named = named_arguments(order, args, kwargs)
-        if named is None or named.get("hidden_states") is None:
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
+        x, context = arguments.get("hidden_states"), arguments.get("encoder_hidden_states")
+        if x is None:
             return UNKNOWN_ARGUMENTS
-        if block.norm_type == "layer_norm":
-            # UNets pass the timestep to every transformer; plain layer norms ignore it.
-            named.pop("timestep", None)
-            named.pop("class_labels", None)
-            named.pop("added_cond_kwargs", None)
-        else:
+        if block.norm_type != "layer_norm":
             return Refusal(f"norm type {block.norm_type} is not supported")
-        for name in self.unsupported:
-            if named.get(name) is not None:
+        # UNets pass the timestep, class_labels and added_cond_kwargs to every transformer; plain
+        # layer norms ignore them.
+        for name in ("attention_mask", "encoder_attention_mask"):
+            if arguments.get(name) is not None:
                 return Refusal(f"called with {name}")
-        if named.get("cross_attention_kwargs"):
+        if arguments.get("cross_attention_kwargs"):
             return Refusal("called with cross_attention_kwargs")
         if block._chunk_size is not None:
             return Refusal("feed-forward chunking is on")
@@ -139,55 +131,37 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
             reason = _processor_eager_reason(attention)
             if reason is not None:
                 return Refusal(reason)
-        context = named.get("encoder_hidden_states")
         if isinstance(context, tuple):
             return Refusal("IP-Adapter embeddings among the context")
-        return self.token_call(named["hidden_states"], context, _projects_alone(block))
+        return self.token_call(x, context, _projects_alone(block))
 
     def call(
         self,
         block: Any,
         x: torch.Tensor,
         context: torch.Tensor | None,
-        statics: Mapping[str, Hashable],  # noqa: ARG002
+        statics: Statics,  # noqa: ARG002
     ) -> torch.Tensor:
         output: torch.Tensor = block.forward(x, encoder_hidden_states=context)
         return output
 
 
-class AttentionFamily(_DiffusersFamily):
+class AttentionFamily(ImageBlocks, _DiffusersFamily):
     """The single-head attention of the VAE's middle block, on images."""
 
     label = "Attention"
     path = "diffusers.models.attention_processor:Attention"
+    arguments = ("hidden_states", "encoder_hidden_states", "attention_mask", "temb")
+    no_image = Refusal("attention outside a VAE's middle block runs inside its transformer")
 
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.query_dim}"
 
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        order = ("hidden_states", "encoder_hidden_states", "attention_mask")
-        named = named_arguments((*order, "temb"), args, kwargs)
-        if named is None or named.get("hidden_states") is None or named["hidden_states"].ndim != 4:
-            return Refusal("attention outside a VAE's middle block runs inside its transformer")
-        if named.get("encoder_hidden_states") is not None:
-            return Refusal("called with encoder_hidden_states")
-        if named.get("attention_mask") is not None or named.get("temb") is not None:
-            return Refusal("called with a mask or a time embedding")
-        reason = _processor_eager_reason(block)
-        if reason is not None:
-            return Refusal(reason)
-        return BlockCall((named["hidden_states"],), (IMAGE,))  # x [B, C, H, W]
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
-        output: torch.Tensor = block.forward(tensors[0])
-        return output
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:
+        for name in self.arguments[1:]:
+            if arguments.get(name) is not None:
+                return f"called with {name}"
+        return _processor_eager_reason(block)
 
 
 class _ProjectionFamily(_DiffusersFamily):
@@ -200,30 +174,15 @@ class _ProjectionFamily(_DiffusersFamily):
         return f"{self.label} {block.in_channels}"
 
 
-class ProjectionInFamily(_ProjectionFamily):
+class ProjectionInFamily(ImageBlocks, _ProjectionFamily):
     """From an image to a transformer's tokens: norm, projection and layout."""
 
     label = "Transformer2DModel in"
     method = "_operate_on_continuous_inputs"
+    arguments = ("hidden_states",)
     parts = ("norm", "proj_in")
 
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        named = named_arguments(("hidden_states",), args, kwargs)
-        if named is None or named.get("hidden_states") is None:
-            return UNKNOWN_ARGUMENTS
-        return BlockCall((named["hidden_states"],), (IMAGE,))  # x [B, C, H, W]
-
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:  # noqa: ARG002
         return self.tensor_of(block._operate_on_continuous_inputs(tensors[0]))
 
     def tensor_of(self, output: Any) -> torch.Tensor:
@@ -240,19 +199,13 @@ class ProjectionOutFamily(_ProjectionFamily):
 
     label = "Transformer2DModel out"
     method = "_get_output_for_continuous_inputs"
+    arguments = ("hidden_states", "residual", "batch_size", "height", "width", "inner_dim")
     parts = ("proj_out",)
 
-    def bind(
-        self,
-        block: Any,  # noqa: ARG002
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> BlockCall | Refusal:
-        order = ("hidden_states", "residual", "batch_size", "height", "width", "inner_dim")
-        named = named_arguments(order, args, kwargs)
-        if named is None or len(named) != len(order):
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:  # noqa: ARG002
+        if len(arguments) != len(self.arguments):
             return UNKNOWN_ARGUMENTS
-        tokens, residual = named["hidden_states"], named["residual"]
+        tokens, residual = arguments["hidden_states"], arguments["residual"]
         batch, _, height, width = residual.shape
         if tokens.ndim != 3 or tokens.shape[:2] != (batch, height * width):
             return Refusal("tokens that are not those of the image")
@@ -260,12 +213,7 @@ class ProjectionOutFamily(_ProjectionFamily):
         image = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
         return BlockCall((image, residual), (IMAGE, IMAGE))
 
-    def run(
-        self,
-        block: Any,
-        tensors: Sequence[torch.Tensor],
-        statics: Mapping[str, Hashable],  # noqa: ARG002
-    ) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:  # noqa: ARG002
         image, residual = tensors
         batch, width_inner, height, width = image.shape
         tokens = image.permute(0, 2, 3, 1).reshape(batch, height * width, width_inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -17,12 +17,14 @@ from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lifted_from
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
+from onediff_ext.hosts.diffusers.pipeline_calls import leave_calls, watch_calls
 from onediff_ext.session.model_component import Component
 from onediff_ext.session.session import Session
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTE = "_onediff"
+# Of a compiled pipeline or module: its state.
+COMPILED_ATTRIBUTE = "_onediff"
 Pipe = TypeVar("Pipe")
 
 
@@ -69,10 +71,8 @@ class CompiledPipe:
             exact = ExactFusing(pipe)
             self._patches.set(pipe, "fuse_lora", exact.fuse_lora)
             self._patches.set(pipe, "unfuse_lora", exact.unfuse_lora)
-        if callable(getattr(pipe, "check_inputs", None)):
-            # Every pipeline of diffusers calls this first for each picture.
-            self._patches.set(pipe, "check_inputs", _BeginningPicture(pipe.check_inputs, self))
-        self._patches.set(pipe, _ATTRIBUTE, self)
+        self._patches.set(pipe, COMPILED_ATTRIBUTE, self)
+        watch_calls(pipe, one_picture)
         self._serve(find_models(pipe, self._ignored))
 
     def refresh(self) -> None:
@@ -97,6 +97,7 @@ class CompiledPipe:
         """Restore modules and weights, and stop builds for them."""
         if self.owns_session:
             self.session.close()
+        leave_calls(self._pipe)
         for component in self.components:
             component.remove()
         self._patches.undo()
@@ -129,15 +130,18 @@ class CompiledPipe:
         return [model for model in models if hasattr(model, "fuse_qkv_projections")]
 
 
-class _BeginningPicture:
-    """Wraps `check_inputs`, the first method that a pipeline calls for each picture."""
+def parse_options(
+    options: CompileOptions | Mapping[str, Any] | None, backend: str | None
+) -> CompileOptions:
+    """Read options, and a backend that comes before theirs.
 
-    def __init__(self, method: Callable[..., Any], compiled: CompiledPipe) -> None:
-        self._method, self._compiled = method, compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._compiled.refresh()
-        return self._method(*args, **kwargs)
+    Raises:
+        OptionError: An option is unknown.
+    """
+    chosen = CompileOptions.parse(options)
+    if backend is None:
+        return chosen
+    return CompileOptions.parse({**vars(chosen), "backend": backend})
 
 
 def new_session(options: CompileOptions | Mapping[str, Any] | None = None) -> Session:
@@ -160,8 +164,9 @@ def compile_pipe(
 ) -> Pipe:
     """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
 
-    Missing graphs are built in the background while pictures are drawn eager (option ``build``),
-    and stored on disk. The rest of the pipeline does not change, and `undo_compile` restores
+    Each call of the pipeline draws one picture; graphs change between pictures only. Missing
+    graphs are built in the background while pictures are drawn eager (option ``build``), and stored
+    on disk. The rest of the pipeline does not change, and `undo_compile` restores
     everything. A model that replaces another one (``pipe.unet = other``) is compiled at the next
     picture, and the old model is restored. A copy of a compiled pipeline, or of one of its
     models, is not compiled. Pipelines may share models and be undone in any order; the pipeline
@@ -187,10 +192,7 @@ def compile_pipe(
         OptionError: An option is unknown, or the pipeline has nothing to compile.
     """
     undo_compile(pipe)
-    chosen = CompileOptions.parse(options)
-    if backend is not None:
-        chosen = CompileOptions.parse({**vars(chosen), "backend": backend})
-    owns_session = session is None
+    owns_session, chosen = session is None, parse_options(options, backend)
     session = session or new_session(chosen)
     compiled = CompiledPipe(pipe, session, parse_ignores(ignores), owns_session=owns_session)
     with lifted(pipe):
@@ -199,11 +201,14 @@ def compile_pipe(
 
 
 def undo_compile(pipe: Pipe) -> Pipe:
-    """Restore the pipeline as it was before `compile_pipe`; does nothing if it is not compiled."""
-    compiled = compiled_state(pipe)
-    if compiled is not None:
+    """Restore a pipeline or module as it was before `compile_pipe` or `compile_module`.
+
+    Does nothing if it is not compiled.
+    """
+    state = vars(pipe).get(COMPILED_ATTRIBUTE)
+    if state is not None:
         with lifted(pipe):
-            compiled.remove()
+            state.remove()
     return pipe
 
 
@@ -219,12 +224,16 @@ def compiled(pipe: Pipe, **kwargs: Any) -> Iterator[Pipe]:
 
 def compiled_state(pipe: object) -> CompiledPipe | None:
     """Return the state of a compiled pipeline, or None if it is not compiled."""
-    found: CompiledPipe | None = vars(pipe).get(_ATTRIBUTE)
+    found: CompiledPipe | None = vars(pipe).get(COMPILED_ATTRIBUTE)
     return found
 
 
 def one_picture(pipe: object) -> AbstractContextManager[None]:
-    """Draw one picture within this ``with`` block; its graphs do not change meanwhile."""
+    """Draw one picture within this ``with`` block; its graphs do not change meanwhile.
+
+    Each call of a compiled pipeline is one anyway. This joins several calls, and announces calls
+    of its models.
+    """
     state = compiled_state(pipe)
     if state is None:
         return nullcontext()

@@ -15,6 +15,7 @@ from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.timesteps import are_of_one_tensor, is_element, value_of
 from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
 
 Pipe = TypeVar("Pipe")
@@ -260,36 +261,24 @@ def _same_picture(last: Any, now: Any) -> bool:
     if isinstance(last, torch.Tensor) and isinstance(now, torch.Tensor):
         if now is last:
             return True
-        same_memory = last.untyped_storage().data_ptr() == now.untyped_storage().data_ptr()
-        if same_memory or _is_element(last) or _is_element(now):
+        same_memory = are_of_one_tensor(last, now)
+        if same_memory or is_element(last) or is_element(now):
             return same_memory
-    return _value(now) <= _value(last)
+    return value_of(now) <= value_of(last)
 
 
 def _same_evaluation(last: Any, now: Any) -> bool:
     if isinstance(now, torch.Tensor) and isinstance(last, torch.Tensor):
         if now is last:
             return True
-        if _is_element(now):
+        if is_element(now):
             return now.storage_offset() == last.storage_offset()
-    return _value(now) == _value(last)
+    return value_of(now) == value_of(last)
 
 
 def _evaluations(timestep: Any) -> int | None:
     """How many timesteps are left in the scheduler's tensor, including this one."""
-    if not isinstance(timestep, torch.Tensor) or not _is_element(timestep):
+    if not isinstance(timestep, torch.Tensor) or not is_element(timestep):
         return None
     storage = timestep.untyped_storage().nbytes() // timestep.element_size()
     return int(storage - timestep.storage_offset())
-
-
-def _is_element(timestep: torch.Tensor) -> bool:
-    """Whether it is one number of a longer tensor, perhaps expanded."""
-    own = 1 if not any(timestep.stride()) else timestep.numel()
-    return timestep.untyped_storage().nbytes() > own * timestep.element_size()
-
-
-def _value(timestep: Any) -> float:
-    if isinstance(timestep, torch.Tensor):
-        return float(timestep.flatten()[0])
-    return float(timestep)

@@ -6,24 +6,10 @@ Source: backend/attention.py of Forge, ldm_patched/ldm/modules/attention.py of r
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
-from onediff_ext.hosts.forge.blocks import AttentionRules
+from onediff_ext.hosts.forge_attention import EXACT, AttentionRules, inexact_reason
 
-# Functions whose result is that of PyTorch's kernel except for rounding. Functions that quantise
-# (sage) are left out: a graph would draw another image than the host.
-_EXACT = frozenset(
-    {
-        "attention_pytorch",
-        "attention_xformers",
-        "attention_flash",
-        "attention_basic",
-        "attention_split",
-        "attention_sub_quad",
-    }
-)
 _EXACT_SPATIAL = frozenset(
     {
         "pytorch_attention_single_head_spatial",
@@ -41,9 +27,9 @@ def forge_attention() -> AttentionRules:
     from backend.nn import unet, vae
 
     def refusal_reason() -> str | None:
-        chosen = _foreign(unet.attention_function, attention, _EXACT)
+        chosen = inexact_reason(unet.attention_function, attention, EXACT)
         spatial = vae.attention_function_single_head_spatial
-        return chosen or _foreign(spatial, attention, _EXACT_SPATIAL)
+        return chosen or inexact_reason(spatial, attention, _EXACT_SPATIAL)
 
     def upcasts(wanted: torch.dtype | None, dtype: torch.dtype) -> bool:  # noqa: ARG001
         if unet.attention_function.__name__ not in _UPCASTING:
@@ -58,7 +44,7 @@ def reforge_attention() -> AttentionRules:
     from ldm_patched.ldm.modules import attention
 
     def refusal_reason() -> str | None:
-        return _foreign(attention.optimized_attention, attention, _EXACT)
+        return inexact_reason(attention.optimized_attention, attention, EXACT)
 
     def upcasts(wanted: torch.dtype | None, dtype: torch.dtype) -> bool:
         if attention.optimized_attention.__name__ not in _UPCASTING:
@@ -66,11 +52,3 @@ def reforge_attention() -> AttentionRules:
         return attention.get_attn_precision(wanted, dtype) is torch.float32
 
     return AttentionRules(refusal_reason, upcasts)
-
-
-def _foreign(function: object, home: ModuleType, exact: frozenset[str]) -> str | None:
-    """Why an attention function may differ from PyTorch's kernel, or None."""
-    name = getattr(function, "__name__", type(function).__name__)
-    if name in exact and getattr(home, name, None) is function:
-        return None
-    return f"attention by {name} is not known to be exact"

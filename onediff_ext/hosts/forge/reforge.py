@@ -11,11 +11,12 @@ from torch import nn
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.forge.attention import reforge_attention
-from onediff_ext.hosts.forge.blocks import REFORGE, forge_families
-from onediff_ext.hosts.forge.host import ForgeHost
+from onediff_ext.hosts.forge.packages import REFORGE
+from onediff_ext.hosts.forge_blocks import forge_families
+from onediff_ext.hosts.forge_host import ForgeFamilyHost
 
 
-class ReForgeHost(ForgeHost):
+class ReForgeHost(ForgeFamilyHost):
     """reForge: several checkpoints may stay in memory, each a model object of its own.
 
     Where it offloads, it merges a LoRA at each call into the layers that it moves. Only the blocks

@@ -164,7 +164,7 @@ def test_8_bits_come_from_the_kernels_before_them(precision: str, autocast: bool
     quantization = plan(names, weights, precision)
     assert quantization is not None
 
-    class Quantised(nn.Module):
+    class Quantized(nn.Module):
         def forward(self, weights: Any, *tensors: torch.Tensor) -> torch.Tensor:
             dtype = torch.float16 if autocast else None
             named = dict(zip(names, weights, strict=False))
@@ -173,7 +173,7 @@ def test_8_bits_come_from_the_kernels_before_them(precision: str, autocast: bool
             return output
 
     taken = QuantizedWeights(quantization).apply(weights, 0)
-    module = UnderAutocast(Quantised()) if autocast else Quantised()
+    module = UnderAutocast(Quantized()) if autocast else Quantized()
     found = calls(rewritten(module, taken, half(2, 9, 32), half(2, 7, 48)))
     del found["cast"]  # of products
     assert found == {

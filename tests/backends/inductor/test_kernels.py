@@ -76,7 +76,7 @@ def test_group_norm(
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_another_type(ops: Any, dtype: torch.dtype, rounded: bool) -> None:
-    """As under autocast: reads and writes 16 bits, computes in float32."""
+    """A norm as under autocast: it reads and writes 16 bits and computes in float32."""
     x = (3 * _noise(2, 64, 33, 7, dtype=torch.float16) + 20).contiguous(
         memory_format=torch.channels_last
     )

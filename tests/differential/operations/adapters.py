@@ -10,13 +10,13 @@ import torch
 
 from tests.differential.registry import feature, operation
 from tests.differential.world import World
+from tests.support import models
 
 _TARGETS = {
     "x": ["to_q", "to_k", "to_v", "to_out.0"],
     "y": ["conv1", "conv2", "ff.net.0.proj", "proj_in"],
     "z": ["to_q", "time_emb_proj", "conv_in"],
 }
-_CLIP_WIDTH = 16
 
 
 def _loaded(world: World) -> bool:
@@ -145,7 +145,7 @@ def lora_written_in_place(world: World, random: Random) -> None:
 
 @operation(_loaded)
 def lora_scaling_written(world: World, random: Random) -> None:
-    """As `set_scale` of peft's layers does."""
+    """Set a scale in place, like `set_scale` of peft's layers."""
     name, scale = random.choice(_names(world)), random.choice((0.1, 2.0))
     for unet in world.each_unet():
         for layer in _layers(unet, name):
@@ -161,7 +161,7 @@ def lora_scale_of_the_call(world: World, random: Random) -> None:
 
 @operation(lambda w: not w.adapters and not w.no_adapters)
 def lora_from_a_file(world: World, random: Random) -> None:
-    """As a state dict, with diffusers' own names."""
+    """Load a LoRA from a state dict with diffusers' own names."""
     from tests.support.models import lora_tensors
 
     state = lora_tensors(world.twin, text=False, rank=2, seed=random.randrange(1000))
@@ -175,39 +175,17 @@ def lora_from_a_file(world: World, random: Random) -> None:
 @feature(lambda w: not w.adapters and "own_processor" not in w.on and "qkv_fused" not in w.on)
 def ip_adapter(world: World, random: Random) -> Callable[[], None]:
     seed = random.randrange(1000)
-    width = world.twin.unet.config.cross_attention_dim
     kept = [(pipe, pipe.unet.attn_processors, dict(pipe.unet.config)) for pipe in world.both]
     for pipe in world.both:
-        generator = torch.Generator().manual_seed(seed)
-
-        def noise(
-            *shape: int, generator: torch.Generator = generator, dtype: torch.dtype = world.dtype
-        ) -> torch.Tensor:
-            return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
-
-        layers: dict[str, torch.Tensor] = {}
-        crossing = [n for n in pipe.unet.attn_processors if n.endswith("attn2.processor")]
-        for i, name in enumerate(crossing):
-            attention = pipe.unet.get_submodule(name.removesuffix(".processor"))
-            inner = attention.to_k.out_features
-            layers[f"{2 * i + 1}.to_k_ip.weight"] = noise(inner, width)
-            layers[f"{2 * i + 1}.to_v_ip.weight"] = noise(inner, width)
-        image = {
-            "proj.weight": noise(4 * width, _CLIP_WIDTH),
-            "proj.bias": noise(4 * width),
-            "norm.weight": 1 + noise(width),
-            "norm.bias": noise(width),
-        }
-        pipe.unet._load_ip_adapter_weights(
-            [{"image_proj": image, "ip_adapter": layers}], low_cpu_mem_usage=False
-        )
+        tensors = models.ip_adapter_tensors(pipe.unet, seed, world.dtype)
+        pipe.unet._load_ip_adapter_weights([tensors], low_cpu_mem_usage=False)
         pipe.set_ip_adapter_scale(0.8)
     seeds = [random.randrange(1000)]
 
     def embeds(world: World) -> list[torch.Tensor]:
         made = torch.Generator().manual_seed(seeds[0])
         count = 1 if world.picture.guidance <= 1 else 2
-        images = torch.randn(2, 1, _CLIP_WIDTH, generator=made)[:count]
+        images = torch.randn(2, 1, models.IMAGE_WIDTH, generator=made)[:count]
         return [images.to(world.device, world.dtype)]
 
     world.picture.extra["ip_adapter_image_embeds"] = embeds

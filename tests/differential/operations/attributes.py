@@ -91,7 +91,7 @@ def nonlinearity(world: World, random: Random) -> Callable[[], None]:
 
 @feature()
 def dilation(world: World, random: Random) -> Callable[[], None]:
-    """As ScaleCrafter and HiDiffusion do, at the same output size."""
+    """Change dilations like ScaleCrafter and HiDiffusion, at the same output size."""
     names = [
         n
         for n in _modules(world, "Conv2d")

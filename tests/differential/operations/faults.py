@@ -1,4 +1,4 @@
-"""What goes wrong in the middle: errors, interrupts, memory."""
+"""Faults in the middle of a picture: errors, interrupts, lack of memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def interrupt(world: World, random: Random) -> None:
     _once(world, random, KeyboardInterrupt, both=True)
 
 
-@operation(lambda w: not {"stateful_processor", "forward_that_counts"} & w.on.keys())
+@operation(lambda w: not w.counts_calls)
 def out_of_memory(world: World, random: Random) -> None:
     """Only ours; it has ways out."""
     _once(world, random, lambda: torch.OutOfMemoryError("none"), both=False)
@@ -79,7 +79,7 @@ def interrupted_callback(world: World, random: Random) -> None:
             extra["callback_on_step_end"] = kept
 
 
-@feature(lambda w: not w.on_gpu and w.session is not None, weight=2)
+@feature(lambda w: not (w.on_gpu or w.counts_calls) and w.session is not None, weight=2)
 def no_memory_for_batches(world: World, random: Random) -> Callable[[], None]:
     """Few images of ours find room at once: halves are drawn, or the error is seen."""
     world.most_images, world.picture.batch, world.picture.guidance = 2, 2, 3.0

@@ -157,7 +157,7 @@ def dispatch_mode(world: World, random: Random) -> Callable[[], None]:
     return off
 
 
-@feature()
+@feature(lambda w: w.most_images is None)
 def forward_that_counts(world: World, random: Random) -> Callable[[], None]:
     """A layer whose result depends on how often it ran."""
     changed = []

@@ -1,4 +1,4 @@
-"""What is drawn, and under which of torch's modes."""
+"""Operations on the picture's arguments, and on torch's modes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def scheduler(world: World, random: Random) -> None:
 
 @operation()
 def callback_writes_the_prompt(world: World, random: Random) -> None:
-    """As scripts that change the prompt within a picture do."""
+    """Change the prompt within a picture, as some scripts do."""
 
     def changed(pipe: object, step: int, timestep: object, tensors: dict) -> dict:
         tensors["prompt_embeds"].mul_(0.5)

@@ -113,14 +113,14 @@ def own_processors_state(world: World, random: Random) -> None:
         gain[0] = value
 
 
-@feature(_free)
+@feature(lambda w: _free(w) and w.most_images is None)
 def stateful_processor(world: World, random: Random) -> Callable[[], None]:
     return _set_processors(world, Store, random.choice((1, 2)))
 
 
 @feature(_free)
 def images_see_each_other(world: World, random: Random) -> Callable[[], None]:
-    """As a processor of diffusers for the frames of a video does it."""
+    """An attention processor like diffusers' for the frames of a video."""
     world.picture.batch = 2
     return _set_processors(world, FirstImage)
 

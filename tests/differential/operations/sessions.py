@@ -50,7 +50,7 @@ def precision(world: World, random: Random) -> None:
 
 @operation(_compiled)
 def captures_dropped(world: World, random: Random) -> None:
-    """As when memory is short."""
+    """Drop CUDA graphs, as the OOM fallback does."""
     assert world.session is not None
     world.session.cuda_graphs.drop_all("the test wants it")
 

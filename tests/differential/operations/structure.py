@@ -30,7 +30,8 @@ def layer_replaced(world: World, random: Random) -> Callable[[], None]:
         before.append((parent, old))
         torch.manual_seed(seed)
         new = nn.Conv2d(old.in_channels, old.out_channels, old.kernel_size, old.stride, old.padding)
-        setattr(parent, last, new.to(old.weight.device, old.weight.dtype).requires_grad_(False))
+        # An offloaded layer's own weight has no contents.
+        setattr(parent, last, new.to(world.device, old.weight.dtype).requires_grad_(False))
 
     def off() -> None:
         for parent, old in before:

@@ -35,8 +35,9 @@ def _factor(random: Random) -> float:
 def weight_in_place(world: World, random: Random) -> None:
     name, factor = random.choice(_names(world)), _factor(random)
     for unet in world.each_unet():
-        with torch.no_grad():
-            _weight(unet, name)[2].mul_(factor)
+        weight = _weight(unet, name)[2]
+        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+            weight.mul_(factor)
 
 
 @operation(_plain)
@@ -102,7 +103,9 @@ def state_dict_loaded(world: World, random: Random) -> None:
     seed = random.randrange(1000)
     state = world.make(seed).unet.state_dict()
     for unet in world.each_unet():
-        unet.load_state_dict(state, strict=False)  # projections that were joined are left behind
+        has_inference = any(weight.is_inference() for weight in unet.parameters())
+        with torch.inference_mode(has_inference):
+            unet.load_state_dict(state, strict=False)  # without projections that were joined
 
 
 @operation(_plain)
@@ -115,7 +118,7 @@ def state_dict_assigned(world: World, random: Random) -> None:
 
 @operation(_plain)
 def all_weights_move(world: World, random: Random) -> None:
-    """As when a model leaves the GPU and comes back."""
+    """Give every weight a new address, as when a model leaves the GPU and returns."""
     for unet in world.each_unet():
         for weight in (*unet.parameters(), *unet.buffers()):
             weight.data = weight.data.clone()
@@ -123,7 +126,7 @@ def all_weights_move(world: World, random: Random) -> None:
 
 @operation(_plain)
 def storage_shrinks_and_returns(world: World, random: Random) -> None:
-    """As offloading that frees storages does it; the tensors stay the same objects."""
+    """Free the storages and fill them again, as some offloading does."""
     name = random.choice(_names(world))
     for unet in world.each_unet():
         storage = _weight(unet, name)[2].untyped_storage()
@@ -138,10 +141,12 @@ def storage_shrinks_and_returns(world: World, random: Random) -> None:
 
 @operation(weight=2)
 def requires_grad(world: World, random: Random) -> None:
-    """As `from_pretrained` leaves the weights, or without."""
+    """Switch `requires_grad` of the weights on, as `from_pretrained` leaves it, or off."""
     wanted = random.random() < 0.6
     for unet in world.each_unet():
-        unet.requires_grad_(wanted)
+        for weight in unet.parameters():
+            if not weight.is_inference():
+                weight.requires_grad_(wanted)
 
 
 @operation(lambda w: _plain(w) and "ip_adapter" not in w.on)

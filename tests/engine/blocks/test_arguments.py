@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from onediff_ext.engine.blocks.arguments import are_tensors, named_arguments
+from onediff_ext.engine.blocks.arguments import named_arguments
 
 ORDER = ("x", "context")
 
@@ -28,8 +27,3 @@ def test_arguments_are_named_or_refused(
     args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any] | None
 ) -> None:
     assert named_arguments(ORDER, args, kwargs) == named
-
-
-def test_tensors_are_told_from_other_values() -> None:
-    assert are_tensors(torch.ones(1), torch.ones(2))
-    assert not are_tensors(torch.ones(1), None)

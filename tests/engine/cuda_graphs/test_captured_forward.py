@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from onediff_ext.core.errors import CaptureError
@@ -23,6 +24,7 @@ from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.engine.cuda_graphs import replay_checks
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.model_tracker import ModelTracker
 from onediff_ext.hosts.diffusers import warmup
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.session import Session
@@ -30,18 +32,6 @@ from tests.support.cuda_graph_steps import assert_right, captured, eager, inputs
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.ldm_stand_in import live_in
 from tests.support.models import sd15, sdxl
-
-
-@pytest.fixture
-def recorder() -> FrozenRecorder:
-    return FrozenRecorder()
-
-
-@pytest.fixture
-def session(make_session: Callable[..., Session], recorder: FrozenRecorder) -> Session:
-    session = make_session()
-    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
-    return session
 
 
 @pytest.fixture
@@ -105,6 +95,27 @@ def test_nothing_is_recorded_where_a_block_gave_eagers_result(
     assert captured(pipe).reason == "new graphs are being compared with eager"
     step(pipe, height=8, width=8)
     assert recorder.recorded == 2
+
+
+def test_a_lora_on_layers_without_a_graph_follows_its_strength(
+    pipe: Any, recorder: FrozenRecorder
+) -> None:
+    """kohya's LoRAs have SD1.5's projections, which no block graph contains."""
+    layers = ["proj_in", "proj_out", "conv_in", "time_embedding.linear_1", "to_k"]
+    pipe.unet.add_adapter(
+        LoraConfig(r=4, lora_alpha=4, target_modules=layers, init_lora_weights=False), "style"
+    )
+    settle(pipe)
+    for weight in (0.3, -1.0, 0.0, 0.3):
+        pipe.unet.set_adapters(["style"], [weight])
+        for seed in (7, 8):
+            assert_right(pipe, seed)
+    assert captured(pipe).reason == ""
+    pipe.unet.disable_adapters()
+    assert_right(pipe, 9)
+    recorded = recorder.recorded
+    assert_right(pipe, 10)
+    assert recorder.recorded == recorded
 
 
 def test_graphs_that_come_one_after_another_do_not_stop_the_recording(
@@ -275,6 +286,30 @@ def test_without_memory_for_a_recording_the_size_runs_without_one(
     assert len(session.cuda_graphs) == 0
     recorder.error = None
     settle(pipe)
+
+
+@pytest.mark.parametrize(
+    "name", ["graphs", "is_still", "derived_places", "has_current_derived_weights"]
+)
+def test_an_error_while_a_replay_is_checked_does_not_cost_the_picture(
+    pipe: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(pipe)
+    monkeypatch.setattr(ModelTracker, name, lambda *_: 1 / 0)
+    for seed in range(3):
+        assert_right(pipe, seed)
+    assert captured(pipe).reason == "it cannot be looked at: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("name", ["note_derived", "refusal_reason", "frozen"])
+def test_an_error_before_a_recording_does_not_cost_the_picture(
+    pipe: Any, recorder: FrozenRecorder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelTracker, name, lambda *_: 1 / 0)
+    for seed in range(5):
+        assert_right(pipe, seed)
+    assert recorder.recorded == 0
+    assert captured(pipe).reason == "it cannot be looked at: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize("first", [1, 2])

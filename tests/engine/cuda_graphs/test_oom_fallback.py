@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from onediff_ext.engine.blocks.block_kind import KindState
-from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.running import graph_check
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import unet_inputs
@@ -42,18 +41,6 @@ class FullMemory:
         self.batches.append(tensors[-1].shape[0])  # the image comes last
         output: torch.Tensor = self._graph(tensors)
         return output
-
-
-@pytest.fixture
-def recorder() -> FrozenRecorder:
-    return FrozenRecorder()
-
-
-@pytest.fixture
-def session(make_session: Callable[..., Session], recorder: FrozenRecorder) -> Session:
-    session = make_session()
-    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
-    return session
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_a_capture_sees_a_change_within_a_picture(
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(after, before, strict=False))
 
 
-def test_a_recording_is_made_anew_with_the_model(
+def test_a_recording_is_made_again_with_the_model(
     captured_pipe: Any, recorder: FrozenRecorder
 ) -> None:
     _weight_storage(captured_pipe, {})

@@ -44,7 +44,7 @@ class ShortOfMemory:
 
 
 def residuals(unet: CompvisUNet, given: dict[str, Any], seed: int) -> dict[str, list[Any]]:
-    """What a ControlNet adds: for each skip connection, the middle, and the encoder."""
+    """The tensors that a ControlNet adds: for each skip connection, the middle, and the encoder."""
     shapes, hooks = [], []
     for block in [*unet.input_blocks, unet.middle_block]:
         hooks.append(block[-1].register_forward_hook(lambda *a: shapes.append(a[2].shape)))
@@ -210,6 +210,16 @@ def test_hooks_that_change_shapes_between_blocks_make_plain_calls():
         for step in range(2):
             unet(**inputs(step), transformer_options={"block_modifiers": [print]})
     assert cache.counts == {"plain": 2}
+
+
+def test_a_call_that_cannot_be_read_makes_a_plain_call(monkeypatch: pytest.MonkeyPatch):
+    unet = ForgeUNet()
+    expected = copy.deepcopy(unet)(**inputs(0))
+    cache = cached(unet, 2)
+    monkeypatch.setattr(LdmUNet, "describe", lambda *_: 1 / 0)
+    with torch.no_grad():
+        torch.testing.assert_close(unet(**inputs(0)), expected)
+    assert cache.counts == {"plain": 1}
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -171,7 +171,7 @@ def test_inpainting(channels: int):
         pipe.set_progress_bar_config(disable=True)
     picture = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
     mask = torch.zeros(1, 1, 136, 200)
-    mask[..., 104:] = 1  # latent cells 13 to 24 are drawn anew
+    mask[..., 104:] = 1  # latent cells 13 to 24 are drawn again
     given = {"image": picture, "mask_image": mask, "strength": 0.9, "steps": 20}
     plain = draw(pipe, **given)
     enable_deepcache(pipe, 3)

@@ -282,7 +282,7 @@ def test_on_then_off_leaves_the_unet_as_it_was():
 
 
 class BrokenError(RuntimeError):
-    """What a UNet raises here."""
+    """The error that the UNet of these tests raises."""
 
 
 def test_an_exception_leaves_nothing_behind():

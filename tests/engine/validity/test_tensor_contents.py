@@ -22,3 +22,71 @@ def test_contents_are_compared_once_for_each_image() -> None:
     del tensors[0]
     contents.current_generation(6)
     assert len(contents._watched) == 1
+
+
+def _watched(*tensors: torch.Tensor) -> TensorContents:
+    contents = TensorContents()
+    contents.watch(tensors)
+    contents.settle()
+    assert contents.current_generation("first") == 0
+    return contents
+
+
+def test_a_tensor_that_is_gone_changes_nothing() -> None:
+    tensors = [torch.randn(8), torch.randn(8)]
+    contents = _watched(*tensors)
+    del tensors[0]
+    assert contents.current_generation("second") == 0
+    tensors[0].data.neg_()
+    assert contents.current_generation("third") == 1
+
+
+def test_a_tensor_that_is_new_hides_no_write_to_another() -> None:
+    """As of a LoRA whose weights are merged in the middle of a picture."""
+    known, new = torch.randn(8), torch.randn(8)
+    contents = _watched(known)
+    known.data.neg_()
+    contents.watch([new])
+    contents.settle()
+    assert contents.current_generation("second") == 1
+
+
+def test_counted_writes_are_left_to_those_who_compute_from_the_tensor() -> None:
+    """They see it by themselves; all others would compute the same again."""
+    tensor, other = torch.randn(8), torch.randn(8)
+    contents = _watched(tensor, other)
+    tensor.neg_()
+    assert contents.current_generation("second") == 0
+    tensor.neg_()
+    contents.watch([tensor])  # computed again
+    contents.settle()
+    assert contents.current_generation("third") == 0
+    tensor.data.neg_()
+    assert contents.current_generation("fourth") == 1
+    assert contents.current_generation("fifth") == 1
+
+
+def test_a_counted_write_does_not_hide_an_uncounted_one_after_it() -> None:
+    tensor = torch.randn(8)
+    contents = _watched(tensor)
+    tensor.neg_()
+    contents.watch([tensor])  # computed again after the counted write
+    contents.settle()
+    tensor.data.neg_()
+    assert contents.current_generation("second") == 1
+
+
+def test_numbers_that_do_not_lie_side_by_side_are_compared() -> None:
+    whole = torch.randn(6, 8)
+    for view in (whole[:, 2:5], whole.t()[1:3], torch.tensor(3.0)):
+        contents = _watched(view)
+        assert contents.current_generation("second") == 0
+        view.data[..., -1:].neg_() if view.ndim else view.data.neg_()
+        assert contents.current_generation("third") == 1
+
+
+def test_the_same_memory_with_another_form_has_changed() -> None:
+    tensor = torch.ones(8)
+    contents = _watched(tensor)
+    tensor.data = tensor.data[:6]
+    assert contents.current_generation("second") == 1

@@ -30,13 +30,13 @@ HOME = "ldm.modules.diffusionmodules.openaimodel"
 
 
 def cast_result(timesteps: torch.Tensor, dim: int, *others: Any, **named: Any) -> torch.Tensor:
-    """What A1111 has put around it: the UNet's type, as its settings say."""
+    """A1111's wrapper, which casts the output to the UNet's type."""
     dtype: torch.dtype = sys.modules["modules.devices"].dtype_unet
     return embed_from_the_cpu(timesteps, dim, *others, **named).to(dtype)
 
 
 class EmbeddingUNet(ldm_stand_in.UNetModel):
-    """As in real ones: the module's own ``timestep_embedding`` comes first."""
+    """A UNet that calls its module's own ``timestep_embedding`` first, like real ones."""
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor) -> Any:
         embedding = vars(sys.modules[HOME])["timestep_embedding"](timesteps, 4)

@@ -93,12 +93,12 @@ def test_pictures_are_classified_as_their_own_concept(
     assert right >= 9, list(zip(CONCEPTS, found, strict=True))
 
 
-@pytest.mark.parametrize(("preset", "at_least"), [("light", 9), ("medium", 9), ("strong", 8)])
+@pytest.mark.parametrize(("level", "at_least"), [("light", 9), ("medium", 9), ("strong", 8)])
 def test_deepcache_stays_recognisable(
-    pipeline: Any, references: tuple[list[str], torch.Tensor], preset: str, at_least: int
+    pipeline: Any, references: tuple[list[str], torch.Tensor], level: str, at_least: int
 ) -> None:
     prompts = [prompt_of(name) for name in CONCEPTS]
-    enable_deepcache(pipeline, preset)
+    enable_deepcache(pipeline, level)
     try:
         found = [
             nearest_concept(picture, references) for picture in draw(pipeline, prompts, steps=20)

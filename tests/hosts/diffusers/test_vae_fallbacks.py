@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.vae.vae_fallbacks import VaeFallbacks, VaeNote
 from onediff_ext.hosts.diffusers.vae.vae_memory import needed_bytes
-from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, tile_side
+from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, choose_tiles
 from tests.support import models
 from tests.support.vae_stand_ins import LimitedPart, MeasuredMemory, latents
 
@@ -185,16 +185,21 @@ def test_encoding_in_tiles_keeps_every_size(vae: Any, size: tuple[int, int]) -> 
     assert notes[0].what == "VAE encoded in tiles"
 
 
-@given(st.integers(33, 600), st.integers(4, 600), st.sampled_from(TILE_CELLS))
+@given(st.integers(33, 2048), st.integers(4, 2048), st.sampled_from(TILE_CELLS))
+@example(169, 181, 32)
+@example(1922, 507, 32)
 def test_sides_of_tiles(height: int, width: int, most: int) -> None:
-    side = tile_side(height, width, most)
+    side, overlap = choose_tiles(height, width, most)
     assert side % 4 == 0
+    assert side // 4 <= overlap <= side // 2
     assert most // 2 <= side <= most
 
     def narrowest(cells: int, side: int) -> int:
         if cells <= side:
             return cells
-        return min(min(side, cells - start) for start in range(0, cells, side * 3 // 4))
+        # As `AutoencoderKL.tiled_decode` places them.
+        stride = int(side * (1 - overlap / side))
+        return min(min(side, cells - start) for start in range(0, cells, stride))
 
     assert min(narrowest(height, side), narrowest(width, side)) >= 4
 

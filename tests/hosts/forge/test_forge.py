@@ -16,17 +16,21 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks import group_norm_family as torch_families
 from onediff_ext.hosts.base import WebUIHost
-from onediff_ext.hosts.forge.host import ForgeHost
-from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.store import CheckpointRecords
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
-from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, SDXLRefiner, running
+from tests.support.forge_stand_in import (
+    ADAPTERS,
+    FakeProcessing,
+    ForgeStandIn,
+    SDXLRefiner,
+    running,
+)
 
 KINDS_OF_THE_UNET = 3  # ResBlock 16→16 (two blocks), ResBlock 16→32, BasicTransformerBlock
 
 
-@pytest.fixture(params=["forge", "reforge"])
+@pytest.fixture(params=sorted(ADAPTERS))
 def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
     with running(request.param) as stand_in:
         yield stand_in
@@ -34,7 +38,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
 
 @pytest.fixture
 def adapter(host: ForgeStandIn) -> WebUIHost:
-    return ForgeHost() if host.name == "forge" else ReForgeHost()
+    return ADAPTERS[host.name]()
 
 
 @pytest.fixture
@@ -217,7 +221,7 @@ def test_a_lora_that_is_applied_at_each_call_runs_eager_and_says_so(
 def test_weights_that_layers_cast_at_each_call(
     host: ForgeStandIn, graphs: GraphsForJobs, job: Any, dtype: torch.dtype
 ) -> None:
-    flag = "parameters_manual_cast" if host.name == "forge" else "ldm_patched_cast_weights"
+    flag = "ldm_patched_cast_weights" if host.name == "reforge" else "parameters_manual_cast"
     with torch.inference_mode():
         for module in host.unet.modules():
             if hasattr(module, flag):
@@ -243,6 +247,10 @@ def test_what_offloading_leaves_on_layers_is_no_part_of_a_kind(
             module.total_mem = module.weight_mem = module.extra_mem = 4711
             module.prev_parameters_manual_cast = False
             module.parameters_manual_cast = True
+        elif host.name == "neo":
+            module.prev_parameters_manual_cast, module.parameters_manual_cast = False, True
+            module.forge_force_cast_weights = module.forge_patched_weights = True
+            module.weight_function, module.bias_function = [], []
         else:
             module.prev_ldm_patched_cast_weights = False
             module.ldm_patched_cast_weights = module.ldm_patched_patched_weights = True
@@ -300,7 +308,7 @@ def test_an_attention_that_is_not_the_hosts_own(
     host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = host.classes.modules[host.classes.BasicTransformerBlock.__module__]
-    name = "attention_function" if host.name == "forge" else "optimized_attention"
+    name = "optimized_attention" if host.name == "reforge" else "attention_function"
     own = getattr(home, name)
 
     def attention_sage(*args: Any) -> Any:
@@ -349,7 +357,7 @@ def test_weights_elsewhere(host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any
 
 
 @pytest.mark.parametrize("storage", ["nf4", "gguf"])
-def test_quantised_models(host: ForgeStandIn, adapter: WebUIHost, storage: str) -> None:
+def test_quantized_models(host: ForgeStandIn, adapter: WebUIHost, storage: str) -> None:
     host.engine.forge_objects.unet.model.storage_dtype = storage
     assert adapter.refusal_reason(None) == f"weights are stored as {storage}"
 
@@ -360,11 +368,13 @@ def test_models_of_other_classes(host: ForgeStandIn, adapter: WebUIHost) -> None
     assert "IntegratedFluxTransformer2DModel" in str(adapter.refusal_reason(None))
 
 
-def test_online_loras_of_the_whole_model() -> None:
-    with running("forge") as host:
-        assert ForgeHost().refusal_reason(None) is None
+@pytest.mark.parametrize("name", ["forge", "neo"])
+def test_online_loras_of_the_whole_model(name: str) -> None:
+    with running(name) as host:
+        adapter = ADAPTERS[name]()
+        assert adapter.refusal_reason(None) is None
         host.engine.forge_objects.unet.online = True
-        assert "at each call" in str(ForgeHost().refusal_reason(None))
+        assert "at each call" in str(adapter.refusal_reason(None))
 
 
 # ------------------------------------------------------------------ undoing
@@ -500,7 +510,7 @@ def test_the_hosts_queue_is_waited_for(host: ForgeStandIn, adapter: WebUIHost) -
 
 
 def test_convolutions_that_are_made_to_tile(host: ForgeStandIn, drawn: Any) -> None:
-    """As reForge does it, and extensions for either: between jobs, on every convolution."""
+    """Switch tiling on every convolution between jobs, like reForge and some extensions."""
     convolutions = [m for m in host.unet.modules() if isinstance(m, torch.nn.Conv2d)]
     plain = host.draw()
     for padding in ("circular", "zeros", "circular"):

@@ -17,16 +17,14 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.hosts.forge.host import ForgeHost
-from onediff_ext.hosts.forge.reforge import ReForgeHost
 from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_blocks_stand_in import embed_from_the_cpu
-from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
+from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
 from tests.support.strict_recorder import StrictRecorder
 
 
-@pytest.fixture(params=["forge", "reforge"])
+@pytest.fixture(params=sorted(ADAPTERS))
 def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
     with running(request.param) as stand_in:
         yield stand_in
@@ -34,7 +32,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
 
 @pytest.fixture
 def graphs(host: ForgeStandIn) -> GraphsForJobs:
-    return GraphsForJobs(ForgeHost() if host.name == "forge" else ReForgeHost())
+    return GraphsForJobs(ADAPTERS[host.name]())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.support.sampler_stand_in import Entry, sample
 # ------------------------------------------------------------------ passes, pictures, memory
 
 
-def test_a_hires_pass_begins_anew(host: DeepCacheWebUI) -> None:
+def test_a_hires_pass_begins_again(host: DeepCacheWebUI) -> None:
     p = Job()
     host.graphs.begin(p, host.options, deepcache=MEDIUM)
     host.run(p)
@@ -237,7 +237,7 @@ def test_a_controlnet_that_begins_and_ends(host: DeepCacheWebUI) -> None:
 
 
 def test_an_extension_that_runs_the_unet_itself(host: DeepCacheWebUI) -> None:
-    """What it adds may begin and end on the way: nothing is reused."""
+    """An extension's additions may begin and end within a picture: nothing is reused."""
     plain = host.draw(None)
     own = host.unet.forward
     host.unet.forward = lambda *args, **kwargs: own(*args, **kwargs) * 1.5

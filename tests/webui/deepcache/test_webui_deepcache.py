@@ -76,6 +76,60 @@ def test_prompt_and_negative_prompt_have_features_of_their_own(host: DeepCacheWe
     assert host.calls == (2 * 3, 2 * 3)  # each kind at every second prediction; full after 4
 
 
+TOP, BOTTOM = slice(0, 8), slice(8, 16)
+MOVES: dict[str, Callable[[int], list[slice]]] = {
+    "other order": lambda number: [TOP, BOTTOM] if number % 2 else [BOTTOM, TOP],
+    "other place": lambda number: [slice(number % 3, number % 3 + 8), BOTTOM],
+    "same place": lambda _: [TOP, BOTTOM],
+}
+
+
+@pytest.mark.parametrize("moves", MOVES)
+def test_a_tile_never_gets_the_feature_of_another(host: DeepCacheWebUI, moves: str) -> None:
+    """Tiles of one shape whose order or place changes from step to step."""
+    how = {"tiles": MOVES[moves], "layout": LAYOUTS["cfg"]}
+    expected = host.draw(OFF, **how)
+    found = host.draw(MEDIUM, **how)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    assert "an extension draws the picture in parts" in host.graphs.status().deepcache
+    # The next picture, without tiles, has DeepCache again.
+    host.draw(MEDIUM)
+    assert host.graphs.status().deepcache == "DeepCache: 8 of 12 UNet calls shallow"
+
+
+@pytest.mark.parametrize("begins", [0, 5])
+@pytest.mark.parametrize("place", ["denoiser", "inner_model", "host"])
+def test_an_extension_between_sampler_and_unet_turns_deepcache_off(
+    host: DeepCacheWebUI, monkeypatch: pytest.MonkeyPatch, place: str, begins: int
+) -> None:
+    """Tiled Diffusion may give all tiles to the UNet at once, and move them at each step."""
+    tiled = {"__name__": "tiled_diffusion"}
+    exec("def forward(*args, **kwargs): ...", tiled)
+    seen = []
+
+    def patch(denoiser: Any) -> None:
+        seen.append(denoiser)
+        if len(seen) != begins + 1:
+            return
+        if place == "host" and host.name == "a1111":
+            monkeypatch.setattr(host.stand_in.model, "apply_model", tiled["forward"], raising=False)
+        elif place == "host":
+            options = {"model_function_wrapper": tiled["forward"]}
+            monkeypatch.setattr(host.patcher, "model_options", options, raising=False)
+        else:
+            each = denoiser if place == "denoiser" else denoiser.inner_model
+            each.forward = tiled["forward"]
+
+    moving = {"tiles": lambda number: [slice(number % 9, number % 9 + 8)], "patch": patch}
+    expected = host.draw(OFF, **moving)
+    seen.clear()
+    monkeypatch.undo()
+    found = host.draw(MEDIUM, **moving)
+    assert "tiled_diffusion calls the UNet in its own way" in host.graphs.status().deepcache
+    if not begins:
+        assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
 @pytest.mark.parametrize("sampler", ["Heun", "DPM2"])
 def test_samplers_that_ask_twice_a_step(host: DeepCacheWebUI, sampler: str) -> None:
     host.draw(MEDIUM, sampler=sampler, calls=2)

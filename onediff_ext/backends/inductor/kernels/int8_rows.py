@@ -51,7 +51,7 @@ def rounded_to(scaled, q_ptr, LIMIT: tl.constexpr):
 def rows_kernel(
     x_ptr, q_ptr, scale_ptr, channels, LIMIT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr
 ):
-    """Quantise one row."""
+    """Quantize one row."""
     row = tl.program_id(0)
     first = tl.arange(0, FIRST)
     rest = FIRST + tl.arange(0, REST)

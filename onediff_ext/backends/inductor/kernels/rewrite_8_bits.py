@@ -14,9 +14,9 @@ _RESHAPES = (ATEN.reshape.default, ATEN.view.default)
 
 
 def rewrite_8_bit_product(node: Any) -> None:
-    """Replace the quantisation of an 8-bit product's rows.
+    """Replace the quantization of an 8-bit product's rows.
 
-    `quantise_rows` of the engine traces it as: reshape, to float32, division by the scale,
+    `quantize_rows` of the engine traces it as: reshape, to float32, division by the scale,
     rounding, and the cast.
     """
     cast = node.args[0]

@@ -33,7 +33,13 @@ class PeftLoraRule(WrapperRule):
             "Conv2d",
         ):
             return f"adapter layers of class {cls.__name__} are not known as plain LoRA"
+        if module.disable_adapters and module.merged:
+            return "a LoRA is fused and switched off, so the layer's next call takes it out again"
+        if getattr(module, "base_layer", None) is not self.base(module):
+            return "an adapter lies around another one"
         for name in self._live(module):
+            if not _is_plain(module, name):
+                return "a LoRA has layers of its own, a bias or a dropout"
             if name in getattr(module, "lora_variant", {}) or module.use_dora.get(name):
                 return "a LoRA variant such as DoRA is active"
             if getattr(module, "lora_bias", {}).get(name):
@@ -48,9 +54,10 @@ class PeftLoraRule(WrapperRule):
         for name in self._live(module):
             down, up = module.lora_A[name].weight, module.lora_B[name].weight
             parts += [name, module.scaling[name], content_of(down), content_of(up)]
-            parts += [getattr(module, "fan_in_fan_out", False)]
+            parts += [getattr(module, "fan_in_fan_out", False), _is_plain(module, name)]
+            parts += [name in getattr(module, "lora_variant", {}), bool(module.use_dora.get(name))]
         # Merging and unmerging change the base weight without changing its version counter.
-        parts += module.merged_adapters
+        parts += [module.disable_adapters, *module.merged_adapters]
         return tuple(parts)
 
     def sources(self, module: Any) -> Sequence[torch.Tensor]:
@@ -79,6 +86,21 @@ class PeftLoraRule(WrapperRule):
         if module.disable_adapters or module.merged:
             return []
         return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _is_plain(module: Any, name: str) -> bool:
+    """Whether an adapter consists of two layers of torch without a bias, and drops nothing."""
+    down, up, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    return (
+        {type(down), type(up)} <= {nn.Linear, nn.Conv2d}
+        and down.bias is None
+        and up.bias is None
+        and (type(dropout) is nn.Identity or _drops_nothing(dropout))
+    )
+
+
+def _drops_nothing(dropout: Any) -> bool:
+    return type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0)
 
 
 def _adds_up(base: Any, down: Any) -> bool:

@@ -14,7 +14,13 @@ from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.vae.vae_memory import DeviceMemory, needed_bytes
-from onediff_ext.hosts.diffusers.vae.vae_tiles import TILE_CELLS, can_tile, tile_side, tiles_of
+from onediff_ext.hosts.diffusers.vae.vae_tiles import (
+    TILE_CELLS,
+    Tiles,
+    can_tile,
+    choose_tiles,
+    tiles_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +49,12 @@ class _Way:
 
     Args:
         one_by_one: Each picture of the batch alone; the result is the same.
-        tile_cells: Side of the tiles in latent cells, or None for whole pictures.
+        tiles: The tiles, or None for whole pictures.
         why: Why tiles are used, if that is known before the attempt.
     """
 
     one_by_one: bool = False
-    tile_cells: int | None = None
+    tiles: Tiles | None = None
     why: str = ""
 
 
@@ -94,7 +100,7 @@ class VaeFallbacks:
             if error is not None:
                 logger.info("The VAE's %s ran out of memory: next try %s", part, way)
                 self._memory.free_caches()
-            if way.tile_cells is not None and self._tiling == "auto":
+            if way.tiles is not None and self._tiling == "auto":
                 why = way.why or "it ran out of memory otherwise"
                 note(VaeNote(f"VAE {part.removesuffix('r')}d in tiles", why))
             try:
@@ -137,7 +143,7 @@ class VaeFallbacks:
         for side in sides:
             cells = min(side, height) * min(side, width)
             if free is None or side == sides[-1] or needs(1, cells) <= free:
-                ways.append(_Way(pictures > 1, tile_side(height, width, side), why))
+                ways.append(_Way(pictures > 1, choose_tiles(height, width, side), why))
         return ways or [_Way(pictures > 1)]
 
     @contextmanager
@@ -145,8 +151,8 @@ class VaeFallbacks:
         with Patches() as patches, ExitStack() as stack:
             if way.one_by_one and hasattr(self._vae, "use_slicing"):
                 patches.set(self._vae, "use_slicing", True)
-            if way.tile_cells is not None:
-                stack.enter_context(tiles_of(self._vae, way.tile_cells))
+            if way.tiles is not None:
+                stack.enter_context(tiles_of(self._vae, way.tiles))
             yield
 
 

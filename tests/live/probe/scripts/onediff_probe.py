@@ -127,7 +127,7 @@ def vae():
 
 
 def attributes():
-    """What patches of any kind would change: instance attributes, hooks and classes' methods."""
+    """Everything that a patch could change: instance attributes, hooks and classes' methods."""
     found, classes = {}, {}
     for part, model in (("unet", unet()), ("vae", vae())):
         for name, module in model.named_modules():
@@ -171,7 +171,7 @@ def remove_hypertile():
 
 
 def reload_ui():
-    """What the button "Reload UI" does."""
+    """Do the same as the button "Reload UI"."""
     shared.state.request_restart()
     return {}
 

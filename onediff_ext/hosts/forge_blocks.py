@@ -1,6 +1,6 @@
-"""The blocks of Forge's ``backend.nn`` and of reForge's ``ldm_patched.ldm`` models.
+"""The blocks of Forge's and Neo's ``backend.nn`` and of reForge's ``ldm_patched.ldm`` models.
 
-Both descend from CompVis' code through ComfyUI. Their blocks take a dict of
+All descend from CompVis' code through ComfyUI. Their blocks take a dict of
 ``transformer_options``, in which other extensions leave patches. A block that such a patch concerns
 runs eager; for all others the dict changes nothing and is left out.
 """
@@ -8,16 +8,22 @@ runs eager; for all others the dict changes nothing and is left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.arguments import UNKNOWN_ARGUMENTS, are_tensors, named_arguments
-from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.blocks.family import (
+    UNKNOWN_ARGUMENTS,
+    Arguments,
+    BlockCall,
+    BlockFamily,
+    Refusal,
+)
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, GroupNorms
+from onediff_ext.hosts.forge_attention import AttentionRules
 from onediff_ext.hosts.ldm_blocks import (
     LdmBlocks,
     LdmResBlocks,
@@ -37,23 +43,8 @@ _INNER_PATCHES = (
 
 
 @dataclass(frozen=True)
-class AttentionRules:
-    """How the host computes attention, asked at each call.
-
-    Args:
-        refusal_reason: Why attention cannot be a graph's just now (an implementation of another
-            extension, or one that rounds differently), or None.
-        upcasts: Whether scores are computed in float32, given the precision that the block was made
-            with (None is the model's own) and the dtype of its input.
-    """
-
-    refusal_reason: Callable[[], str | None] = lambda: None
-    upcasts: Callable[[torch.dtype | None, torch.dtype], bool] = lambda _wanted, _dtype: False
-
-
-@dataclass(frozen=True)
 class ForgePackage:
-    """The blocks and layers of one of the two hosts.
+    """The blocks and layers of one of these hosts.
 
     Args:
         unet, transformer, vae: Python modules of ResBlock, BasicTransformerBlock and the
@@ -74,57 +65,6 @@ class ForgePackage:
     ignored_attrs: frozenset[str]
     dynamic_weight_attrs: tuple[str, ...]
     per_image: tuple[str, ...]
-
-
-FORGE = ForgePackage(
-    unet="backend.nn.unet",
-    transformer="backend.nn.unet",
-    vae="backend.nn.vae",
-    layers=("backend.operations.ForgeOperations.",),
-    casts="parameters_manual_cast",
-    ignored_attrs=frozenset(
-        {
-            "parameters_manual_cast",
-            "prev_parameters_manual_cast",
-            "total_mem",
-            "weight_mem",
-            "extra_mem",
-            "forge_online_loras",
-        }
-    ),
-    dynamic_weight_attrs=("forge_online_loras",),
-    per_image=(
-        "backend.nn.unet.IntegratedUNet2DConditionModel",
-        "backend.nn.vae.Encoder",
-        "backend.nn.vae.Decoder",
-    ),
-)
-
-REFORGE = ForgePackage(
-    unet="ldm_patched.ldm.modules.diffusionmodules.openaimodel",
-    transformer="ldm_patched.ldm.modules.attention",
-    vae="ldm_patched.ldm.modules.diffusionmodules.model",
-    layers=(
-        "ldm_patched.modules.ops.disable_weight_init.",
-        "ldm_patched.modules.ops.manual_cast.",
-    ),
-    casts="ldm_patched_cast_weights",
-    ignored_attrs=frozenset(
-        {
-            "ldm_patched_cast_weights",
-            "prev_ldm_patched_cast_weights",
-            "ldm_patched_patched_weights",
-            "weight_function",
-            "bias_function",
-            "optimized_attention",
-        }
-    ),
-    dynamic_weight_attrs=("weight_function", "bias_function"),
-    per_image=(
-        "ldm_patched.ldm.modules.diffusionmodules.model.Encoder",
-        "ldm_patched.ldm.modules.diffusionmodules.model.Decoder",
-    ),
-)
 
 
 class _ForgeBlocks(LdmBlocks):
@@ -155,18 +95,19 @@ class ForgeResBlock(LdmResBlocks, _ForgeBlocks):
 
     arguments = ("x", "emb", "transformer_options")
 
-    def unsupported_reason(self, block: Any, named: Mapping[str, Any]) -> str | None:
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:
         if block.updown or block.skip_t_emb or block.exchange_temb_dims:
             return "a residual block of this form is not supported"
-        if "group_norm_wrapper" in (named.get("transformer_options") or {}):
+        if "group_norm_wrapper" in (arguments.get("transformer_options") or {}):
             return "another extension wraps the group norm"
         return None
 
 
 class ForgeTransformer(LdmTransformers, _ForgeBlocks):
-    """The transformer block of both hosts."""
+    """The transformer block of all these hosts."""
 
     mutates_inputs = True  # Forge adds to x in place
+    arguments = ("x", "context", "transformer_options")
 
     def module_name(self) -> str:
         return self.package.transformer
@@ -174,16 +115,11 @@ class ForgeTransformer(LdmTransformers, _ForgeBlocks):
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.n_heads * block.d_head}"
 
-    def bind(
-        self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> BlockCall | Refusal:
-        named = named_arguments(("x", "context", "transformer_options"), args, kwargs)
-        if named is None or not are_tensors(named.get("x")):
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
+        x, context = arguments.get("x"), arguments.get("context")
+        if not isinstance(x, torch.Tensor) or not isinstance(context, torch.Tensor | None):
             return UNKNOWN_ARGUMENTS
-        x, context = named["x"], named.get("context")
-        if context is not None and not are_tensors(context):
-            return UNKNOWN_ARGUMENTS
-        options = named.get("transformer_options") or {}
+        options = arguments.get("transformer_options") or {}
         reason = _patch_reason(options) or self.attention.refusal_reason()
         if reason is not None:
             return Refusal(reason)
@@ -210,7 +146,7 @@ class ForgeVaeAttention(LdmVaeAttention, _ForgeBlocks):
     def module_name(self) -> str:
         return self.package.vae
 
-    def refusal_reason(self) -> str | None:
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
         return self.attention.refusal_reason()
 
 
@@ -239,7 +175,7 @@ def forge_families(
     """The families of one host.
 
     Args:
-        package: `FORGE` or `REFORGE`.
+        package: The host's.
         attention: How the host computes attention.
     """
     classes = (ForgeResBlock, ForgeTransformer, ForgeVaeResnet, ForgeVaeAttention)

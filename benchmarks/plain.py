@@ -1,0 +1,246 @@
+"""A user's script, timed from outside: ``python -m benchmarks.plain --model sdxl --json FILE``.
+
+`plain_script.py`, which is also the README's example, draws pictures with a model folder of full
+width and random weights. Each contender is that script with one line changed:
+
+- eager: without `compile_pipe`;
+- plain: as it is;
+- plain-fp8: ``compile_pipe(pipe, options={"precision": "fp8"})``;
+- plain-lora: a LoRA is loaded before `compile_pipe`, for eager too (eager-lora).
+
+Nothing in the script waits for a graph or says where a picture begins. Times are those of the
+files that it writes. It runs once with an empty store, which draws one size without a pause while
+graphs are built, and then twice over all sizes, with some steps and with twice as many. Their
+difference is the time of the steps, the scheduler's included, without text encoder, VAE and PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pictures import compare_pictures, picture_times
+from benchmarks.results import check_mergeable, merge, now, read_result, write_result
+from benchmarks.unet import SIZES
+
+SCRIPT = Path(__file__).with_name("plain_script.py")
+COMPILE = "pipe = compile_pipe(pipe)"
+LORA = 'pipe.load_lora_weights(f"{model}/lora.safetensors")'
+CONTENDERS = {
+    "eager": "",
+    "plain": COMPILE,
+    "plain-fp8": 'pipe = compile_pipe(pipe, options={"precision": "fp8"})',
+    "eager-lora": LORA,
+    "plain-lora": f"{LORA}\n{COMPILE}",
+}
+SETTINGS = ("what", "model", "dtype", "steps")
+_LOG = "events.txt"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("tiny", "small", "sd1", "sdxl"), default="tiny")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pictures", type=int, default=3, help="timed ones of each size")
+    parser.add_argument("--first-pictures", type=int, default=100, help="with the empty store")
+    parser.add_argument("--work", type=Path, help="model and stores; kept for later runs")
+    parser.add_argument("--limit-s", type=float, default=580, help="for each process")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--replace", action="store_true", help="forget what is in the JSON file")
+    parser.add_argument("--make-model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run-script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.make_model:
+        return _make_model(arguments.model, arguments.make_model)
+    if arguments.run_script:
+        return _run_script(arguments.run_script)
+    with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
+        arguments.work = (arguments.work or Path(folder)).resolve()
+        Run(arguments).all_contenders()
+    return 0
+
+
+class Run:
+    """One call of the benchmark."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import torch
+
+        from benchmarks.fingerprint import fingerprint
+        from onediff_ext.core.shapes import parse_sizes
+
+        self._given, self._work = arguments, arguments.work
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._sizes = [
+            (size.width_px // arguments.scale // 8 * 8, size.height_px // arguments.scale // 8 * 8)
+            for size in parse_sizes(arguments.sizes)
+        ]
+        self._figures: dict[str, Any] = {
+            "what": "a user's script, timed from outside",
+            "model": arguments.model,
+            "dtype": "float16" if device.type == "cuda" else "float32",
+            "steps": arguments.steps,
+            "fingerprint": fingerprint(device),
+            "rows": [],
+            "contenders": {},
+        }
+        keep = arguments.json is not None and not arguments.replace
+        self._old = read_result(arguments.json) if keep else None
+        check_mergeable(self._old, self._figures, SETTINGS)
+
+    def all_contenders(self) -> None:
+        """Measure the chosen contenders in order, and write the figures after each."""
+        model = self._work / "model"
+        if not model.exists():
+            self._process(["--make-model", str(model), "--model", self._given.model])
+        for name in self._given.contenders.split(","):
+            if name not in CONTENDERS:
+                raise SystemExit(f"No such contender: {name}. Known: {', '.join(CONTENDERS)}.")
+            first, rows = self._first_pictures(name), self._rows(name)
+            new = {"contenders": {name: {**first, **self._parity(name)}}, "rows": rows}
+            self._figures = merge(self._figures, {**self._figures, **new}, same=SETTINGS)
+            if self._given.json is not None:
+                merged = merge(self._old, self._figures, same=SETTINGS)
+                write_result(self._given.json, merged)
+
+    def _first_pictures(self, name: str) -> dict[str, Any]:
+        """Draw one size without a pause, with an empty store."""
+        count = 4 if name.startswith("eager") else self._given.first_pictures
+        started, times = self._draw(name, "first", self._given.steps, self._sizes[:1] * count)
+        seconds = [b - a for (_, a), (_, b) in itertools.pairwise(times)]
+        usual_s = statistics.median(seconds)
+        events = (self._work / name / "first" / _LOG).read_text(encoding="utf-8").splitlines()
+        in_use = [float(line.split()[0]) - started for line in events if " built: " in line]
+        found = {
+            "measured": now(),
+            "first_picture_s": times[0][1],
+            "usual_picture_s": usual_s,
+            "slowest_later_picture_s": max(seconds),
+            "last_picture_s": seconds[-1],
+            "later_pictures_s": [round(each, 3) for each in seconds],
+            "graphs_built": len(in_use),
+            # After the first plain call, which ends with the first file.
+            "all_built_s": max(in_use) - times[0][1] + usual_s if in_use else None,
+        }
+        shown = {what: value for what, value in found.items() if what != "later_pictures_s"}
+        print(f"{name}: {shown}", flush=True)
+        return found
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        """Draw all sizes with the filled store: with some steps, and with twice as many."""
+        steps = self._given.steps
+        sizes = [size for size in self._sizes for _ in range(self._given.pictures + 1)]
+        short, long = (
+            self._seconds(name, f"{count} steps", count, sizes) for count in (steps, 2 * steps)
+        )
+        rows = []
+        for size in dict.fromkeys(sizes):
+            first, *later = short[size]
+            picture_s = statistics.median(later)
+            ms = 1e3 * (statistics.median(long[size][1:]) - picture_s) / steps
+            rows.append({
+                "contender": name, "dtype": self._figures["dtype"], "measured": now(),
+                "width": size[0], "height": size[1], "first_s": first, "picture_s": picture_s,
+                "ms_median": ms,
+            })  # fmt: skip
+            print(f"{size[0]}x{size[1]} {name:12} {picture_s:7.2f} s {ms:8.2f} ms a step")
+        return rows
+
+    def _parity(self, name: str) -> dict[str, Any]:
+        """Compare a contender's pictures with eager's, if both have been drawn."""
+        run = f"{self._given.steps} steps"
+        eager = self._work / ("eager-lora" if name.endswith("-lora") else "eager") / run
+        return (
+            {"parity": compare_pictures(eager, self._work / name / run)} if eager.exists() else {}
+        )
+
+    def _seconds(
+        self, name: str, run: str, steps: int, sizes: list[tuple[int, int]]
+    ) -> dict[tuple[int, int], list[float]]:
+        """Return the seconds of each picture, by size; the first one has the start in it."""
+        _, times = self._draw(name, run, steps, sizes)
+        found: dict[tuple[int, int], list[float]] = {}
+        before = 0.0
+        for size, (_, seconds) in zip(sizes, times, strict=True):
+            found.setdefault(size, []).append(seconds - before)
+            before = seconds
+        return found
+
+    def _draw(
+        self, name: str, run: str, steps: int, sizes: list[tuple[int, int]]
+    ) -> tuple[float, list[tuple[str, float]]]:
+        """Run a contender's script; return when it started, and the times of its files."""
+        folder = self._work / name / run
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.png"):
+            old.unlink()
+        script = folder / "script.py"
+        script.write_text(script_of(name), encoding="utf-8")
+        texts = [f"{width}x{height}" for width, height in sizes]
+        started = time.time()
+        self._process(
+            ["--run-script", str(script), str(self._work / "model"), str(steps), *texts], folder,
+            ONEDIFF_STORE=str(self._work / name / "store"),
+        )  # fmt: skip
+        times = picture_times(folder, started)
+        if len(times) != len(sizes):
+            raise SystemExit(f"{name} drew {len(times)} of {len(sizes)} pictures.")
+        return started, times
+
+    def _process(self, arguments: list[str], folder: Path | None = None, **variables: str) -> None:
+        """Run this module in another process."""
+        root = Path(__file__).resolve().parent.parent
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **variables}
+        command = [sys.executable, "-m", "benchmarks.plain", *arguments]
+        subprocess.run(
+            command, cwd=folder, env=environment, timeout=self._given.limit_s, check=True
+        )
+
+
+def script_of(name: str) -> str:
+    """Return a contender's script: the user's, with another line in place of `COMPILE`."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    assert text.count(f"\n{COMPILE}  #") == 1
+    return text.replace(f"\n{COMPILE}  #", f"\n{CONTENDERS[name]}  #")
+
+
+def _run_script(command: list[str]) -> int:
+    """Run a script, and write what OneDiff logs to a file beside its pictures."""
+    logging.basicConfig(filename=_LOG, filemode="w", format="%(created).3f %(message)s")
+    logging.getLogger("onediff_ext").setLevel(logging.INFO)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+    return 0
+
+
+def _make_model(model: str, folder: Path) -> int:
+    """Write a model folder, with a LoRA in it, in a process of its own."""
+    import torch
+
+    from benchmarks.models import make_pipeline
+    from tests.support.models import save_lora
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    pipe = make_pipeline(model, device, dtype)
+    pipe.save_pretrained(folder, safe_serialization=True)
+    save_lora(pipe, folder / "lora.safetensors", text=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""Runs each call of some pipelines within a context.
+
+``pipe(...)`` runs ``__call__`` of the pipeline's class: Python looks it up there, and not on the
+object. So this method is replaced on the class while a pipeline of the class is watched. Calls of
+other pipelines pass through. The class stays the same object.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Around = Callable[[Any], AbstractContextManager[None]]
+
+_lock = threading.RLock()  # also taken when a pipeline is collected, at any moment
+_watched_classes: dict[type, _WatchedClass] = {}
+
+
+def watch_calls(pipe: object, around: Around) -> None:
+    """Run each call of a pipeline within a context, until `leave_calls` or the pipeline's deletion.
+
+    Does nothing for an object that cannot be called, and for a module, whose ``__call__`` is that
+    of all modules.
+
+    Args:
+        pipe: The pipeline.
+        around: Returns the context for a pipeline. It must not hold the pipeline.
+    """
+    owner = next((cls for cls in type(pipe).__mro__ if "__call__" in vars(cls)), object)
+    method = vars(owner).get("__call__")
+    if not isinstance(method, types.FunctionType) or owner.__module__.startswith("torch."):
+        return
+    with _lock:
+        if owner not in _watched_classes:
+            _watched_classes[owner] = _WatchedClass(owner, method)
+        _watched_classes[owner].add(pipe, around)
+
+
+def leave_calls(pipe: object) -> None:
+    """Take back `watch_calls`; does nothing for a pipeline that is not watched."""
+    with _lock:
+        for watched in list(_watched_classes.values()):
+            watched.discard(id(pipe))
+
+
+class _WatchedClass:
+    """A class whose ``__call__`` is replaced while some of its pipelines are watched.
+
+    Args:
+        cls: The class that defines the method.
+        method: The method.
+    """
+
+    def __init__(self, cls: Any, method: types.FunctionType) -> None:
+        self._cls, self._method = cls, method
+        self._pipes: dict[int, tuple[weakref.ref[object], Around]] = {}
+        pipes = self._pipes
+
+        @functools.wraps(method)
+        def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+            watched = pipes.get(id(pipe))
+            if watched is None:
+                return method(pipe, *args, **kwargs)
+            _, around = watched
+            with around(pipe):
+                return method(pipe, *args, **kwargs)
+
+        self._replacement = cls.__call__ = call
+
+    def add(self, pipe: object, around: Around) -> None:
+        """Watch a pipeline of this class."""
+        number = id(pipe)
+        self._pipes[number] = (weakref.ref(pipe, lambda _: self._collected(number)), around)
+
+    def discard(self, number: int) -> None:
+        """Stop watching a pipeline; restore the class after the last one."""
+        if self._pipes.pop(number, None) is None or self._pipes:
+            return
+        del _watched_classes[self._cls]
+        if vars(self._cls)["__call__"] is self._replacement:
+            self._cls.__call__ = self._method
+        else:
+            logger.warning(
+                "another extension has replaced %s.__call__ since; ours only passes calls on now",
+                self._cls.__name__,
+            )
+
+    def _collected(self, number: int) -> None:
+        with _lock:
+            self.discard(number)

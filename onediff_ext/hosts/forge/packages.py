@@ -1,0 +1,55 @@
+"""Where Forge and reForge keep their blocks and layers."""
+
+from __future__ import annotations
+
+from onediff_ext.hosts.forge_blocks import ForgePackage
+
+FORGE = ForgePackage(
+    unet="backend.nn.unet",
+    transformer="backend.nn.unet",
+    vae="backend.nn.vae",
+    layers=("backend.operations.ForgeOperations.",),
+    casts="parameters_manual_cast",
+    ignored_attrs=frozenset(
+        {
+            "parameters_manual_cast",
+            "prev_parameters_manual_cast",
+            "total_mem",
+            "weight_mem",
+            "extra_mem",
+            "forge_online_loras",
+        }
+    ),
+    dynamic_weight_attrs=("forge_online_loras",),
+    per_image=(
+        "backend.nn.unet.IntegratedUNet2DConditionModel",
+        "backend.nn.vae.Encoder",
+        "backend.nn.vae.Decoder",
+    ),
+)
+
+REFORGE = ForgePackage(
+    unet="ldm_patched.ldm.modules.diffusionmodules.openaimodel",
+    transformer="ldm_patched.ldm.modules.attention",
+    vae="ldm_patched.ldm.modules.diffusionmodules.model",
+    layers=(
+        "ldm_patched.modules.ops.disable_weight_init.",
+        "ldm_patched.modules.ops.manual_cast.",
+    ),
+    casts="ldm_patched_cast_weights",
+    ignored_attrs=frozenset(
+        {
+            "ldm_patched_cast_weights",
+            "prev_ldm_patched_cast_weights",
+            "ldm_patched_patched_weights",
+            "weight_function",
+            "bias_function",
+            "optimized_attention",
+        }
+    ),
+    dynamic_weight_attrs=("weight_function", "bias_function"),
+    per_image=(
+        "ldm_patched.ldm.modules.diffusionmodules.model.Encoder",
+        "ldm_patched.ldm.modules.diffusionmodules.model.Decoder",
+    ),
+)

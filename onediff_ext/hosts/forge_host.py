@@ -1,0 +1,233 @@
+"""The adapter of Forge and of its descendants.
+
+They replace weights for LoRAs and models for checkpoints. They merge LoRAs into the weights before
+the UNet's first call, so nothing is pending while they draw. Each block reads its weights at every
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.shapes import CELL_PX, BatchShape
+from onediff_ext.engine.blocks.weight_slots import WrapperRule
+from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.validity.foreign_code import defining_module
+from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
+from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
+
+# Height and width of the VAE's warm-up in latent cells: its kinds do not depend on the size.
+_VAE_CELLS = (16, 24)
+# UNets whose blocks are known here; Flux, SD3 and others have transformers only.
+_UNETS = frozenset({"IntegratedUNet2DConditionModel", "UNetModel"})
+_QUANTIZED = ("nf4", "fp4", "gguf")
+# Beginnings of the names of the hosts' model classes. Mugen is SDXL with another VAE.
+_ARCHITECTURES = (
+    ("SDXLRefiner", "sdxl-refiner"),
+    ("SDXL", "sdxl"),
+    ("Mugen", "sdxl"),
+    ("SD15", "sd1"),
+    ("SD2", "sd2"),
+)
+
+
+class ForgeFamilyHost(WebUIHost):
+    """Forge or a descendant: each checkpoint is a new model object, loaded when first needed."""
+
+    def __init__(self) -> None:
+        self._embeddings = TimestepEmbeddings()
+
+    def rules(self) -> Sequence[WrapperRule]:
+        return ()  # LoRAs are merged into the weights
+
+    def checkpoint(self) -> HostCheckpoint | None:
+        model = self.loaded_model()
+        info = getattr(model, "sd_checkpoint_info", None)
+        if info is None:
+            return None
+        architecture = _architecture(self.model_config(model))
+        return HostCheckpoint(
+            info.name_for_extra,
+            info.shorthash or "",
+            architecture,
+            content_hash=info.sha256 or "",  # none with --no-hashing
+            path=info.filename,
+        )
+
+    def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
+        objects = forge_objects(self.loaded_model())
+        if objects is None:
+            return []
+        vae = objects.vae.first_stage_model
+        candidates: list[tuple[ComponentId, Any]] = [
+            (ComponentId(Role.UNET), objects.unet.model.diffusion_model),
+            (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
+            (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
+        ]
+        if Role.CONTROLNET not in ignores:
+            controls = objects.unet.list_controlnets()  # of this job, the latest first
+            candidates += control_components(getattr(c, "control_model", None) for c in controls)
+        return [
+            (component, module)
+            for component, module in candidates
+            if component.role not in ignores and isinstance(module, nn.Module)
+        ]
+
+    def refusal_reason(self, job: Any) -> str | None:  # noqa: ARG002
+        objects = forge_objects(self.loaded_model())
+        if objects is None:
+            return None  # the host loads one before it samples
+        unet = objects.unet
+        name = type(unet.model.diffusion_model).__name__
+        if name not in _UNETS:
+            return f"{name} runs without graphs: only the UNets of SD and SDXL are known"
+        storage = getattr(unet.model, "storage_dtype", None)
+        if storage in _QUANTIZED:
+            return f"weights are stored as {storage}"
+        if self.applies_loras_online(unet):
+            return "the LoRA is applied at each call (fp16 LoRA)"
+        return None
+
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
+        # LoRAs need nothing: they are merged before the first call.
+        if component.role is Role.UNET:
+            self.make_capturable(patches, model)
+
+    def weights(self) -> Hashable:
+        objects = forge_objects(self.loaded_model())
+        unet = getattr(objects, "unet", None)
+        # Forge lists LoRAs by file and strength; reForge numbers a patcher's set of them.
+        loras = tuple(getattr(unet, "lora_patches", None) or ())
+        return super().weights(), loras, getattr(unet, "patches_uuid", None)
+
+    def split_calls_reason(self, denoiser: object) -> str | None:
+        unet = getattr(forge_objects(self.loaded_model()), "unet", None)
+        wrapper = (getattr(unet, "model_options", None) or {}).get("model_function_wrapper")
+        if wrapper is not None:
+            return f"{defining_module(wrapper)} calls the UNet in its own way"
+        return super().split_calls_reason(denoiser)
+
+    def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
+        loaded = self.loaded_model()
+        return loaded if forge_objects(loaded) is not None else None
+
+    def step(self, shape: BatchShape, noise: torch.Generator) -> None:
+        objects = forge_objects(self.loaded_model())
+        if objects is None:
+            return
+        unet = objects.unet
+        self.move_to_device([unet])
+        model, count = unet.model.diffusion_model, 2 * shape.batch
+        height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
+        form = {"device": unet.load_device, "dtype": self.computation_dtype(unet)}
+        # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
+        x = torch.randn(count, model.in_channels, height, width, generator=noise).to(**form)
+        context = torch.randn(count, 77, _context_width(model), generator=noise).to(**form)
+        extra = {}
+        if getattr(model, "num_classes", None) is not None:
+            features = model.label_emb[0][0].in_features
+            extra["y"] = torch.randn(count, features, generator=noise).to(**form)
+        timesteps = torch.randint(1000, (1,), generator=noise).to(unet.load_device, torch.float32)
+        with torch.inference_mode():
+            model(
+                x,
+                timesteps.repeat(count),
+                context=context,
+                control=None,
+                transformer_options={},
+                **extra,
+            )
+
+    def vae_step(self) -> None:
+        objects = forge_objects(self.loaded_model())
+        if objects is None:
+            return
+        vae, noise = objects.vae, torch.Generator().manual_seed(0)
+        self.move_to_device([vae.patcher])
+        form = {"device": vae.device, "dtype": vae.vae_dtype}
+        latent = torch.randn(1, vae.latent_channels, *_VAE_CELLS, generator=noise).to(**form)
+        image = torch.randn(1, 3, *(CELL_PX * n for n in _VAE_CELLS), generator=noise).to(**form)
+        with torch.inference_mode():
+            vae.first_stage_model.decoder(latent)
+            vae.first_stage_model.encoder(image)
+
+    def run_exclusively(self, task: Callable[[], None]) -> None:
+        from modules.call_queue import queue_lock
+
+        with queue_lock:
+            self.load_model()
+            task()
+
+    # ------------------------------------------------------------ what differs between hosts
+
+    def loaded_model(self) -> Any:
+        """The host's model, without loading one that is not there yet."""
+        from modules import sd_models
+
+        return sd_models.model_data.sd_model
+
+    def load_model(self) -> None:
+        """Load the checkpoint that the user has chosen, as the next job would."""
+        from modules import sd_models
+
+        sd_models.forge_model_reload()
+
+    def model_config(self, model: Any) -> object:
+        """The host's description of a checkpoint."""
+        return model.model_config
+
+    def applies_loras_online(self, unet: Any) -> bool:
+        """Whether a LoRA of the UNet's patcher is added at each call instead of merged."""
+        return bool(unet.has_online_lora())
+
+    def move_to_device(self, trusted_patchers: list[Any]) -> None:
+        """Bring models to their device, as the host does before sampling."""
+        from backend import memory_management
+
+        memory_management.load_models_gpu(trusted_patchers)
+
+    def computation_dtype(self, unet: Any) -> torch.dtype:
+        """The dtype that the UNet's inputs are cast to."""
+        dtype: torch.dtype = unet.model.computation_dtype
+        return dtype
+
+    def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
+        """Make it possible to record the UNet's forward as a CUDA graph."""
+        self._embeddings.install(patches, unet)
+        patches.hook(unet.register_forward_pre_hook(_without_controlnet, with_kwargs=True), unet)
+
+
+def forge_objects(model: Any) -> Any:
+    """The patchers that the host draws with, or None before the first load."""
+    return getattr(model, "forge_objects", None)
+
+
+def _context_width(unet: nn.Module) -> int:
+    """Width of a token of the prompt, from the first cross-attention."""
+    for name, module in unet.named_modules():
+        if name.endswith("attn2.to_k"):
+            width: int = module.weight.shape[1]
+            return width
+    return 0
+
+
+def _architecture(config: object) -> str:
+    """The architecture, from the class that the host chose by the shapes of the weights."""
+    name = type(config).__name__
+    return next((value for prefix, value in _ARCHITECTURES if name.startswith(prefix)), "unknown")
+
+
+def _without_controlnet(
+    _model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A pre-hook of the UNet that removes the argument ``control_model``.
+
+    Forge passes its ControlNet to the UNet, which ignores it: the ControlNet's results are tensors
+    in ``control``. A CUDA graph cannot tell whether such an object is unchanged.
+    """
+    return tuple(args), {name: v for name, v in kwargs.items() if name != "control_model"}

@@ -1,0 +1,55 @@
+"""The adapter of Neo, which keeps Forge's structure over newer memory management."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.engine.blocks.family import BlockFamily
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.forge_blocks import forge_families
+from onediff_ext.hosts.forge_host import ForgeFamilyHost, forge_objects
+from onediff_ext.hosts.neo.attention import neo_attention
+from onediff_ext.hosts.neo.eager_reasons import eager_reason
+from onediff_ext.hosts.neo.package import NEO
+from onediff_ext.hosts.neo.weight_loads import WeightLoads
+
+_KNOWN_VAE = "IntegratedAutoencoderKL"
+
+
+class NeoHost(ForgeFamilyHost):
+    """Neo: as Forge, with transformers, a compiler of its own, and a refiner without a load."""
+
+    name = "neo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._weight_loads = WeightLoads()
+
+    def families(self) -> Sequence[BlockFamily]:
+        return forge_families(NEO, neo_attention())
+
+    def refusal_reason(self, job: Any) -> str | None:
+        from backend.args import dynamic_args
+
+        objects = forge_objects(self.loaded_model())
+        if objects is None:
+            return None  # the host loads one before it samples
+        return eager_reason(objects.unet.model, dynamic_args) or super().refusal_reason(job)
+
+    def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
+        super().attach(patches, model, component)
+        if component.role is Role.UNET:
+            self._weight_loads.watch(patches)
+
+    def state(self) -> Hashable:
+        return self._weight_loads.count
+
+    def vae_step(self) -> None:
+        objects = forge_objects(self.loaded_model())
+        # Other VAEs take videos, or latents of another scale; no block of theirs is known.
+        if objects is not None and type(objects.vae.first_stage_model).__name__ == _KNOWN_VAE:
+            super().vae_step()

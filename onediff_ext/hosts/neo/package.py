@@ -1,0 +1,30 @@
+"""Where Neo keeps its blocks and layers: Forge's places, with layers of another form."""
+
+from __future__ import annotations
+
+from onediff_ext.hosts.forge_blocks import ForgePackage
+
+NEO = ForgePackage(
+    unet="backend.nn.unet",
+    transformer="backend.nn.unet",
+    vae="backend.nn.vae",
+    layers=("backend.operations.ForgeOperations.",),
+    casts="parameters_manual_cast",
+    ignored_attrs=frozenset(
+        {
+            "parameters_manual_cast",
+            "prev_parameters_manual_cast",
+            "forge_force_cast_weights",
+            "forge_patched_weights",
+            "weight_function",
+            "bias_function",
+        }
+    ),
+    # Where Neo offloads, it merges a LoRA at each call into the layers that it moves.
+    dynamic_weight_attrs=("weight_function", "bias_function"),
+    per_image=(
+        "backend.nn.unet.IntegratedUNet2DConditionModel",
+        "backend.nn.vae.Encoder",
+        "backend.nn.vae.Decoder",
+    ),
+)

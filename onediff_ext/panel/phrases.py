@@ -1,0 +1,117 @@
+"""The panel's own sentences, and their translations.
+
+A WebUI translates a text that stands on its page word for word. These sentences have numbers and
+names in them, so the panel translates them itself, with the same files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+LOCALIZATIONS = Path(__file__).resolve().parents[2] / "localizations"
+
+# The header.
+OFF = "off"
+WITHOUT = "without graphs"
+BUILDING = "building {done} of {needed}"
+MEASURING = "measuring {done} of {needed} sizes"
+GRAPHS = "graphs"
+PART = "graphs in part"
+LEFT = ", {time} left"
+SPEEDUP = ", {times}x"
+BLOCKS = ", {done} of {needed} blocks"
+WHY = ": {why}"
+WHY_IN_BRACKETS = " ({why})"
+SECONDS, MINUTES, HOURS = "{n} s", "{n} min", "{h} h {m} min"
+
+# Below it.
+NO_PICTURE_YET = "no picture drawn with OneDiff yet"
+NOT_BUILT_YET = "graphs are not built yet"
+CUDA_GRAPHS_ONLY = "CUDA graphs only"
+TOOK = "Last picture: {took}, about {without} without OneDiff (estimated from measured steps)."
+TOOK_ONLY = (
+    "Last picture: {took}. What graphs saved is known at sizes that Build now has measured, while"
+    " the machine is as busy as then."
+)
+FIRST_TIME = "Graphs are built once, in the background. Pictures come meanwhile."
+FIRST_TIME_FOR = "Graphs are built once, in the background: about {time}. Pictures come meanwhile."
+ON_HOLD = "Builds are paused, graphs left to build: {n}. Press Go on."
+ALL_WITHOUT = "Pictures are right, but drawn without graphs: {why}."
+PART_WITHOUT = "Pictures are right, but part of the model runs without graphs: {why}."
+SAVED = "saved {time} since {day}"
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+TODAY, YESTERDAY = "today", "yesterday"
+CHANGED_BY = "{extension} changed the model"
+TURN_OFF = "Turn {extension} off for more speed."
+
+TEMPLATES = (
+    *(OFF, WITHOUT, BUILDING, MEASURING, GRAPHS, PART, LEFT, SPEEDUP, BLOCKS, WHY),
+    *(WHY_IN_BRACKETS, SECONDS, MINUTES, HOURS, NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY),
+    *(TOOK, TOOK_ONLY, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, ALL_WITHOUT, PART_WITHOUT, SAVED),
+    *(CHANGED_BY, TURN_OFF, *DAYS, TODAY, YESTERDAY),
+)
+"""Every sentence of this file, for the test that looks for its translations."""
+
+
+class Phrases:
+    """Writes the sentences in one language.
+
+    Args:
+        table: English → translated; what it lacks stays English.
+    """
+
+    def __init__(self, table: Mapping[str, str] | None = None) -> None:
+        self._table = table or {}
+
+    def say(self, template: str, **values: object) -> str:
+        """Return a sentence with its values filled in.
+
+        Args:
+            template: One of this module's constants, or a reason of `reasons`.
+            values: The values by the names in the template.
+        """
+        return self._table.get(template, template).format(**values)
+
+    def duration(self, seconds: float, *, tenths: bool = False) -> str:
+        """Return a time such as "0.8 s", "40 s", "3 min" or "3 h 12 min".
+
+        Args:
+            seconds: The time.
+            tenths: Whether to write a time below ten seconds with one decimal.
+        """
+        if tenths and seconds < 9.95:
+            return self.say(SECONDS, n=f"{seconds:.1f}")
+        if seconds < 90:
+            return self.say(SECONDS, n=f"{seconds:.0f}")
+        minutes = round(seconds / 60)
+        if minutes < 90:
+            return self.say(MINUTES, n=minutes)
+        return self.say(HOURS, h=minutes // 60, m=minutes % 60)
+
+
+ENGLISH = Phrases()
+
+
+@functools.cache
+def phrases_in(language: str) -> Phrases:
+    """Return the phrases in a language of a WebUI; English where we have no translation.
+
+    Args:
+        language: The name of the WebUI's localisation, such as ``"ja_JP"`` or ``"zh-Hans"``.
+    """
+    name = language.strip().replace("-", "_").lower()
+    if name.startswith("ja"):
+        return _read("ja_JP")
+    if name.startswith(("zh_cn", "zh_hans", "zh_sg")) or name == "zh":
+        return _read("zh_CN")
+    return ENGLISH
+
+
+def _read(stem: str) -> Phrases:
+    try:
+        return Phrases(json.loads((LOCALIZATIONS / f"{stem}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # installed as a package, without the WebUI's files
+        return ENGLISH

@@ -1,0 +1,59 @@
+"""The status as the panel shows it: header, lines beneath it, technical details."""
+
+from __future__ import annotations
+
+from onediff_ext.core.headline import Headline
+from onediff_ext.core.status import Status
+from onediff_ext.panel import html
+from onediff_ext.panel.details import detail_lines, technical_lines
+from onediff_ext.panel.header import header_of
+from onediff_ext.panel.panel_host import PanelHost
+from onediff_ext.panel.reasons import PlainReason, explain
+
+
+class StatusView:
+    """Shows one panel host's status.
+
+    Args:
+        panel_host: The program that draws.
+    """
+
+    def __init__(self, panel_host: PanelHost) -> None:
+        self._host = panel_host
+
+    def show(self, enabled: bool) -> list[str]:
+        """Return the HTML of header, details and technical details.
+
+        Args:
+            enabled: Whether OneDiff is ticked.
+        """
+        status, words = self._host.status(), self._host.phrases()
+        reasons = self._plain(status)
+        header = header_of(status, enabled, reasons[0] if reasons else None, words)
+        lines = detail_lines(
+            status, enabled, reasons, words, has_graphs=self._has_graphs(status, enabled)
+        )
+        off_reason = None if enabled else self._host.off_reason()
+        notes = [off_reason or self._host.missing_reason()]
+        technical = technical_lines(status) if header.headline is not Headline.OFF else []
+        return [
+            html.header(header),
+            html.details([note for note in notes if note], lines),
+            html.technical(technical),
+        ]
+
+    def header(self, enabled: bool) -> str:
+        """Return the HTML of the header alone."""
+        return self.show(enabled)[0]
+
+    def _plain(self, status: Status) -> list[PlainReason]:
+        words, changed_by = self._host.phrases(), dict(status.changed_by)
+        plain = [
+            explain(reason, words, changed_by, self._host.file_of_module)
+            for reason in status.reasons
+        ]
+        return list({(reason.why, reason.advice): reason for reason in plain}.values())
+
+    def _has_graphs(self, status: Status, enabled: bool) -> bool:
+        """Whether the store has graphs, asked only where that is shown."""
+        return enabled and status.running == "off" and self._host.has_graphs()

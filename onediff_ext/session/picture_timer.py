@@ -1,0 +1,154 @@
+"""Times each picture and the UNet's share of it, to estimate what graphs saved."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onediff_ext.core.shapes import CELL_PX, BatchShape
+from onediff_ext.store import StepRecord
+
+# A picture's steps over measured ones, beyond which the two cannot be compared.
+_SLOWEST, _FASTEST = 1.5, 0.6
+
+_Seconds = Callable[[], float]
+"""Returns measured seconds; on a GPU it waits until the GPU has finished."""
+
+
+@dataclass(frozen=True)
+class PictureTime:
+    """The time of one picture, or of one job of several.
+
+    Args:
+        seconds: Measured, from the job's begin to its end.
+        without_s: Estimate of the same without OneDiff; None where no step of the size was
+            measured, or where the machine was much busier or idler then.
+    """
+
+    seconds: float
+    without_s: float | None = None
+
+
+class PictureTimer:
+    """Times pictures. One picture is drawn at a time; pictures may be nested.
+
+    Attributes:
+        last: The last picture; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last: PictureTime | None = None
+        self._depth = 0
+        self._began = 0.0
+        self._forwards: list[tuple[BatchShape | None, _Seconds]] = []
+
+    def begin(self) -> None:
+        """Note that a picture begins."""
+        self._depth += 1
+        if self._depth == 1:
+            self._began, self._forwards = time.perf_counter(), []
+
+    @contextmanager
+    def forward(self, arguments: Iterable[object]) -> Iterator[None]:
+        """Time one forward of the UNet within the ``with`` block.
+
+        Args:
+            arguments: All arguments of the forward; the first tensor is a latent
+                [2B, C, H/8, W/8].
+        """
+        latent = next((a for a in arguments if isinstance(a, torch.Tensor)), None)
+        if not self._depth or latent is None:
+            yield
+            return
+        stop = _start(latent.device)
+        try:
+            yield
+        finally:
+            self._forwards.append((_shape_of(latent), stop()))
+
+    def end(self, steps: Callable[[], Mapping[str, StepRecord]] | None) -> PictureTime | None:
+        """Note that a picture has ended.
+
+        Args:
+            steps: Returns the measured steps by size, such as ``{"512x768": …}``; None when no
+                graph served this picture.
+
+        Returns:
+            The picture's time; None within another picture.
+        """
+        self._depth -= 1
+        if self._depth:
+            return None
+        seconds = time.perf_counter() - self._began
+        without_s = None
+        if steps is not None and self._forwards:
+            saved_s = _saved_s(self._forwards, steps())
+            without_s = None if saved_s is None else max(0.0, seconds + saved_s)
+        self._forwards = []
+        self.last = PictureTime(seconds, without_s)
+        return self.last
+
+
+def _saved_s(
+    forwards: list[tuple[BatchShape | None, _Seconds]], steps: Mapping[str, StepRecord]
+) -> float | None:
+    """Sum up eager's time less the measured one; None without comparable measurements.
+
+    A machine that is busier or idler than it was when the steps were measured is another machine.
+    Then the picture's own steps take another time than the measured ones.
+    """
+    by_size: dict[str, list[float]] = {}
+    for shape, seconds in forwards:
+        by_size.setdefault(str(shape), []).append(seconds())
+    saved_s = 0.0
+    for size, taken in by_size.items():
+        step = steps.get(size)
+        if step is None:
+            return None
+        usual_s = step.compiled_ms / 1000
+        # DeepCache makes some steps shorter, and comparisons make the first ones longer.
+        if statistics.median(taken) > _SLOWEST * usual_s or max(taken) < _FASTEST * usual_s:
+            return None
+        saved_s += len(taken) * step.eager_ms / 1000 - sum(taken)
+    return saved_s
+
+
+def _shape_of(latent: torch.Tensor) -> BatchShape | None:
+    """The size whose step under classifier-free guidance has this latent; None without one."""
+    if latent.ndim != 4 or latent.shape[0] % 2:
+        return None
+    batch, _, height, width = latent.shape
+    return BatchShape(width * CELL_PX, height * CELL_PX, batch // 2)
+
+
+def _start(device: torch.device) -> Callable[[], _Seconds]:
+    """Start a stopwatch; the GPU's own clock where the work runs there, since Python is ahead."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+
+        def stop() -> _Seconds:
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+
+        return stop
+    stream = torch.cuda.current_stream(device)
+    event: Any = torch.cuda.Event  # has no type hints
+    first, last = event(enable_timing=True), event(enable_timing=True)
+    first.record(stream)
+
+    def stop_on_gpu() -> _Seconds:
+        last.record(stream)
+
+        def elapsed() -> float:
+            last.synchronize()
+            return float(first.elapsed_time(last)) / 1000
+
+        return elapsed
+
+    return stop_on_gpu

@@ -1,0 +1,64 @@
+"""The sessions of recent pictures, found by the options that the user chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.session.session import Session
+
+_MAX_SESSIONS = 3
+
+
+class SessionsByOptions:
+    """Keeps the latest sessions open; their graphs serve the next picture with equal options.
+
+    Args:
+        new_session: Opens a session.
+
+    Attributes:
+        latest: The session that was asked for last; None before the first.
+        are_paused: Whether the user has paused the builds of all sessions.
+    """
+
+    def __init__(self, new_session: Callable[[CompileOptions], Session]) -> None:
+        self._new_session = new_session
+        self._sessions: dict[CompileOptions, Session] = {}
+        self.latest: Session | None = None
+        self.are_paused = False
+
+    def session_for(self, options: CompileOptions) -> Session:
+        """The session for these options; the oldest one is closed above the limit."""
+        # Options that differ only in `build` share one session and its loaded graphs.
+        key = replace(options, build="never")
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = self._new_session(options)
+            if self.are_paused:
+                session.pause_builds()
+            for old in list(self._sessions)[:-_MAX_SESSIONS]:
+                self._sessions.pop(old).close()
+        session.options = options
+        self.latest = session
+        return session
+
+    def pause_builds(self) -> None:
+        """End the builds of all sessions, and start none until `go_on_with_builds`."""
+        self.are_paused = True
+        for session in list(self._sessions.values()):
+            session.pause_builds()
+
+    def go_on_with_builds(self) -> None:
+        """End the pause; the latest session builds what it misses, others when they draw again."""
+        self.are_paused = False
+        for session in list(self._sessions.values()):
+            session.background.end_pause()
+        if self.latest is not None:
+            self.latest.go_on_with_builds()
+
+    def close(self) -> None:
+        """Close all sessions."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()

@@ -1,0 +1,228 @@
+"""The panel in a real browser: its states, widths, languages, themes, buttons and keys."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from onediff_ext.core.headline import Headline
+from tests.support.browser import (
+    GRADIOS_OWN_RULES,
+    assert_looks_like,
+    axe_violations,
+    outside,
+)
+from tests.support.header_states import LONG, STATES, TEXTS
+from tests.support.panel_page import ACCORDION, PanelPage
+
+WIDTHS = (320, 360, 480, 650, 1024, 1400, 2000)
+LANGUAGES = ("", "ja_JP", "zh_CN")
+REFERENCES = Path(__file__).with_name("references")
+FOLDS = ("preset_fold", "advanced", "library", "import", "technical")
+_HEAD = """
+() => {
+  const accordion = document.querySelector('#onediff_txt2img');
+  const head = accordion.querySelector('.label-wrap');
+  const rect = element => element.getBoundingClientRect();
+  const [title, extra] = head.children;
+  const arrow = head.lastElementChild;
+  const words = document.createRange();
+  words.selectNodeContents(title);
+  const lines = new Set([...words.getClientRects()].map(line => Math.round(line.bottom / 12)));
+  return {box: rect(head), title: rect(title), lines: lines.size,
+          status: rect(head.querySelector('.onediff-status')),
+          extra: rect(extra), arrow: rect(arrow), words: rect(head.querySelector('.onediff-text')),
+          page: [document.documentElement.scrollWidth, window.innerWidth]};
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def opened(panel_page: PanelPage) -> None:
+    (panel_page.folder / "done.txt").unlink(missing_ok=True)
+    (panel_page.folder / "status.json").unlink(missing_ok=True)
+    panel_page.open()
+
+
+def untick(panel_page: PanelPage) -> None:
+    panel_page.page.click(f"#{ACCORDION}-visible-checkbox")
+
+
+def test_each_state_has_its_text_and_its_colour(panel_page: PanelPage) -> None:
+    colours = set()
+    for state, status in STATES.items():
+        panel_page.show(status)
+        if state is Headline.OFF:
+            untick(panel_page)
+        line = panel_page.page.locator(f"#{ACCORDION} .onediff-status")
+        panel_page.until(
+            lambda line=line, state=state: line.get_attribute("data-state") == state.value,
+            state.value,
+        )
+        assert line.get_attribute("title") == TEXTS[state]
+        assert line.inner_text().replace("\n", "") == TEXTS[state]
+        dot = line.locator(".onediff-dot")
+        colours.add(
+            dot.evaluate("e => getComputedStyle(e).background.replace(/rgba?\\(0, 0, 0, 0\\)/, '')")
+        )
+        if state is Headline.OFF:
+            untick(panel_page)  # ticked again
+    assert len(colours) == len(STATES)
+    assert panel_page.errors == []
+
+
+def test_the_header_stays_in_its_box_at_any_width(panel_page: PanelPage) -> None:
+    page = panel_page.page
+    statuses = [STATES[Headline.WITHOUT], STATES[Headline.BUILDING], STATES[Headline.PART], LONG]
+    for status, language in itertools.product(statuses, LANGUAGES):
+        panel_page.show(status, language)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 1000})
+            head = page.evaluate(_HEAD)
+            where = (width, language, status.running, head)
+            scroll, inner = head["page"]
+            assert scroll <= inner, where
+            assert head["box"]["height"] < 60, where  # one line
+            assert head["lines"] == 1, where
+            assert head["arrow"]["width"] > 0, where
+            assert head["arrow"]["right"] <= head["box"]["right"] + 1, where
+            assert head["status"]["right"] <= head["arrow"]["left"] + 1, where
+            assert head["title"]["right"] <= head["status"]["left"] + 1, where
+            assert head["words"]["width"] >= 40, where
+            assert outside(page, f"#{ACCORDION}") == [], where
+    page.set_viewport_size({"width": 650, "height": 1000})
+
+
+def test_everything_stays_in_the_panel_with_all_folds_open(panel_page: PanelPage) -> None:
+    page = panel_page.page
+    panel_page.show(LONG)
+    for name in FOLDS:
+        panel_page.fold(name)
+    panel_page.press("copy_report")
+    panel_page.until(lambda: page.locator(f"#{ACCORDION}_report textarea").count(), "the report")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.wait_for_timeout(100)
+        assert outside(page, f"#{ACCORDION}") == [], width
+    page.set_viewport_size({"width": 650, "height": 1000})
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_looks_as_it_did(panel_page: PanelPage, theme: str) -> None:
+    """ONEDIFF_NEW_PICTURES=1 draws the references again: look at each before it is committed."""
+    panel_page.open(theme)
+    panel_page.show(STATES[Headline.PART])
+    panel_page.page.add_style_tag(content="[id$=_details] p:last-child { display: none; }")
+    shot = panel_page.page.locator(f"#{ACCORDION}").screenshot()
+    name = f"gradio-{panel_page.gradio.partition('.')[0]}-{theme}.png"
+    assert_looks_like(shot, REFERENCES / name)
+
+
+def test_what_was_gained_and_why_it_was_not_more(panel_page: PanelPage) -> None:
+    panel_page.show(STATES[Headline.GRAPHS])
+    assert "1.8 s, about 4.1 s without OneDiff" in panel_page.text("details")
+    panel_page.show(STATES[Headline.PART])
+    assert "sd-webui-negpip changed the model." in panel_page.text("details")
+    assert "Turn sd-webui-negpip off for more speed." in panel_page.text("details")
+    assert "attn1" not in panel_page.text("details")
+    panel_page.fold("technical")
+    panel_page.until(lambda: "attn1 has a hook" in panel_page.text("technical"), "the reason")
+    panel_page.press("copy_report")
+    box = panel_page.page.locator(f"#{ACCORDION}_report textarea")
+    panel_page.until(lambda: "attn1" in (box.input_value() if box.count() else ""), "the report")
+    assert f"gradio {panel_page.gradio}" in box.input_value()
+
+
+def chips(panel_page: PanelPage) -> str:
+    return panel_page.text("sizes")
+
+
+def test_sizes_are_chips(panel_page: PanelPage) -> None:
+    page = panel_page.page
+    panel_page.press("add_size_0")
+    panel_page.until(lambda: "512x768@2" in chips(panel_page), "the size of this tab")
+    panel_page.press("add_size_1")
+    panel_page.until(lambda: "640x448@2" in chips(panel_page), "the size of the other tab")
+    box = page.locator(f"#{ACCORDION}_another_size").locator("input, textarea")
+    box.fill("72x80")
+    box.press("Enter")
+    panel_page.until(lambda: "72x80" in chips(panel_page), "a typed size")
+    box.fill("banana")
+    box.press("Enter")
+    panel_page.until(lambda: "not a size" in panel_page.text("progress"), "the error")
+    page.locator(f"#{ACCORDION}_sizes .token-remove").first.click()
+    panel_page.until(lambda: "512x768" not in chips(panel_page), "the removal")
+    panel_page.press("warm_up")
+    expected = ["built for 640x448@2", "built for 72x80"]
+    panel_page.until(lambda: panel_page.done() == expected, "the build")
+
+
+def test_build_now_pause_and_go_on(panel_page: PanelPage) -> None:
+    for name in ("pause", "go_on", "cancel"):
+        panel_page.press(name)
+        panel_page.page.wait_for_timeout(300)
+    panel_page.until(lambda: panel_page.done() == ["paused", "goes on", "cancelled"], "the calls")
+    panel_page.press("warm_up")
+    panel_page.until(lambda: "done for 512x768@2" in panel_page.text("progress"), "the build")
+    assert panel_page.errors == []
+
+
+def test_the_preset_shows_its_choice_and_turns_to_custom(panel_page: PanelPage) -> None:
+    page = panel_page.page
+    panel_page.fold("preset_fold")
+    page.locator(f"#{ACCORDION}_preset label", has_text="Maximum").click()
+    deepcache = page.locator(f"#{ACCORDION}_deepcache input")
+    panel_page.until(lambda: deepcache.input_value() == "medium", "the preset's DeepCache")
+    page.locator(f"#{ACCORDION}_vae label", has_text="ignore all").click()
+    custom = page.locator(f"#{ACCORDION}_preset input[value=Custom]")
+    panel_page.until(custom.is_checked, "Custom")
+    names = page.locator(f"#{ACCORDION}_components label").all_inner_texts()
+    assert [name.strip() for name in names] == ["UNet", "ControlNet"]
+
+
+def test_the_library_fills_when_it_opens(panel_page: PanelPage) -> None:
+    assert panel_page.page.locator(f"#{ACCORDION}_library_table .onediff-note").count() == 0
+    panel_page.fold("library")
+    panel_page.until(lambda: "No graphs yet" in panel_page.text("library_table"), "the table")
+    assert panel_page.page.locator(f"#{ACCORDION}_library_import").count() == 0 or not (
+        panel_page.page.locator(f"#{ACCORDION}_library_import").is_visible()
+    )
+
+
+def test_the_keyboard_reaches_everything(panel_page: PanelPage) -> None:
+    """From the tick on, Tab passes every button, fold and box; Enter and Space press them."""
+    page = panel_page.page
+    page.locator(f"#{ACCORDION}-visible-checkbox").focus()
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate(
+                "() => { const up = document.activeElement.closest('[id^=onediff_txt2img]');"
+                " return up ? up.id : ''; }"
+            )
+        )
+    wanted = {"preset", "sizes", "another_size", "add_size_0", "add_size_1", "recent_sizes"}
+    wanted |= {"warm_up", "pause", "go_on", "cancel", *FOLDS}
+    assert {f"{ACCORDION}_{name}" for name in wanted} - reached == set()
+    page.locator(f"#{ACCORDION}_pause").focus()
+    page.keyboard.press("Enter")
+    panel_page.until(lambda: panel_page.done() == ["paused"], "the pause")
+    page.locator(f"#{ACCORDION}_technical > .label-wrap").focus()
+    page.keyboard.press("Enter")
+    panel_page.until(page.locator(f"#{ACCORDION}_copy_report").is_visible, "the fold")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_accessibility(panel_page: PanelPage, theme: str) -> None:
+    panel_page.open(theme)
+    panel_page.fold("technical")
+    for state in (Headline.WITHOUT, Headline.BUILDING, Headline.GRAPHS, Headline.PART):
+        panel_page.show(STATES[state])
+        for own in (".onediff-status", f"#{ACCORDION}_details", f"#{ACCORDION}_technical_text"):
+            selector = own if own.startswith("#") else f"#{ACCORDION} {own}"
+            assert axe_violations(panel_page.page, selector) == [], (state, own)
+    found = axe_violations(panel_page.page, f"#{ACCORDION}", without=GRADIOS_OWN_RULES)
+    assert found == []

@@ -1,0 +1,33 @@
+"""How long a build still takes, as far as anybody knows."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from onediff_ext.building.build_progress import remaining_seconds
+
+
+def job(begun_s_ago: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(started_at=time.monotonic() - begun_s_ago)
+
+
+def test_waiting_and_running_jobs_add_up() -> None:
+    running, waiting = job(4.0), job()
+    left = remaining_seconds([running, waiting], [running], [10.0, 20.0], [])
+    assert left == pytest.approx(26.0, abs=0.5)
+
+
+def test_a_missing_figure_is_the_mean_so_far_or_nothing() -> None:
+    assert remaining_seconds([job()], [], [None], [4.0, 8.0]) == pytest.approx(6.0)
+    assert remaining_seconds([job()], [], [None], []) is None
+
+
+def test_a_job_that_takes_far_longer_makes_the_estimate_unknown() -> None:
+    """The header said "18 s left" for minutes on a machine whose cores were all busy."""
+    late, a_little_late = job(60.0), job(12.0)
+    assert remaining_seconds([late, job()], [late], [10.0, 10.0], []) is None
+    left = remaining_seconds([a_little_late], [a_little_late], [10.0], [])
+    assert left == pytest.approx(1.0)

@@ -1,0 +1,134 @@
+"""Which calls of a bare module belong to one picture."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.building.picture_clock import ModelCall, PictureClock
+from onediff_ext.core.components import ComponentId, Role
+
+SCHEDULE = [981.0, 661.0, 331.0, 1.0]
+UNET, DECODER, ENCODER = (
+    ComponentId(role) for role in (Role.UNET, Role.VAE_DECODER, Role.VAE_ENCODER)
+)
+CONTROL, CONTROL_2 = ComponentId(Role.CONTROLNET), ComponentId(Role.CONTROLNET, 1)
+
+
+class Loop:
+    """A user's loop over models; each call says whether it continued the picture."""
+
+    def __init__(self) -> None:
+        self.clock, self.prompt = PictureClock(), torch.zeros(2, 77, 8)
+
+    def __call__(
+        self, timestep: object = None, part: ComponentId = UNET, *, side: int = 8, model: int = 0
+    ) -> bool:
+        prompt = None if part.role.is_vae else weakref.ref(self.prompt)
+        return self.clock.continues(
+            ModelCall(part, hash((part, model)), (2, 4, side, side), timestep, prompt)
+        )
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+def test_steps_of_one_scheduler_are_one_picture(loop: Loop) -> None:
+    for _ in range(3):  # a new tensor each time, as `set_timesteps` makes it
+        timesteps = torch.tensor(SCHEDULE)
+        assert [loop(t) for t in timesteps] == [False, True, True, True]
+
+
+def test_a_schedule_that_begins_again_is_a_new_picture(loop: Loop) -> None:
+    timesteps = torch.tensor(SCHEDULE)
+    for _ in range(2):
+        assert [loop(t) for t in timesteps] == [False, True, True, True]
+    assert [loop(t) for t in timesteps[1:]] == [False, True, True]  # an img2img's
+
+
+def test_a_value_is_not_read_from_an_element_of_a_schedule(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would wait for the GPU."""
+    timesteps = torch.tensor(SCHEDULE)
+    monkeypatch.setattr(torch.Tensor, "__float__", None)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    assert [loop(t.expand(2)) for t in timesteps] == [False, True, True, True]
+
+
+def test_two_evaluations_of_one_step_are_one_picture_after_the_first_step(loop: Loop) -> None:
+    timesteps = torch.tensor(SCHEDULE)
+    calls = [loop(t) for t in timesteps for _ in range(2)]
+    assert calls == [False, False, True, True, True, True, True, True]
+
+
+def test_pictures_of_one_step_are_told_apart(loop: Loop) -> None:
+    timesteps, only = torch.tensor(SCHEDULE[:1]), torch.tensor(999)
+    assert not any(loop(t) for _ in range(3) for t in timesteps)
+    assert not any(loop(only) for _ in range(3))
+
+
+@pytest.mark.parametrize("number", [float, int, torch.tensor, lambda t: torch.full((2,), t)])
+def test_numbers_that_fall_with_one_prompt_are_one_picture(loop: Loop, number: Any) -> None:
+    for _ in range(2):
+        assert [loop(number(t)) for t in SCHEDULE] == [False, True, True, True]
+    loop.prompt = torch.zeros(2, 77, 8)  # an interrupted picture, and an img2img that begins later
+    assert not loop(number(0.5))
+
+
+def test_a_timestep_on_a_gpu_that_is_computed_for_each_call_tells_nothing(loop: Loop) -> None:
+    meta = [torch.tensor(t, device="meta") for t in SCHEDULE]  # its value cannot be read either
+    assert not any(loop(t) for t in meta)
+
+
+def test_another_shape_or_model_is_a_new_picture(loop: Loop) -> None:
+    timesteps = torch.tensor(SCHEDULE)
+    assert [loop(t, side=8 + i // 2) for i, t in enumerate(timesteps)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+    assert [loop(t, model=i // 2) for i, t in enumerate(timesteps)] == [False, True, False, True]
+
+
+def test_the_models_of_a_picture_are_called_in_their_order(loop: Loop) -> None:
+    for _ in range(2):
+        timesteps = torch.tensor(SCHEDULE)
+        found = [loop(part=ENCODER)]
+        for t in timesteps:
+            found += [loop(t, CONTROL), loop(t, CONTROL_2), loop(t)]
+        found.append(loop(part=DECODER))
+        assert found == [False] + [True] * 13
+
+
+def test_a_controlnet_after_the_unet_of_another_picture_begins_its_own(loop: Loop) -> None:
+    for t in torch.tensor(SCHEDULE):
+        loop(t)
+    timesteps = torch.tensor(SCHEDULE)
+    assert [loop(timesteps[0], CONTROL), loop(timesteps[0])] == [False, True]
+
+
+def test_tiles_of_a_vae_are_uncertain(loop: Loop) -> None:
+    loop(torch.tensor(SCHEDULE)[0])
+    assert [loop(part=DECODER) for _ in range(3)] == [True, False, False]
+
+
+def test_nothing_is_known_of_a_call_without_arguments(loop: Loop) -> None:
+    timesteps = torch.tensor(SCHEDULE)
+    loop(timesteps[0])
+    assert not loop.clock.continues(None)
+    assert not loop(timesteps[1])
+    assert ModelCall.of(UNET, loop, (), {}).shape == ()
+
+
+def test_a_call_is_read_from_any_form_of_arguments() -> None:
+    sample, timestep, prompt = torch.zeros(2, 4, 8, 8), torch.tensor(1), torch.zeros(2, 77, 8)
+    named = {"sample": sample, "timestep": timestep, "encoder_hidden_states": prompt}
+    for args, kwargs in (((sample, timestep, prompt), {}), ((), named), ((sample,), named)):
+        call = ModelCall.of(UNET, object(), args, kwargs)
+        assert (call.shape, call.timestep) == ((2, 4, 8, 8), timestep)
+        assert call.prompt is not None
+        assert call.prompt() is prompt

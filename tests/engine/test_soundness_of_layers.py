@@ -1,0 +1,178 @@
+"""Rare changes of single layers, with and without a LoRA around them.
+
+As in `test_soundness.py`, each test compares a compiled pipe with an eager twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.session.session import Session
+from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.models import sd15, unet_inputs
+
+
+class Twins:
+    """A compiled pipe and an eager one with the same weights, after the compiled one has settled.
+
+    Args:
+        session: Of the compiled pipe.
+        prepare: Changes both UNets before that.
+    """
+
+    def __init__(self, session: Session, prepare: Callable[[Any], object] = lambda _: None) -> None:
+        session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=4)
+        self._pipe, self._eager = sd15(seed=3), sd15(seed=3)
+        self.unets = (self._pipe.unet, self._eager.unet)
+        for unet in self.unets:
+            prepare(unet)
+        compile_pipe(self._pipe, session=session, ignores=["vae"])
+        for seed in range(6):
+            assert self.error(seed) < 1e-5
+        assert self.captured.reason == ""
+
+    @property
+    def captured(self) -> Any:
+        state = compiled_state(self._pipe)
+        assert state is not None
+        return state.components[0].captured
+
+    @torch.no_grad()
+    def error(self, seed: int, side: int = 16) -> float:
+        """Of one step."""
+        found, expected = (
+            unet(**unet_inputs(unet, height_latent=side, width_latent=side, seed=seed)).sample
+            for unet in self.unets
+        )
+        return float((found - expected).norm() / expected.norm())
+
+    def assert_right_after(self, change: Callable[[Any], object]) -> None:
+        """Change both, and draw until the compiled one is recorded again."""
+        with torch.no_grad():
+            for unet in self.unets:
+                change(unet)
+        assert max(self.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def block(unet: Any) -> Any:
+    return unet.mid_block.attentions[0].transformer_blocks[0]
+
+
+def wrap(unet: Any) -> None:
+    torch.manual_seed(5)
+    layers = ["to_q", "to_k", "conv1"]
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=layers, init_lora_weights=False)
+    unet.add_adapter(config, "style")
+
+
+@pytest.fixture
+def session(make_session: Callable[..., Session]) -> Session:
+    return make_session(spot_checks=False)
+
+
+def test_a_bias_that_a_layer_did_not_have(session: Session) -> None:
+    def change(unet: Any) -> None:
+        layer = block(unet).attn1.to_v
+        assert layer.bias is None
+        layer.bias = nn.Parameter(torch.linspace(-1, 1, layer.out_features), requires_grad=False)
+
+    Twins(session).assert_right_after(change)
+
+
+def pad_in_a_circle(unet: Any) -> None:
+    unet.mid_block.resnets[0].conv1.base_layer.padding_mode = "circular"
+
+
+def give_a_factor_a_bias(unet: Any) -> None:
+    layer = block(unet).attn1.to_q
+    layer.lora_B["style"].bias = nn.Parameter(
+        torch.linspace(-1, 1, layer.out_features), requires_grad=False
+    )
+
+
+def exchange_the_weight(unet: Any) -> None:
+    """A new weight at the address of the old one, which has been written as often."""
+    layer = block(unet).attn1.to_q.base_layer
+    storage = layer.weight.data
+    version = layer.weight._version
+    del layer._parameters["weight"]
+    layer.weight = nn.Parameter(storage, requires_grad=False)
+    layer.weight.data.mul_(-1.0)
+    while layer.weight._version < version:
+        torch.autograd.graph.increment_version(layer.weight)
+    assert layer.weight._version == version
+
+
+@pytest.mark.parametrize("change", [pad_in_a_circle, give_a_factor_a_bias])
+def test_the_layer_under_a_lora(session: Session, change: Callable[[Any], None]) -> None:
+    Twins(session, wrap).assert_right_after(change)
+
+
+def test_a_weight_exchanged_in_the_middle_of_a_picture(session: Session) -> None:
+    twins = Twins(session, wrap)
+    with session.picture():
+        assert twins.error(9) < 1e-4
+        twins.assert_right_after(exchange_the_weight)
+
+
+def test_a_lora_with_live_dropout_runs_eager(session: Session) -> None:
+    twins = Twins(session, wrap)
+    for unet in twins.unets:
+        for module in unet.modules():
+            if hasattr(module, "lora_dropout"):
+                module.lora_dropout["style"] = nn.Dropout(0.5).train()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            found = twins.unets[0](**unet_inputs(twins.unets[0], seed=seed)).sample
+            again = twins.unets[0](**unet_inputs(twins.unets[0], seed=seed)).sample
+        assert not torch.equal(found, again)  # it drops
+
+
+def test_dropout_in_training_mode_alone(session: Session) -> None:
+    twins = Twins(session)
+    for unet in twins.unets:
+        block(unet).ff.net[1].p = 0.5
+    assert twins.error(7) < 1e-4
+    block(twins.unets[0]).ff.net[1].train()
+    for seed in (3, 4, 5):
+        twins.error(seed)
+    with torch.no_grad():
+        one, other = (
+            twins.unets[0](**unet_inputs(twins.unets[0], seed=8)).sample for _ in range(2)
+        )
+    assert not torch.equal(one, other)  # it drops
+    assert any("training mode" in fallback.reason for fallback in session.fallbacks())
+
+
+def test_a_size_that_was_seen_before_a_hook_came_is_not_recorded(session: Session) -> None:
+    twins, factor = Twins(session), [1.0]
+    assert twins.error(20, side=8) < 1e-5
+    session.cuda_graphs.drop_all("the test goes on")
+    for unet in twins.unets:
+        unet.conv_in.register_forward_hook(lambda module, args, output: output * factor[0])
+    assert max(twins.error(seed) for seed in range(21, 25)) < 1e-4
+    factor[0] = 2.0
+    assert twins.error(26) < 1e-4
+    assert "hook of another extension" in twins.captured.reason
+
+
+def test_torchs_settings_for_each_library(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its older ones raise then; the picture comes all the same."""
+    twins = Twins(session)
+
+    def raises() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", raises)
+    assert max(twins.error(seed) for seed in (31, 32)) < 1e-4

@@ -1,0 +1,217 @@
+"""The header's text in each state and language, and the lines beneath it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.status import Status
+from onediff_ext.panel import html
+from onediff_ext.panel.details import detail_lines, technical_lines
+from onediff_ext.panel.header import header_of
+from onediff_ext.panel.panel_host import WarmUpStep
+from onediff_ext.panel.phrases import ENGLISH, LOCALIZATIONS, TEMPLATES, phrases_in
+from onediff_ext.panel.reasons import RULES, PlainReason, explain, fixed_texts
+
+HOOK = "attn1 has a hook or a replaced forward of another extension"
+GRAPHS = Status("compiled", 16, 0, 16, blocks_compiled=70, blocks_needed=70)
+PART = Status(
+    "compiled in part",
+    16,
+    0,
+    16,
+    blocks_compiled=12,
+    blocks_needed=28,
+    reasons=(f"BasicTransformerBlock: {HOOK}",),
+    eager_blocks=((HOOK, 16),),
+    changed_by=((HOOK, "sd-webui-negpip"),),
+)
+NEGPIP = explain(PART.reasons[0], ENGLISH, dict(PART.changed_by))
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted", "why", "text"),
+    [
+        (GRAPHS, False, None, "off"),
+        (Status(), True, None, "without graphs: no picture drawn with OneDiff yet"),
+        (Status("eager"), True, None, "without graphs: graphs are not built yet"),
+        (Status("captured", captures=2), True, None, "without graphs: CUDA graphs only"),
+        (
+            Status("eager"),
+            True,
+            explain("a hypernetwork changes the context", ENGLISH),
+            "without graphs: a hypernetwork is on",
+        ),
+        (Status("eager", 7, 0, 16, building=True), True, None, "building 7 of 16"),
+        (
+            Status("eager", 6, 1, 16, building=True, seconds_left=40.4),
+            True,
+            None,
+            "building 7 of 16, 40 s left",
+        ),
+        (
+            Status("compiled", stage="measuring", sizes_done=1, sizes_needed=3),
+            True,
+            None,
+            "measuring 1 of 3 sizes",
+        ),
+        (GRAPHS, True, None, "graphs"),
+        (replace(GRAPHS, speedup=2.31), True, None, "graphs, 2.3x"),
+        (
+            PART,
+            True,
+            NEGPIP,
+            "graphs in part, 12 of 28 blocks (sd-webui-negpip changed the model)",
+        ),
+    ],
+)
+def test_text(status: Status, wanted: bool, why: PlainReason | None, text: str) -> None:
+    shown = header_of(status, wanted, why, ENGLISH)
+    assert shown.text == text
+    piece = html.header(shown)
+    assert f'data-state="{shown.headline.value}"' in piece
+    assert f'title="{text}"' in piece
+
+
+@pytest.mark.parametrize("language", ["ja_JP", "zh-Hans (Stable)"])
+def test_other_languages(language: str) -> None:
+    words = phrases_in(language)
+    for status in (Status(), GRAPHS, PART, Status("eager", 7, 0, 16, building=True)):
+        english, other = (header_of(status, True, None, w).text for w in (ENGLISH, words))
+        assert english != other
+    assert phrases_in("None") is ENGLISH
+    assert phrases_in("de_DE") is ENGLISH
+    assert phrases_in("zh_TW") is ENGLISH
+
+
+@pytest.mark.parametrize("path", sorted(LOCALIZATIONS.glob("*.json")), ids=lambda path: path.stem)
+def test_translations_keep_every_value(path: object) -> None:
+    """A translation that drops a value would hide a number, and an unknown one would raise."""
+    import string
+
+    table = json.loads(path.read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+
+    def names(text: str) -> set[str]:
+        return {name for _, name, _, _ in string.Formatter().parse(text) if name}
+
+    for template in (*TEMPLATES, *fixed_texts()):
+        assert names(table[template]) == names(template), template
+
+
+def test_a_why_has_six_words_at_most() -> None:
+    for rule in RULES:
+        assert 1 <= len(rule.why.split()) <= 6
+        assert rule.advice.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [
+        ("--medvram and --lowvram move weights in and out while drawing", "weights move"),
+        ("weights are stored as fp8", "stored in another format"),
+        ("a BasicTransformerBlock is a ToMeBlock of tomesd.patch", "token merging is on"),
+        ("builds were cancelled; the next picture or a warm-up builds what is missing", "on hold"),
+        ("builds are paused until you let them go on", "on hold"),
+        ("graphs are missing, and none may be built", "on request only"),
+        ("512x512 is outside the size box 64x64 - 256x256", "your own size limits"),
+        ("torch 2.3.1 draws eager, captured on a GPU; graphs need 2.8, with", "this torch"),
+        ("Triton is missing: python -m pip install triton", "program for builds is missing"),
+        ('the setting "Lora/Networks: use old method" applies LoRAs in each forward', "LoRAs"),
+        ("ResBlock: differs from eager by 0.3", "failed its check"),
+        ("failed: no such file", "something went wrong"),
+        ("what nobody has foreseen", "see Technical details"),
+    ],
+)
+def test_reasons_in_plain_words(reason: str, why: str) -> None:
+    plain = explain(reason, ENGLISH)
+    assert why in plain.why
+    assert plain.technical == reason
+
+
+def test_an_extension_is_named_by_its_folder() -> None:
+    assert NEGPIP.why == "sd-webui-negpip changed the model"
+    assert NEGPIP.advice == "Turn sd-webui-negpip off for more speed."
+    found = {"onediff_probe.py": "/webui/extensions/probe/scripts/onediff_probe.py"}
+    reason = "Linear is patched by onediff_probe.py, which is not known here"
+    assert explain(reason, ENGLISH, {}, found.get).why == "probe changed the model"
+    assert explain(HOOK, ENGLISH).why == "another extension changed the model"
+
+
+def test_what_the_last_picture_gained() -> None:
+    def first(**more: float) -> str:
+        return detail_lines(replace(GRAPHS, **more), True, [], ENGLISH)[0]
+
+    assert first(picture_s=1.8, without_s=4.13) == (
+        "Last picture: 1.8 s, about 4.1 s without OneDiff (estimated from measured steps)."
+    )
+    without_figure = first(picture_s=1.8)
+    assert without_figure.startswith("Last picture: 1.8 s. What graphs saved is known at sizes")
+    assert "about" not in without_figure
+    assert detail_lines(replace(GRAPHS, picture_s=1.8), False, [], ENGLISH) == []
+
+
+def test_the_first_time() -> None:
+    def lines(status: Status, **more: bool) -> str:
+        return " ".join(detail_lines(status, True, [], ENGLISH, **more))
+
+    assert "built once, in the background. Pictures come meanwhile" in lines(Status())
+    assert lines(Status(), has_graphs=True) == ""
+    building = Status("eager", 0, 0, 16, building=True)
+    assert "once, in the background. Pictures" in lines(building)
+    known = lines(replace(building, first_builds_s=185.0))
+    assert "once, in the background: about 3 min. Pictures come meanwhile." in known
+    assert "once" not in lines(GRAPHS)
+
+
+def test_why_part_of_the_model_is_eager_and_what_to_do() -> None:
+    (line,) = detail_lines(PART, True, [NEGPIP], ENGLISH)
+    assert line == (
+        "Pictures are right, but part of the model runs without graphs: sd-webui-negpip changed"
+        " the model. Turn sd-webui-negpip off for more speed."
+    )
+    assert technical_lines(PART) == [
+        f"BasicTransformerBlock: {HOOK} (16 blocks, by sd-webui-negpip)"
+    ]
+    paused = replace(PART, paused=True, waiting=4)
+    assert detail_lines(paused, True, [NEGPIP], ENGLISH) == [
+        "Builds are paused, graphs left to build: 4. Press Go on."
+    ]
+
+
+def test_a_line_stays_while_only_the_time_left_changes() -> None:
+    """The page asks every two seconds; what did not change keeps the user's selection."""
+    building = Status("eager", 3, 0, 16, building=True, first_builds_s=100.0)
+    shown = {
+        tuple(detail_lines(replace(building, seconds_left=s, kinds_ready=k), True, [], ENGLISH))
+        for k, s in enumerate((90.0, 60.0, 30.0))
+    }
+    assert len(shown) == 1
+
+
+def test_progress_and_messages_are_escaped() -> None:
+    bar = html.progress_bar(WarmUpStep(4, 16, "<b>", seconds_left=200))
+    assert "width:25%" in bar
+    assert "&lt;b&gt;" in bar
+    assert "3 min left" in bar
+    assert "&lt;" in html.error(OptionError("<script>"))
+    assert html.message("") == ""
+    why = PlainReason('a "hook" of <another> extension', "", "")
+    assert "&quot;hook&quot; of &lt;another&gt;" in html.header(
+        header_of(Status("eager"), True, why, ENGLISH)
+    )
+
+
+def test_what_utf_8_lacks_is_replaced() -> None:
+    why = explain("is patched by \ud800", ENGLISH, {"": "\ud800"})
+    for piece in (
+        html.error(OptionError("a \ud800 name")),
+        html.message("\udcff"),
+        html.header(header_of(Status("eager"), True, why, ENGLISH)),
+        html.details(["\ud800"], []),
+        html.technical(["\ud800"]),
+        html.progress_bar(WarmUpStep(1, 2, "\udfff")),
+    ):
+        assert "?" in piece.encode("utf-8").decode("utf-8")

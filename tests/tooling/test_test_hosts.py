@@ -1,0 +1,117 @@
+"""The script that makes test hosts of WebUIs, as far as it goes without a WebUI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.hosts.__main__ import main
+from tools.hosts.checkout import (
+    CheckoutError,
+    add_extensions,
+    add_models,
+    fit_to_slim_models,
+    version_note,
+)
+from tools.hosts.packages import requirements
+from tools.hosts.webuis import VAE_WIDTHS, WEBUIS, WebUI
+
+PORTS = [webui.port for webui in WEBUIS.values()]
+SMALL = WebUI(
+    title="Small",
+    commit="0" * 40,
+    port=1,
+    requirements="requirements.txt",
+    packages=(),
+    flags=(),
+    slim_configs={"vae/config.json": {"block_out_channels": list(VAE_WIDTHS)}},
+    slim_sources={"sd.py": ("'ch': 128,", "'ch': 32,")},
+)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A WebUI with one config file and one Python file that know the VAE's width."""
+    (tmp_path / "vae").mkdir()
+    config = {"block_out_channels": [128, 256, 512, 512], "in_channels": 3}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "sd.py").write_text("config = {'ch': 128, 'z': 4}\n")
+    return tmp_path
+
+
+def test_each_host_has_an_address_of_its_own() -> None:
+    assert len(set(PORTS)) == len(PORTS)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("Pillow==9.5.0", ["Pillow==9.5.0"]),
+        (
+            "audioop-lts==0.2.2;python_version>='3.13'",
+            ["audioop-lts==0.2.2;python_version>='3.13'"],
+        ),
+        ("https://example.org/a/pydantic_fix-1.10.15-py3-none-any.whl", ["pydantic_fix==1.10.15"]),
+        ("torch", []),
+        ("torchsde==0.2.6", ["torchsde==0.2.6"]),
+        ("setuptools==69.5.1  # for old packages", []),
+        ("# a comment", []),
+        ("", []),
+    ],
+)
+def test_a_list_of_packages(line: str, wanted: list[str]) -> None:
+    assert list(requirements([line])) == wanted
+
+
+def test_configs_fit_the_slim_models_and_stay_so(checkout: Path) -> None:
+    for _ in range(2):
+        fit_to_slim_models(SMALL, checkout)
+        config = json.loads((checkout / "vae" / "config.json").read_text())
+        assert config == {"block_out_channels": list(VAE_WIDTHS), "in_channels": 3}
+        assert (checkout / "sd.py").read_text() == "config = {'ch': 32, 'z': 4}\n"
+
+
+def test_a_file_of_another_version_is_named(checkout: Path) -> None:
+    (checkout / "sd.py").write_text("config = {'ch': 64}\n")
+    with pytest.raises(CheckoutError, match=r"sd\.py has no \"'ch': 128,\""):
+        fit_to_slim_models(SMALL, checkout)
+    (checkout / "sd.py").unlink()
+    with pytest.raises(CheckoutError, match=r"Is .* a checkout of Small"):
+        fit_to_slim_models(SMALL, checkout)
+
+
+def test_extensions_are_links_that_a_second_run_renews(checkout: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        add_extensions(checkout, folder)
+        assert (checkout / "extensions" / "onediff-ext").resolve() == folder
+    assert (checkout / "extensions" / "onediff-probe" / "scripts").is_dir()
+
+
+def test_models_are_linked_and_the_hosts_own_stay(checkout: Path, tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        path = tmp_path / "slim" / "Lora" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    own = checkout / "models" / "Lora" / "b.safetensors"
+    own.parent.mkdir(parents=True)
+    own.write_text("the host's own")
+    add_models(checkout, tmp_path / "slim")
+    assert (own.parent / "a.safetensors").read_text() == "a.safetensors"
+    assert own.read_text() == "the host's own"
+
+
+def test_another_commit_is_said(checkout: Path) -> None:
+    assert version_note(SMALL, checkout) == "Small: no commit; the tests were run with 00000000"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("build", "is no checkout of Forge"), ("start", "is not built")]
+)
+def test_a_folder_that_is_no_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    assert main([command, "forge", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err

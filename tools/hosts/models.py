@@ -1,0 +1,157 @@
+"""Slim models with random weights, for tests of WebUIs. They draw nothing sensible.
+
+A1111 loads the demo checkpoint. Forge and its descendants take a model's form from the shapes of
+its weights, if its first level is 320 wide and its prompts are as wide as SD1.5's or SDXL's. So
+all levels of these are 320 wide. The text encoders have few layers and the VAE has a quarter of
+the usual width; `WebUI.slim_configs` tells the host so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_vae
+from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
+from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+from tests.live import files
+from tests.support import models
+from tools.hosts.webuis import TEXT_LAYERS, VAE_WIDTHS
+
+_CLIP_L, _CLIP_G = 768, 1280
+_WIDTH = 320
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def write_demo_models(folder: Path) -> None:
+    """Write the demo checkpoint, one with other weights, and what fits them.
+
+    Args:
+        folder: The WebUI's ``models``.
+    """
+    demo = load_file(str(files.DEMO))
+    noise = files.Noise(1)
+    other = {
+        key: weight + noise(*weight.shape, scale=0.05 * float(weight.float().std())).to(weight)
+        if key.startswith(files.UNET) and weight.ndim > 1
+        else weight
+        for key, weight in demo.items()
+    }
+    tokenizer = str(files.ASSETS / "tokenizer")
+    yaml = files.DEMO.with_suffix(".yaml").read_text(encoding="utf-8")
+    lines = [
+        f"{line.split('version:')[0]}version: {tokenizer}" if "version:" in line else line
+        for line in yaml.splitlines()
+    ]
+    for name, tensors in (("onediff-demo", demo), ("onediff-demo-other", other)):
+        path = folder / "Stable-diffusion" / f"{name}.safetensors"
+        _save(tensors, path)
+        path.with_suffix(".yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    parts = load_checkpoint(files.DEMO, dtype=torch.float32).components
+    _write_loras(folder / "Lora", parts)
+    _write_vae(folder / "VAE", parts["vae"])
+    files.main(folder.parent)
+
+
+def write_slim_models(folder: Path) -> None:
+    """Write slim checkpoints of SD1.5, SD1.5 for inpainting and SDXL, and what fits them.
+
+    Args:
+        folder: The WebUI's ``models``.
+    """
+    checkpoints: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+        "slim-a": lambda: sd1(1),
+        "slim-b": lambda: sd1(2),
+        "slim-inpainting": lambda: sd1(3, in_channels=9),
+        "slim-xl": lambda: sdxl(4),
+    }
+    for name, make in checkpoints.items():
+        path = folder / "Stable-diffusion" / f"{name}.safetensors"
+        save_ldm(make(), path, dtype=torch.float16, with_yaml=False)
+    first = sd1(1)
+    _write_loras(folder / "Lora", first)
+    _write_vae(folder / "VAE", first["vae"])
+    weights = load_file(str(folder / "Stable-diffusion" / "slim-a.safetensors"))
+    for name in ("loha", "lokr"):
+        _save(files.network(name, weights), folder / "Lora" / f"tiny-{name}.safetensors")
+    _save(files.controlnet(first["unet"]), folder / "ControlNet" / "slim-controlnet.safetensors")
+
+
+def sd1(seed: int, in_channels: int = 4) -> dict[str, Any]:
+    """The components of a slim SD1.5, with a UNet of 111 M parameters."""
+    return _components(models.sd15(seed)) | {
+        "unet": models.unet(
+            (_WIDTH,) * 4,
+            seed=seed,
+            attention=(True, True, True, False),
+            heads=8,
+            in_channels=in_channels,
+            context_dim=_CLIP_L,
+            layers=2,
+        ),
+        "text_encoder": models.text_encoder(_CLIP_L, TEXT_LAYERS, seed=seed),
+        "vae": vae(seed),
+    }
+
+
+def sdxl(seed: int) -> dict[str, Any]:
+    """The components of a slim SDXL, with a UNet of 283 M parameters."""
+    return _components(models.sdxl(seed)) | {
+        "unet": models.unet(
+            (_WIDTH,) * 3,
+            seed=seed,
+            attention=(False, True, True),
+            heads=5,
+            depths=(1, 2, 10),
+            context_dim=_CLIP_L + _CLIP_G,
+            layers=2,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=_CLIP_G + 6 * 256,
+        ),
+        "text_encoder": models.text_encoder(_CLIP_L, TEXT_LAYERS, seed=seed),
+        "text_encoder_2": models.text_encoder(
+            _CLIP_G, TEXT_LAYERS, seed=seed, hidden_act="gelu", projection=True
+        ),
+        "vae": vae(seed, scaling_factor=0.13025),
+    }
+
+
+def vae(seed: int, scaling_factor: float = 0.18215) -> Any:
+    """A VAE of a quarter of the usual width."""
+    return models.vae(VAE_WIDTHS, seed=seed, layers=2, scaling_factor=scaling_factor)
+
+
+def _components(pipe: Any) -> dict[str, Any]:
+    """A diffusers pipeline's models, whose property has no type."""
+    return dict(pipe.components)
+
+
+def _write_loras(folder: Path, parts: Mapping[str, Any]) -> None:
+    pipe = SimpleNamespace(**parts)
+    for seed, name in enumerate(("random-a", "random-b")):
+        _save(models.lora_tensors(pipe, "kohya", seed=seed), folder / f"{name}.safetensors")
+
+
+def _write_vae(folder: Path, own: Any) -> None:
+    """A VAE that draws otherwise than a checkpoint's own: its decoder's last layer is darker."""
+    weights = {key: weight.clone() for key, weight in own.state_dict().items()}
+    weights["decoder.conv_out.weight"] *= 0.5
+    prefix = "first_stage_model."
+    renamed = to_ldm_vae(weights, own.config)
+    _save(
+        {key.removeprefix(prefix): weight for key, weight in renamed.items()},
+        folder / "other-vae.safetensors",
+    )
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: weight.contiguous() for key, weight in tensors.items()}, str(path))

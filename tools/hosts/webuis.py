@@ -1,0 +1,119 @@
+"""The WebUIs of the live tests: which versions were run, and how each starts on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# PyTorch of all test hosts; torchvision is the release that fits it.
+TORCH = ("torch==2.13.0", "torchvision==0.28.0")
+# Installed last: PyTorch asks for a newer one to compile with, the WebUIs for its pkg_resources.
+SETUPTOOLS = "setuptools==69.5.1"
+# OpenAI's CLIP, which three hosts fetch as an archive, under its name on PyPI.
+CLIP = "clip-anytorch==2.6.0"
+# The built-in ControlNet of Forge and its descendants reads pictures with it.
+OPENCV = "opencv-python-headless==4.10.0.84"
+# The slim checkpoints' text encoders, of which reForge reads the third last hidden states.
+TEXT_LAYERS = 3
+# Their VAE: a quarter of the usual width.
+VAE_WIDTHS = (32, 64, 128, 128)
+
+_TEXT = {"num_hidden_layers": TEXT_LAYERS}
+_VAE = {"block_out_channels": list(VAE_WIDTHS)}
+_SD1, _INPAINTING, _SDXL = (
+    f"backend/huggingface/{name}"
+    for name in (
+        "runwayml/stable-diffusion-v1-5",
+        "runwayml/stable-diffusion-inpainting",
+        "stabilityai/stable-diffusion-xl-base-1.0",
+    )
+)
+_FORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    f"{_SD1}/text_encoder/config.json": _TEXT,
+    f"{_SD1}/vae/config.json": _VAE,
+    f"{_INPAINTING}/text_encoder/config.json": _TEXT,
+    f"{_INPAINTING}/vae/config.json": _VAE,
+    f"{_SDXL}/text_encoder/config.json": _TEXT,
+    f"{_SDXL}/text_encoder_2/config.json": _TEXT,
+    f"{_SDXL}/vae/config.json": _VAE,
+}
+_REFORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    "ldm_patched/modules/sd1_clip_config.json": _TEXT,
+    "ldm_patched/modules/clip_config_bigg.json": _TEXT,
+}
+_PREPARING = ("--skip-torch-cuda-test", "--skip-install", "--exit")
+_FORGE_FLAGS = ("--always-cpu", "--all-in-fp32", "--skip-torch-cuda-test", "--skip-install")
+
+
+@dataclass(frozen=True)
+class WebUI:
+    """One WebUI as a test host.
+
+    Args:
+        title: Its name in documents.
+        commit: The commit that was run; empty where the checkout that was run has no history.
+        port: Of its page and API on this machine; each host has its own.
+        requirements: Its own list of packages, a path in its checkout.
+        packages: Further packages that it imports, which its launcher would fetch from elsewhere.
+        flags: Command line for fp32 on a CPU.
+        preparing_flags: Command line that makes its launcher fetch the repositories it imports,
+            and end; empty if it imports none.
+        loads_demo: Whether it loads the demo checkpoint; the others get slim random checkpoints.
+        slim_configs: Its JSON files, by path, and the values that fit the slim checkpoints.
+        slim_sources: The same in its Python files: the text that stands there, and the new one.
+    """
+
+    title: str
+    commit: str
+    port: int
+    requirements: str
+    packages: tuple[str, ...]
+    flags: tuple[str, ...]
+    preparing_flags: tuple[str, ...] = ()
+    loads_demo: bool = False
+    slim_configs: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    slim_sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+WEBUIS: Mapping[str, WebUI] = {
+    "a1111": WebUI(
+        title="AUTOMATIC1111 v1.10.1",
+        commit="82a973c04367123ae98bd9abdf80d9eda9b910e2",
+        port=7860,
+        requirements="requirements_versions.txt",
+        packages=(CLIP,),
+        flags=("--use-cpu", "all", "--no-half", "--skip-torch-cuda-test", "--skip-install"),
+        preparing_flags=_PREPARING,
+        loads_demo=True,
+    ),
+    "forge": WebUI(
+        title="Forge",
+        commit="dfdcbab685e57677014f05a3309b48cc87383167",
+        port=7861,
+        requirements="requirements_versions.txt",
+        packages=(CLIP, OPENCV),
+        flags=_FORGE_FLAGS,
+        preparing_flags=_PREPARING,
+        slim_configs=_FORGE_CONFIGS,
+    ),
+    "reforge": WebUI(
+        title="reForge",
+        commit="3b56b268ad9158ee8b30900973b6ccda4ec22241",
+        port=7862,
+        requirements="requirements_versions.txt",
+        packages=(CLIP, OPENCV),
+        flags=_FORGE_FLAGS,
+        preparing_flags=_PREPARING,
+        slim_configs=_REFORGE_CONFIGS,
+        slim_sources={"ldm_patched/modules/sd.py": ("'ch': 128,", f"'ch': {VAE_WIDTHS[0]},")},
+    ),
+    "neo": WebUI(
+        title="Forge Neo 2.26",
+        commit="",
+        port=7863,
+        requirements="requirements.txt",
+        packages=("gradio==4.40.0", "gradio_rangeslider==0.0.8"),
+        flags=("--cpu", "--force-fp32", "--skip-prepare-environment"),
+        slim_configs=_FORGE_CONFIGS,
+    ),
+}
