@@ -65,7 +65,8 @@ def _importable(package: str) -> tuple[bool, str]:
     import importlib.util
 
     if importlib.util.find_spec(package) is None:
-        return False, f"{package} is missing: pip install 'onediff-ext[diffusers]'"
+        hint = "run `pip install 'onediff-ext[diffusers]'`, or `python install.py demo`"
+        return False, f"{package} is missing: {hint}"
     return True, package
 
 

@@ -36,8 +36,17 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add checkpoint, device, compile and store options."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = False) -> None:
+    """Add checkpoint, device, compile and store options.
+
+    Args:
+        parser: Of the command.
+        in_panel: Do not list what the panel of the page asks for instead.
+    """
+
+    def unless_in_panel(text: str | None = None) -> str | None:
+        return argparse.SUPPRESS if in_panel else text
+
     group = parser.add_argument_group("model")
     group.add_argument(
         "-m",
@@ -46,7 +55,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEMO_MODEL,
         help=".safetensors checkpoint or diffusers folder (default: the demo model)",
     )
-    group.add_argument("--vae", type=Path, help="VAE .safetensors in place of the checkpoint's own")
+    group.add_argument(
+        "--vae",
+        type=Path,
+        help=unless_in_panel("VAE .safetensors in place of the checkpoint's own"),
+    )
     group.add_argument(
         "--lora",
         action="append",
@@ -64,18 +77,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         " what would not fit into memory otherwise (default: auto)",
     )
     compile_group = parser.add_argument_group("compilation")
-    compile_group.add_argument("--backend", choices=BACKENDS, default=CompileOptions.backend)
+    compile_group.add_argument(
+        "--backend", choices=BACKENDS, default=CompileOptions.backend, help=unless_in_panel()
+    )
     compile_group.add_argument(
         "--precision",
         choices=PRECISIONS,
         default=CompileOptions.precision,
-        help="of linear layers: fp8 and int8 are faster on GPUs that have them, and change pictures"
-        " a little (default: exact, which is as without OneDiff)",
+        help=unless_in_panel(
+            "of linear layers: fp8 and int8 are faster on GPUs that have them, and change pictures"
+            " a little (default: exact, which is as without OneDiff)"
+        ),
     )
-    compile_group.add_argument("--eager", action="store_true", help="compile nothing at all")
-    compile_group.add_argument("--ignore-vae", action="store_true", help="leave the VAE alone")
     compile_group.add_argument(
-        "--ignore", action="append", default=[], choices=COMPONENTS, help="leave a part alone"
+        "--eager", action="store_true", help=unless_in_panel("compile nothing at all")
+    )
+    compile_group.add_argument(
+        "--ignore-vae", action="store_true", help=unless_in_panel("leave the VAE alone")
+    )
+    compile_group.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        choices=COMPONENTS,
+        help=unless_in_panel("leave a part alone"),
     )
     compile_group.add_argument(
         "--build",

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--no-browser", action="store_true", help="do not open the browser")
     parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
-    add_model_arguments(parser)
+    add_model_arguments(parser, in_panel=True)
     parser.set_defaults(run=run, when_stopped="The page is closed.")
 
 

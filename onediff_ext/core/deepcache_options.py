@@ -172,15 +172,6 @@ _HINT = f'Use {", ".join(LEVELS)}, an interval such as 3, or a text such as "3 d
 OFF = DeepCacheOptions(interval=1)
 
 
-def depth_of_reference(cache_block_id: int, cache_layer_id: int) -> int:
-    """Return the depth for the reference implementation's two numbers.
-
-    Each block has three layers (two residual blocks and a downsampler), as in every Stable
-    Diffusion UNet.
-    """
-    return 3 * cache_block_id + cache_layer_id
-
-
 def few_steps_reason(sampler: str, steps: int | None) -> str | None:
     """Return why DeepCache saves nothing with these settings, or None when it does.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onediff_ext.core.errors import ShapeError
@@ -106,11 +105,6 @@ def parse_sizes(text: str) -> list[BatchShape]:
             "Warm up a part of them at a time.",
         )
     return list(dict.fromkeys(_parse_size(entry) for entry in entries))
-
-
-def format_sizes(sizes: Iterable[BatchShape]) -> str:
-    """Write a list of sizes so that `parse_sizes` reads the same list back."""
-    return ", ".join(str(size) for size in sizes)
 
 
 def nearest_side_px(side_px: int) -> int:

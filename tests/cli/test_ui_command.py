@@ -52,6 +52,14 @@ def test_options_that_the_page_would_ignore_are_refused(
     assert f"takes no {given[0]}." in capsys.readouterr().err
 
 
+def test_options_of_the_panel_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ui", "--help"])
+    listed = capsys.readouterr().out
+    assert "--vae-tiling" in listed
+    assert not any(f"{name} " in listed for name in ("--vae", "--backend", "--eager", "--ignore"))
+
+
 def test_the_table_of_choices_loads_neither_gradio_nor_torch() -> None:
     script = """
 import sys

@@ -12,7 +12,6 @@ from onediff_ext.core.deepcache_options import (
     LEVELS,
     OFF,
     DeepCacheOptions,
-    depth_of_reference,
     few_steps_reason,
 )
 from onediff_ext.core.errors import OptionError
@@ -82,10 +81,6 @@ def test_a_label_is_a_levels_name_and_is_read_back():
         assert DeepCacheOptions.parse(name).label == name
     for text in ("4", "3 depth=1"):
         assert DeepCacheOptions.parse(DeepCacheOptions.parse(text).label).label == text
-
-
-def test_depth_is_the_references_branch_id():
-    assert [depth_of_reference(b, layer) for b in (0, 1) for layer in (0, 1, 2)] == [*range(6)]
 
 
 @pytest.mark.parametrize("name", ["LCM", "LCMScheduler", "TCD", "sd_xl_turbo_1.0", "Lightning"])

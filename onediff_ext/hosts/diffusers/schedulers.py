@@ -34,11 +34,6 @@ def sampler_names() -> list[str]:
     return [sampler.name for sampler in SAMPLERS]
 
 
-def schedule_names() -> list[str]:
-    """Return the schedule types' names, "Automatic" first."""
-    return list(SCHEDULES)
-
-
 def infotext_names(name: str, schedule: str = "Automatic") -> tuple[str, str]:
     """Split a sampler's name into A1111's infotext entries.
 

@@ -15,7 +15,6 @@ from onediff_ext.hosts.diffusers.schedulers import (
     infotext_names,
     make_scheduler,
     sampler_names,
-    schedule_names,
 )
 
 NOISE = read_architecture("sd1").noise
@@ -140,4 +139,3 @@ def test_beta_needs_scipy() -> None:
 
 def test_lists() -> None:
     assert len(set(sampler_names())) == len(sampler_names())
-    assert schedule_names()[0] == "Automatic"
