@@ -1,0 +1,279 @@
+"""``python -m tools.check_targets``: compile our Triton kernels for GPUs that are not here.
+
+Each variant that the shipped architectures use is compiled, not run, for each generation. The
+table has what a program takes: shared memory, registers, and bytes spilled out of registers. The
+exit status is 1 where a variant does not compile or does not fit. Needs Triton, but no GPU.
+
+Source of the limits: CUDA C++ Programming Guide 13.0, section "Compute Capabilities".
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHARED_BYTES = {
+    75: 65_536,
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}
+"""Compute capability → largest shared memory of one program, in bytes."""
+
+FP8_SINCE = 89
+BF16_SINCE = 80
+ATTENTION_SINCE = 80  # below, `rewrite_attention` leaves attention as it is
+
+HEAD_WIDTHS = (40, 64, 80, 160)
+CHANNELS = (96, 320, 640, 1280, 8192)
+_16_BITS = {"fp16": 0, "bf16": BF16_SINCE}
+_8_BITS = {"int8": ("i8", 0), "fp8": ("fp8e4nv", FP8_SINCE)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its compile-time arguments.
+
+    Args:
+        kernel: Name of the kernel.
+        label: What distinguishes it from the kernel's other variants.
+        since: The oldest compute capability that uses it.
+        constants: Its compile-time arguments.
+        types: Types of the other arguments. Pointers are to `dtype` and numbers i32 unless named.
+        dtype: "fp16" or "bf16".
+        num_warps: Warps of a program.
+        num_stages: Depth of its pipelined loads.
+    """
+
+    kernel: str
+    label: str
+    since: int
+    constants: dict[str, Any]
+    types: dict[str, str] = field(default_factory=dict)
+    dtype: str = "fp16"
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Target:
+    """A variant, compiled for one generation.
+
+    Args:
+        kernel, label: Of the variant.
+        capability: Compute capability times ten.
+        shared_bytes, registers, spilled_bytes: What a program takes; registers are those of one
+            thread.
+        error: Why it does not compile or does not fit; empty otherwise.
+    """
+
+    kernel: str
+    label: str
+    capability: int
+    shared_bytes: int = 0
+    registers: int = 0
+    spilled_bytes: int = 0
+    error: str = ""
+
+
+def variants() -> Iterator[Variant]:
+    """Yield what the shipped architectures and some extremes need."""
+    for dtype, since in _16_BITS.items():
+        yield from _attention(dtype, since)
+        yield from _rows(dtype, since)
+        yield from _group_norms(dtype, since)
+
+
+def _attention(dtype: str, since: int) -> Iterator[Variant]:
+    from onediff_ext.backends.inductor.kernels.cross_attention import launch
+
+    for width in HEAD_WIDTHS:
+        chosen = launch(width)
+        warps, stages = (chosen.pop(name) for name in ("num_warps", "num_stages"))
+        yield Variant(
+            "cross_attention_kernel",
+            f"heads of {width}, {dtype}",
+            max(since, ATTENTION_SINCE),
+            {"FACTOR": 0.1, **chosen},
+            dtype=dtype,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+
+def _rows(dtype: str, since: int) -> Iterator[Variant]:
+    """Kernels that hold one row of channels."""
+    from onediff_ext.backends.inductor.kernels.int8_rows import LIMITS, row_parts
+
+    limits = {"int8": 0.0, "fp8": 0.0}
+    for limited, limit in LIMITS.items():
+        limits["int8" if "int8" in str(limited) else "fp8"] = limit
+    eps = {"eps": "fp32"}
+    for channels in CHANNELS:
+        parts = row_parts(channels)
+        warps = parts.pop("num_warps")
+        yield Variant(
+            "layer_norm_kernel",
+            f"{channels} channels, {dtype}",
+            since,
+            {**parts, "LIMIT": 0.0, "ADD": True},
+            eps,
+            dtype,
+            warps,
+        )
+        for name, (pointed, needed) in _8_BITS.items():
+            label = f"{channels} channels, {dtype} to {name}"
+            constants = {**parts, "LIMIT": limits[name]}
+            eight, since_both = f"*{pointed}", max(since, needed)
+            scaled = {"scale_ptr": "*fp32"}
+            yield Variant(
+                "layer_norm_kernel",
+                label,
+                since_both,
+                {**constants, "ADD": True},
+                {**eps, **scaled, "out_ptr": eight},
+                dtype,
+                warps,
+            )
+            for kernel in ("geglu_rows_kernel", "rows_kernel"):
+                yield Variant(
+                    kernel, label, since_both, constants, {**scaled, "q_ptr": eight}, dtype, warps
+                )
+
+
+def _group_norms(dtype: str, since: int) -> Iterator[Variant]:
+    floats = dict.fromkeys(("count_ptr", "mean_ptr", "m2_ptr", "scale_ptr", "shift_ptr"), "*fp32")
+    floats["eps"] = "fp64"
+    blocks = {"ROWS": 64, "CHANNELS_BLOCK": 64}
+    groups = {"CHUNKS": 256, "ROWS": 64, "CHUNKS_BLOCK": 32, "GROUP_BLOCK": 64, "ADD": True}
+    yield Variant("moments_kernel", dtype, since, {"CHUNKS": 256, **blocks}, floats, dtype)
+    yield Variant("scale_kernel", dtype, since, groups, floats, dtype)
+    for out, rounded in ((dtype, True), (dtype, False), ("fp32", True)):
+        label = f"{dtype} to {out}{', rounded' if rounded else ''}"
+        constants = {"SILU": True, "ROUNDED": rounded, **blocks}
+        yield Variant(
+            "apply_kernel", label, since, constants, {**floats, "out_ptr": f"*{out}"}, dtype
+        )
+
+
+def compiled(variant: Variant, capability: int) -> Target:
+    """Compile a variant for one generation.
+
+    Args:
+        capability: Compute capability times ten, a key of `SHARED_BYTES`.
+
+    Returns:
+        What it takes, or why it does not compile or does not fit.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kernel = _kernel(variant.kernel)
+    signature = {
+        name: "constexpr"
+        if name in variant.constants
+        else variant.types.get(name, f"*{variant.dtype}" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, variant.constants)
+    launched = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    try:
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options=launched)
+        registers, spilled = _of_assembler(made.asm["ptx"], capability)
+    except Exception as exc:
+        first = str(exc).strip().partition("\n")[0]
+        error = f"{type(exc).__name__}: {first}"
+        return Target(variant.kernel, variant.label, capability, error=error)
+    shared: int = made.metadata.shared
+    fits = shared <= SHARED_BYTES[capability]
+    error = "" if fits else f"{shared:,} bytes of shared memory; {SHARED_BYTES[capability]:,} exist"
+    return Target(variant.kernel, variant.label, capability, shared, registers, spilled, error)
+
+
+def _kernel(name: str) -> Any:
+    from onediff_ext.backends.inductor.kernels import (
+        cross_attention,
+        geglu,
+        group_norm,
+        int8_rows,
+        layer_norm,
+    )
+
+    rooms = (cross_attention, geglu, group_norm, int8_rows, layer_norm)
+    return next(getattr(room, name) for room in rooms if hasattr(room, name))
+
+
+def _of_assembler(ptx: str, capability: int) -> tuple[int, int]:
+    """Return registers of a thread and spilled bytes, as ptxas counts them."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    arguments = get_ptxas.__code__.co_argcount
+    ptxas = get_ptxas(capability) if arguments else get_ptxas()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx, encoding="utf-8")
+        arch = f"--gpu-name={sm_arch_from_capability(capability)}"
+        out = f"--output-file={Path(folder, 'kernel.cubin')}"
+        command = [ptxas.path, "--verbose", arch, str(path), out]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = done.stderr + done.stdout
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    if registers is None:
+        raise ValueError(f"ptxas printed no registers: {said[:200]}")
+    return int(registers[1]), max(map(int, spills), default=0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile all, print a table, return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.check_targets", description=__doc__)
+    parser.add_argument(
+        "--capability", type=int, action="append", choices=SHARED_BYTES, help="only this one"
+    )
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    given = parser.parse_args(arguments)
+    wanted = given.capability or list(SHARED_BYTES)
+    found = [
+        compiled(variant, capability)
+        for variant, capability in itertools.product(variants(), wanted)
+        if capability >= variant.since
+    ]
+    print(
+        "kernel                    capability  variants  shared, bytes  registers  spilled, bytes"
+    )
+    by_kernel: dict[tuple[str, int], list[Target]] = {}
+    for target in found:
+        by_kernel.setdefault((target.kernel, target.capability), []).append(target)
+    for (kernel, capability), targets in sorted(by_kernel.items()):
+        shared, registers, spilled = (
+            max(getattr(target, name) for target in targets)
+            for name in ("shared_bytes", "registers", "spilled_bytes")
+        )
+        number = f"{capability // 10}.{capability % 10}"
+        print(
+            f"{kernel:<25} {number:>10} {len(targets):>9} {shared:>14,} {registers:>10}"
+            f" {spilled:>15,}"
+        )
+    failed = [target for target in found if target.error]
+    for target in failed:
+        print(f"NO {target.kernel}, {target.label}, {target.capability}: {target.error}")
+    if given.json:
+        rows = [asdict(target) for target in found]
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
