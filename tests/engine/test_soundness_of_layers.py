@@ -132,3 +132,14 @@ def test_torchs_settings_for_each_library(
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", raises)
     assert max(twins.error(seed) for seed in (31, 32)) < 1e-4
+
+
+def double_the_keys(unet: Any) -> None:
+    block(unet).attn1.to_k.weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [double_the_keys, wrap])
+def test_projections_that_change_after_they_were_to_be_fused(
+    session: Session, change: Callable[[Any], None]
+) -> None:
+    Twins(session, fuse_qkv_projections=True).assert_right_after(change)
