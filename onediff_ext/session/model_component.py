@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from onediff_ext.building.picture_clock import ModelCall
-from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
+from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, foreign_forward
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner
-from onediff_ext.engine.running.fp16_accumulation import accumulation
 from onediff_ext.session.foreign_blocks import ForeignBlocks
+from onediff_ext.session.model_forward import ModelForward, serving
 from onediff_ext.session.session import Session
 from onediff_ext.session.weight_layouts import WeightLayouts
 
@@ -81,8 +81,13 @@ class Component:
         # Components of the same model: the one installed over this one, and the one below it.
         self._above: Callable[[], Component | None] = _nobody
         self._below: Callable[[], Component | None] = _nobody
-        self._whole: _ModelForward | None = None
+        self._forward: ModelForward | None = None
+        self._whole: CapturedForward | None = None
         self._parts: list[CapturedForward] = []
+        self._part_patches = Patches()
+        self._judged_class: type[nn.Module] | None = None
+        self._judged_forward: object = None
+        self._active = False
 
     def install(self) -> None:
         """Replace the forwards of the model's known blocks and of the model itself.
@@ -91,7 +96,7 @@ class Component:
         Another component of the model is suspended until this one is removed: a graph must be
         compared with the model's own forward, and not with another graph.
         """
-        other = _serving(self.model)
+        other = serving(self.model)
         if other is not None and other is not self:
             self._leave_stack()
             other.suspend()
@@ -104,56 +109,75 @@ class Component:
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
         self.foreign_blocks.find_replaced(self.model, self.session.families)
-        eager, cuda_graphs = self.model.forward, self.session.cuda_graphs
-        reason = foreign_forward(self.model, eager, self._known)
-        if self.role.is_vae:
-            fallback = OomFallback(eager, cuda_graphs, self._retry, self._without_graphs)
-            forward = _ModelForward(eager, fallback, self)
-        elif reason is None:
-            forward = self._whole_forward(eager)
-            self.captured = forward.captured
-        else:
-            self.foreign = reason
-            self.captured = CapturedParts(eager, self._part_forwards(), reason)
-            forward = _ModelForward(eager, self.captured, self)
+        forward = self._forward = ModelForward(forward_of(self.model), self)
         self._patches.set(self.model, "forward", forward)
-        self._set_active(True)
-
-    def _whole_forward(self, eager: Callable[..., Any]) -> _ModelForward:
-        """The model's captured forward, kept between jobs while its own forward stays the same."""
-        if self._whole is not None and self._whole.eager != eager:
-            self._forget_whole()
-        if self._whole is None:
-            captured = CapturedForward(
-                self.model, eager, self.runners, self.session.cuda_graphs, self._known
+        self._active = True
+        if self.role.is_vae:
+            fallback = OomFallback(
+                forward.eager, self.session.cuda_graphs, self._retry, self._without_graphs
             )
-            self._whole = _ModelForward(eager, captured, self)
-        return self._whole
+            forward.use(fallback)
+            self._set_active(True)
+        else:
+            self._capture(forward)
+
+    def follow_class(self) -> None:
+        """Judge the model's forward again if its class, or its class's forward, is another now."""
+        cls = type(self.model)
+        if self.captured is None or self._forward is None:
+            return
+        if cls is not self._judged_class or cls.forward is not self._judged_forward:
+            self._capture(self._forward)
+
+    def _capture(self, forward: ModelForward) -> None:
+        """Have the model's forward recorded as a whole, or its parts where it is foreign.
+
+        The whole is kept between jobs while the model's own forward stays the same.
+        """
+        cls = type(self.model)
+        self._judged_class, self._judged_forward = cls, cls.forward
+        reason = foreign_forward(self.model, forward.eager, self._known)
+        if self.captured is not None and reason == self.foreign:
+            return
+        self._part_patches.undo()
+        self.foreign = reason
+        if reason is None:
+            if self._whole is not None and self._whole.eager != forward.eager:
+                self._forget_whole()
+            if self._whole is None:
+                self._whole = CapturedForward(
+                    self.model, forward.eager, self.runners, self.session.cuda_graphs, self._known
+                )
+            self.captured = self._whole
+        else:
+            self.captured = CapturedParts(forward.eager, self._part_forwards(), reason)
+        forward.use(self.captured)
+        self._set_active(self._active)
 
     def _forget_whole(self) -> None:
-        if self._whole is not None and self._whole.captured is not None:
-            self._whole.captured.forget()
+        if self._whole is not None:
+            self._whole.forget()
         self._whole = None
 
     def _part_forwards(self) -> list[CapturedForward]:
         """Capture the model's parts, with the same CUDA graphs in the next job."""
-        if any(part.eager != part.model.forward for part in self._parts):
+        if any(part.eager != forward_of(part.model) for part in self._parts):
             self._forget_parts()
         if not self._parts:
             parts = [
                 part
                 for part in parts_of(self.model, [runner.block for runner in self.runners])
-                if foreign_forward(part, part.forward, self._known) is None
+                if foreign_forward(part, forward_of(part), self._known) is None
             ]
             for part in parts:
                 inside = set(part.modules())
                 runners = [runner for runner in self.runners if runner.block in inside]
-                cuda_graphs, share = self.session.cuda_graphs, 1 / len(parts)
+                eager, cuda_graphs = forward_of(part), self.session.cuda_graphs
                 self._parts.append(
-                    CapturedForward(part, part.forward, runners, cuda_graphs, self._known, share)
+                    CapturedForward(part, eager, runners, cuda_graphs, self._known, 1 / len(parts))
                 )
         for captured in self._parts:
-            self._patches.set(captured.model, "forward", captured)
+            self._part_patches.set(captured.model, "forward", captured)
         return self._parts
 
     def remove(self) -> None:
@@ -161,7 +185,7 @@ class Component:
 
         The component that was suspended for this one serves the model again.
         """
-        was_serving = _serving(self.model) is self
+        was_serving = serving(self.model) is self
         self.suspend()
         above, below = self._leave_stack()
         heir = above or below
@@ -193,9 +217,9 @@ class Component:
     def suspend(self) -> None:
         """Restore every attribute to its value before `install`, and keep the runners for later."""
         self._set_active(False)  # a host may still hold a runner
-        left = self._patches.undo()
+        left = [*self._part_patches.undo(), *self._patches.undo()]
         # A foreign forward may keep models alive that nothing else uses.
-        self.captured = self.foreign = None
+        self.captured = self.foreign = self._forward = None
         if left:
             logger.warning(
                 "%s: another extension has replaced %s since; ours only passes calls on now",
@@ -222,6 +246,7 @@ class Component:
             runner.used, runner.eager_reason = None, MEMORY_IS_SHORT
 
     def _set_active(self, active: bool) -> None:
+        self._active = active
         ours: list[BlockRunner | CapturedForward | CapturedParts] = [*self.runners, *self._parts]
         if self.captured is not None:
             ours.append(self.captured)
@@ -256,91 +281,8 @@ class Component:
         return [kind for kind in self.session.kinds if not blocks.isdisjoint(kind.blocks)]
 
 
-class _ModelForward:
-    """A model's forward that builds missing graphs after its result is computed.
-
-    So a forward never switches from eager to graphs halfway.
-
-    Args:
-        eager: The model's own forward.
-        forward: Computes the result.
-        component: The model's component.
-    """
-
-    def __init__(
-        self, eager: Callable[..., Any], forward: Callable[..., Any], component: Component
-    ) -> None:
-        self.eager, self._forward, self._session = eager, forward, component.session
-        # Hosts may keep this after the component is removed, and call it.
-        self._component = weakref.ref(component)
-        self.captured = forward if isinstance(forward, CapturedForward) else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self.eager, memo)
-
-    @property
-    def variant(self) -> Hashable:
-        """See `CapturedForward`."""
-        return None if self.captured is None else self.captured.variant
-
-    @variant.setter
-    def variant(self, value: Hashable) -> None:
-        if self.captured is not None:
-            self.captured.variant = value
-
-    @property
-    def keeps(self) -> object:
-        """See `CapturedForward`."""
-        return None if self.captured is None else self.captured.keeps
-
-    @keeps.setter
-    def keeps(self, value: object) -> None:
-        if self.captured is not None:
-            self.captured.keeps = value
-
-    @property
-    def component(self) -> Component | None:
-        """The component, while it exists."""
-        return self._component()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        session, component = self._session, self._component()
-        runners = [] if component is None else component.runners
-        call = None if component is None else component.call_of(args, kwargs)
-        with (
-            session.forward(call),
-            session.spot_checks.forward(runners),
-            accumulation(session.precision),
-        ):
-            first = component if component is not None and session.drew(component) else None
-            if first is not None:
-                first.foreign_blocks.before_picture(runners)
-            output = self._timed(component, args, kwargs)
-            session.contents.settle()
-        if first is not None:
-            replayed = first.captured is not None and first.captured.replayed
-            first.foreign_blocks.after_first_forward(runners, replayed=replayed)
-        self._session.after_forward()
-        return output
-
-    def _timed(
-        self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the forward; a UNet's time counts for the estimate of what graphs save."""
-        if component is None or component.role is not Role.UNET:
-            return self._forward(*args, **kwargs)
-        with self._session.timer.forward((*args, *kwargs.values())):
-            return self._forward(*args, **kwargs)
-
-
 def _nobody() -> None:
     return None
-
-
-def _serving(model: nn.Module) -> Component | None:
-    """The component that has replaced the model's forward, or None."""
-    forward = vars(model).get("forward")
-    return forward.component if isinstance(forward, _ModelForward) else None
 
 
 def known_blocks(

@@ -13,53 +13,9 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.session.session import Session
-from tests.support.frozen_recorder import FrozenRecorder
-from tests.support.models import sd15, unet_inputs
-
-
-class Twins:
-    """A compiled pipe and an eager one with the same weights, after the compiled one has settled.
-
-    Args:
-        session: Of the compiled pipe.
-        prepare: Changes both UNets before that.
-    """
-
-    def __init__(self, session: Session, prepare: Callable[[Any], object] = lambda _: None) -> None:
-        session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=4)
-        self._pipe, self._eager = sd15(seed=3), sd15(seed=3)
-        self.unets = (self._pipe.unet, self._eager.unet)
-        for unet in self.unets:
-            prepare(unet)
-        compile_pipe(self._pipe, session=session, ignores=["vae"])
-        for seed in range(6):
-            assert self.error(seed) < 1e-5
-        assert self.captured.reason == ""
-
-    @property
-    def captured(self) -> Any:
-        state = compiled_state(self._pipe)
-        assert state is not None
-        return state.components[0].captured
-
-    @torch.no_grad()
-    def error(self, seed: int, side: int = 16) -> float:
-        """Of one step."""
-        found, expected = (
-            unet(**unet_inputs(unet, height_latent=side, width_latent=side, seed=seed)).sample
-            for unet in self.unets
-        )
-        return float((found - expected).norm() / expected.norm())
-
-    def assert_right_after(self, change: Callable[[Any], object]) -> None:
-        """Change both, and draw until the compiled one is recorded again."""
-        with torch.no_grad():
-            for unet in self.unets:
-                change(unet)
-        assert max(self.error(seed) for seed in range(10, 15)) < 1e-4
+from tests.support.models import unet_inputs
+from tests.support.settled_twins import Twins
 
 
 def block(unet: Any) -> Any:
@@ -176,3 +132,14 @@ def test_torchs_settings_for_each_library(
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", raises)
     assert max(twins.error(seed) for seed in (31, 32)) < 1e-4
+
+
+def double_the_keys(unet: Any) -> None:
+    block(unet).attn1.to_k.weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [double_the_keys, wrap])
+def test_projections_that_change_after_they_were_to_be_fused(
+    session: Session, change: Callable[[Any], None]
+) -> None:
+    Twins(session, fuse_qkv_projections=True).assert_right_after(change)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, rule_of
+from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
@@ -53,12 +54,14 @@ def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> st
 
     Args:
         model: The host's module.
-        forward: What runs as its forward, bound.
+        forward: What runs as its forward, from `forward_of`.
         known: The modules whose forwards may be recorded.
 
     Returns:
         None if the forward is that of the model's class, or of this package.
     """
+    if isinstance(forward, ClassForward):
+        forward = forward.bound
     if type(forward).__module__.startswith("onediff_ext."):
         return None
     function = getattr(forward, "__func__", None)

@@ -13,6 +13,7 @@ from torch import nn
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.deepcache.features import Feature, Features
 from onediff_ext.engine.deepcache.schedule import is_full
 from onediff_ext.engine.deepcache.unet_adapter import Uncached, UNetAdapter, UNetCall
@@ -61,7 +62,7 @@ class DeepCache:
         self.peak_bytes = 0
         self._features = Features()
         self._patches = Patches()
-        self._inner: Callable[..., Any] = model.forward
+        self._inner = forward_of(model)
         self._notes: dict[str, Hashable] = {}
         self._current: tuple[str, Feature] | None = None
         self._index, self._total = -1, None  # type: tuple[int, int | None]
@@ -70,7 +71,7 @@ class DeepCache:
 
     def install(self) -> None:
         """Wrap the UNet's forward as it is now."""
-        self._inner = self.model.forward
+        self._inner = forward_of(self.model)
         self._patches.set(self.model, "forward", self)
 
     def remove(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.deepcache.features import Feature
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
@@ -150,7 +151,7 @@ def keeping(module: nn.Module, feature: Feature) -> Iterator[None]:
     # The same object each time: another one would be a change of the model for a CUDA graph.
     made = feature.parts.get("keeping")
     if made is None or made[:2] != (module, own):
-        made = (module, own, Keeping(module.forward, feature))
+        made = (module, own, Keeping(forward_of(module), feature))
         feature.parts["keeping"] = made
     attributes["forward"] = made[2]
     try:

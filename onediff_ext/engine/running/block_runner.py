@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
+from onediff_ext.engine.class_methods import class_method
 from onediff_ext.engine.graph_calls import is_observed, run_graph
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.engine.running.block_weights import BlockWeights
@@ -107,7 +107,7 @@ class BlockRunner:
         """
         if self.replaced is not None:
             return self.replaced
-        return MethodType(getattr(type(self.block), self.family.method), self.block)
+        return class_method(self.block, self.family.method)
 
     @property
     def tree(self) -> BlockTree | None:

@@ -23,6 +23,14 @@ def content_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
+def digest_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's dtype, shape, strides and the checksum of its numbers.
+
+    The checksum is the same on all devices. A tensor on a GPU is copied to main memory for it.
+    """
+    return tensor.dtype, tensor.shape, tensor.stride(), _checksum(_dense(tensor.detach()).cpu())
+
+
 class TensorContents:
     """Compares the contents of watched tensors once for each image.
 

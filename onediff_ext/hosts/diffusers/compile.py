@@ -52,21 +52,15 @@ class CompiledPipe:
         self.components: list[Component] = []
         self._pipe, self._ignored = pipe, ignored
         self._patches = Patches()
-        self._fused: list[Any] = []
-        self._fuses = False
         if not find_models(pipe, ignored):
             raise OptionError(
                 f"{type(pipe).__name__} has no component to compile.",
                 "A unet, vae or controlnet is needed that `ignores` does not name.",
             )
 
-    def install(self, *, fuse_projections: bool = False) -> None:
-        """Make the components run through graphs.
-
-        Args:
-            fuse_projections: Let diffusers fuse query, key and value projections first.
-        """
-        pipe, self._fuses = self._pipe, fuse_projections
+    def install(self) -> None:
+        """Make the components run through graphs."""
+        pipe = self._pipe
         if hasattr(pipe, "fuse_lora"):
             exact = ExactFusing(pipe)
             self._patches.set(pipe, "fuse_lora", exact.fuse_lora)
@@ -87,10 +81,6 @@ class CompiledPipe:
                 with lifted_from(component.model):
                     component.remove()
                 self.components.remove(component)
-            used = {id(model) for model in self._models_to_fuse()}
-            for model in [model for model in self._fused if id(model) not in used]:
-                model.unfuse_qkv_projections()
-                self._fused.remove(model)
             self._serve(models)
 
     def remove(self) -> None:
@@ -101,18 +91,8 @@ class CompiledPipe:
         for component in self.components:
             component.remove()
         self._patches.undo()
-        for model in self._fused:
-            model.unfuse_qkv_projections()
-        self._fused = []
 
     def _serve(self, models: list[tuple[ComponentId, nn.Module]]) -> None:
-        if self._fuses:
-            for model in self._models_to_fuse():
-                # Another pipeline that shares the model may have fused them, and undoes that.
-                processors = map(type, model.attn_processors.values())
-                if not any(cls.__name__.startswith("Fused") for cls in processors):
-                    model.fuse_qkv_projections()
-                    self._fused.append(model)
         served = {(c.identity, id(c.model)): c for c in self.components}
         self.components = []
         for identity, model in models:
@@ -121,13 +101,6 @@ class CompiledPipe:
                 component = Component(identity, model, self.session, channels_last=True)
                 component.install()
             self.components.append(component)
-
-    def _models_to_fuse(self) -> list[Any]:
-        """Return the models whose projections diffusers' pipelines can fuse."""
-        if not hasattr(self._pipe, "fuse_qkv_projections"):
-            return []
-        models = (getattr(self._pipe, name, None) for name in ("unet", "vae"))
-        return [model for model in models if hasattr(model, "fuse_qkv_projections")]
 
 
 def parse_options(
@@ -158,7 +131,7 @@ def compile_pipe(
     ignores: object = (),
     options: CompileOptions | Mapping[str, Any] | None = None,
     backend: str | None = None,
-    fuse_qkv_projections: bool = False,
+    fuse_qkv_projections: bool = False,  # noqa: ARG001
     deepcache: object = None,
     session: Session | None = None,
 ) -> Pipe:
@@ -178,8 +151,9 @@ def compile_pipe(
             ``"vae_decoder"``, ``"controlnet"``.
         options: `CompileOptions`, or a mapping of its fields.
         backend: Shorthand for the option of this name.
-        fuse_qkv_projections: Let diffusers fuse the projections of its attention first, where
-            the pipeline supports it; `undo_compile` undoes it.
+        fuse_qkv_projections: Accepted as in OneDiff, and changes nothing. Fused projections are
+            copies, in which a LoRA that is loaded later does not show. To have them all the same,
+            call ``pipe.fuse_qkv_projections()``.
         deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
             `DeepCacheOptions`. Faster, but pictures differ. None does not change it (off).
         session: Share the graphs of this session; the caller closes it. Without one, the pipeline
@@ -196,7 +170,7 @@ def compile_pipe(
     session = session or new_session(chosen)
     compiled = CompiledPipe(pipe, session, parse_ignores(ignores), owns_session=owns_session)
     with lifted(pipe):
-        compiled.install(fuse_projections=fuse_qkv_projections)
+        compiled.install()
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
 
 

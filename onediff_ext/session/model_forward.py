@@ -1,0 +1,117 @@
+"""What stands in place of a model's forward while a component serves the model."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from onediff_ext.core.components import Role
+from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
+from onediff_ext.engine.running.fp16_accumulation import accumulation
+
+if TYPE_CHECKING:
+    from onediff_ext.session.model_component import Component
+
+
+class ModelForward:
+    """A model's forward that builds missing graphs after its result is computed.
+
+    So a forward never switches from eager to graphs halfway.
+
+    Args:
+        eager: The model's own forward.
+        component: The model's component.
+
+    Attributes:
+        eager: As given.
+        captured: The forward as a CUDA graph, or None.
+        variant, keeps: Those of `captured`, whichever it is at the next call.
+    """
+
+    def __init__(self, eager: Callable[..., Any], component: Component) -> None:
+        self.eager, self._session = eager, component.session
+        # Hosts may keep this after the component is removed, and call it.
+        self._component = weakref.ref(component)
+        self._forward = eager
+        self.captured: CapturedForward | None = None
+        self._variant: Hashable = None
+        self._keeps: object = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self.eager, memo)
+
+    def use(self, forward: Callable[..., Any]) -> None:
+        """Compute results with another callable from now on."""
+        if self.captured is not None:
+            self.captured.keeps = None
+        self._forward = forward
+        self.captured = forward if isinstance(forward, CapturedForward) else None
+        self.variant, self.keeps = self._variant, self._keeps
+
+    @property
+    def variant(self) -> Hashable:
+        """See `CapturedForward`."""
+        return self._variant
+
+    @variant.setter
+    def variant(self, value: Hashable) -> None:
+        self._variant = value
+        if self.captured is not None:
+            self.captured.variant = value
+
+    @property
+    def keeps(self) -> object:
+        """See `CapturedForward`."""
+        return self._keeps
+
+    @keeps.setter
+    def keeps(self, value: object) -> None:
+        self._keeps = value
+        if self.captured is not None:
+            self.captured.keeps = value
+
+    @property
+    def component(self) -> Component | None:
+        """The component, while it exists."""
+        return self._component()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session, component = self._session, self._component()
+        runners = [] if component is None else component.runners
+        call = None if component is None else component.call_of(args, kwargs)
+        if component is not None:
+            component.follow_class()
+        with (
+            session.forward(call),
+            session.spot_checks.forward(runners),
+            accumulation(session.precision),
+        ):
+            first = component if component is not None and session.drew(component) else None
+            if first is not None:
+                first.foreign_blocks.before_picture(runners)
+            output = self._timed(component, args, kwargs)
+            session.contents.settle()
+        if first is not None:
+            replayed = first.captured is not None and first.captured.replayed
+            first.foreign_blocks.after_first_forward(runners, replayed=replayed)
+        self._session.after_forward()
+        return output
+
+    def _timed(
+        self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward; a UNet's time counts for the estimate of what graphs save."""
+        if component is None or component.role is not Role.UNET:
+            return self._forward(*args, **kwargs)
+        with self._session.timer.forward((*args, *kwargs.values())):
+            return self._forward(*args, **kwargs)
+
+
+def serving(model: nn.Module) -> Component | None:
+    """The component that has replaced the model's forward, or None."""
+    forward = vars(model).get("forward")
+    return forward.component if isinstance(forward, ModelForward) else None

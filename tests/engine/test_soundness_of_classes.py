@@ -1,0 +1,138 @@
+"""Classes of whole models that are patched or exchanged while graphs are in use.
+
+As in `test_soundness.py`, each test compares a compiled model with an eager twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.hosts.diffusers.compile import compiled_state, undo_compile
+from onediff_ext.hosts.diffusers.compile_module import compile_module
+from onediff_ext.hosts.diffusers.deepcache import disable_deepcache, enable_deepcache
+from onediff_ext.session.session import Session
+from tests.support import models
+from tests.support.settled_twins import Twins
+
+
+@pytest.fixture
+def session(make_session: Callable[..., Session]) -> Session:
+    return make_session(spot_checks=False)
+
+
+def patched(cls: type, scale: float = 0.5) -> Callable[..., Any]:
+    """The class's forward with the first argument scaled."""
+    own = cls.forward
+
+    def forward(self: Any, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(self, sample * scale, *args, **kwargs)
+
+    return forward
+
+
+def test_a_patched_class_of_unets(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(session)
+    cls = type(twins.unets[0])
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "forward", patched(cls))
+            assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+            component = compiled_state(twins.pipe).components[0]
+            assert "another extension runs the UNet2DConditionModel" in str(component.foreign)
+            assert twins.captured.replayed  # its parts
+        assert max(twins.error(seed) for seed in range(20, 25)) < 1e-4
+        assert twins.captured.reason == ""
+        assert twins.captured.replayed
+
+
+def test_a_class_that_is_patched_before_and_restored_after_compiling(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = type(models.unet())
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", patched(cls))
+        reason = "another extension runs the UNet2DConditionModel itself"
+        twins = Twins(session, reason=reason)
+    assert max(twins.error(seed) for seed in range(10, 16)) < 1e-4
+    assert twins.captured.reason == ""
+    undo_compile(twins.pipe)
+    assert not [m for m in twins.unets[0].modules() if "forward" in vars(m)]
+
+
+def test_a_unet_that_gets_another_class(session: Session) -> None:
+    twins = Twins(session)
+    cls = type(twins.unets[0])
+
+    class Sub(cls):  # type: ignore[misc, valid-type]
+        forward = patched(cls)
+
+    for unet in twins.unets:
+        unet.__class__ = Sub
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+    for unet in twins.unets:
+        unet.__class__ = cls
+    assert max(twins.error(seed) for seed in range(20, 25)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+def test_a_class_of_a_part_of_a_foreign_forward(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(session)
+    cls = type(twins.unets[0])
+    monkeypatch.setattr(cls, "forward", patched(cls))
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+    part = type(twins.unets[0].mid_block)
+    monkeypatch.setattr(part, "forward", patched(part))
+    assert max(twins.error(seed) for seed in range(20, 25)) < 1e-4
+
+
+def test_a_patched_class_of_decoders(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = models.vae(seed=1).decoder, models.vae(seed=1).decoder
+    theirs.load_state_dict(ours.state_dict())
+    compile_module(ours, session=session)
+    latent = torch.randn(1, 4, 8, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(ours(latent), theirs(latent), rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(type(ours), "forward", patched(type(ours)))
+        torch.testing.assert_close(ours(latent), theirs(latent), rtol=1e-4, atol=1e-4)
+    undo_compile(ours)
+
+
+def test_a_patched_class_of_controlnets(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = models.unet(seed=1)
+    ours, theirs = models.controlnet_for(unet, 1), models.controlnet_for(unet, 1)
+    theirs.load_state_dict(ours.state_dict())
+    compile_module(ours, session=session)
+    hint = torch.rand(2, 3, 128, 128)
+
+    def residual(net: Any) -> torch.Tensor:
+        given = models.unet_inputs(unet, height_latent=16, width_latent=16, seed=1)
+        found: torch.Tensor = net(**given, controlnet_cond=hint).mid_block_res_sample
+        return found
+
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(residual(ours), residual(theirs), rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(type(ours), "forward", patched(type(ours)))
+        torch.testing.assert_close(residual(ours), residual(theirs), rtol=1e-4, atol=1e-4)
+    undo_compile(ours)
+
+
+def test_a_class_that_is_patched_under_deepcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = models.sd15(seed=3), models.sd15(seed=3)
+    theirs.unet.load_state_dict(ours.unet.state_dict())
+    enable_deepcache(ours, "1")  # each call is a full one
+    cls = type(ours.unet)
+    monkeypatch.setattr(cls, "forward", patched(cls))
+    with torch.no_grad():
+        found, expected = (
+            pipe.unet(**models.unet_inputs(pipe.unet, seed=1)).sample for pipe in (ours, theirs)
+        )
+    torch.testing.assert_close(found, expected)
+    disable_deepcache(ours)
