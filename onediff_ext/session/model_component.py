@@ -1,4 +1,4 @@
-"""A component: one model of a host (UNet, VAE decoder, ControlNet) whose blocks run graphs."""
+"""A component: one model of a host (UNet, transformer, VAE decoder) whose blocks run graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from onediff_ext.building.picture_clock import ModelCall
-from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
@@ -70,6 +70,7 @@ class Component:
             frozenset().union(*(family.ignored_attrs for family in families)),
             sorted({name for family in families for name in family.dynamic_weight_attrs}),
             frozenset(name for family in families for name in family.per_image),
+            [family.global_settings for family in families],
             session.code,
         )
         self._patches = Patches()
@@ -326,8 +327,8 @@ class _ModelForward:
     def _timed(
         self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the forward; a UNet's time counts for the estimate of what graphs save."""
-        if component is None or component.role is not Role.UNET:
+        """Run the forward; a denoiser's time counts for the estimate of what graphs save."""
+        if component is None or not component.role.is_denoiser:
             return self._forward(*args, **kwargs)
         with self._session.timer.forward((*args, *kwargs.values())):
             return self._forward(*args, **kwargs)

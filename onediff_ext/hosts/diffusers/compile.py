@@ -57,7 +57,7 @@ class CompiledPipe:
         if not find_models(pipe, ignored):
             raise OptionError(
                 f"{type(pipe).__name__} has no component to compile.",
-                "A unet, vae or controlnet is needed that `ignores` does not name.",
+                "A unet, transformer, vae or controlnet is needed that `ignores` does not name.",
             )
 
     def install(self, *, fuse_projections: bool = False) -> None:
@@ -126,7 +126,7 @@ class CompiledPipe:
         """Return the models whose projections diffusers' pipelines can fuse."""
         if not hasattr(self._pipe, "fuse_qkv_projections"):
             return []
-        models = (getattr(self._pipe, name, None) for name in ("unet", "vae"))
+        models = (getattr(self._pipe, name, None) for name in ("unet", "transformer", "vae"))
         return [model for model in models if hasattr(model, "fuse_qkv_projections")]
 
 
@@ -162,7 +162,7 @@ def compile_pipe(
     deepcache: object = None,
     session: Session | None = None,
 ) -> Pipe:
-    """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
+    """Run a pipeline's UNet or transformer, VAE and ControlNets through graphs, at any size.
 
     Each call of the pipeline draws one picture; graphs change between pictures only. Missing
     graphs are built in the background while pictures are drawn eager (option ``build``), and stored
@@ -173,9 +173,9 @@ def compile_pipe(
     that was compiled last serves the shared models.
 
     Args:
-        pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
-        ignores: Components that stay eager: ``"unet"``, ``"vae"``, ``"vae_encoder"``,
-            ``"vae_decoder"``, ``"controlnet"``.
+        pipe: Any diffusers pipeline with a ``unet``, ``transformer``, ``vae`` or ``controlnet``.
+        ignores: Components that stay eager: ``"unet"``, ``"transformer"``, ``"vae"``,
+            ``"vae_encoder"``, ``"vae_decoder"``, ``"controlnet"``.
         options: `CompileOptions`, or a mapping of its fields.
         backend: Shorthand for the option of this name.
         fuse_qkv_projections: Let diffusers fuse the projections of its attention first, where
@@ -252,6 +252,8 @@ def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[ComponentId
     nets = getattr(controlnet, "nets", None) or [controlnet]
     candidates: list[tuple[ComponentId, Any]] = [
         (ComponentId(Role.UNET), getattr(pipe, "unet", None)),
+        (ComponentId(Role.TRANSFORMER), getattr(pipe, "transformer", None)),
+        (ComponentId(Role.TRANSFORMER, 1), getattr(pipe, "transformer_2", None)),
         (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
         (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
         *((ComponentId(Role.CONTROLNET, index), net) for index, net in enumerate(nets)),

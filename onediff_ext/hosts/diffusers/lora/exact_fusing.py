@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_MODELS = ("unet", "text_encoder", "text_encoder_2")
+_MODELS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2")
 
 
 class ExactFusing:
