@@ -55,7 +55,7 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
     attentions: tuple[str, ...] = ("attn",)
 
     def block_class(self) -> type[nn.Module] | None:
-        found = super().block_class()
+        found: Any = super().block_class()
         return found if found is not None and _arguments_of(found) == self.arguments else None
 
     def describe(self, block: Any) -> str:
