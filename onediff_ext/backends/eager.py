@@ -41,8 +41,8 @@ class EagerBackend(Backend):
         except Exception as exc:
             raise BackendError(f"The stored program cannot be read: {exc}") from exc
 
-        def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-            output: torch.Tensor = graph_module(*arguments)[0]
-            return output
+        def run(arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            outputs: Sequence[torch.Tensor] = graph_module(*arguments)
+            return outputs
 
         return run

@@ -18,7 +18,13 @@ from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.engine.timesteps import are_of_one_tensor, is_element, value_of
 
 # The models of one picture are called in this order for the first time.
-_ORDER = (Role.VAE_ENCODER, Role.CONTROLNET, Role.UNET, Role.VAE_DECODER)
+_ORDER = (
+    Role.VAE_ENCODER,
+    Role.CONTROLNET,
+    Role.UNET,
+    Role.TRANSFORMER,
+    Role.VAE_DECODER,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +50,7 @@ class ModelCall:
     def of(
         cls, part: ComponentId, model: object, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ModelCall:
-        """Read a call of a UNet, a ControlNet or a part of a VAE."""
+        """Read a call of a UNet, a transformer, a ControlNet or a part of a VAE."""
         sample = args[0] if args else next(iter(kwargs.values()), None)
         sample = kwargs.get("sample", sample)
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep", kwargs.get("timesteps"))

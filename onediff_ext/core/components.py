@@ -10,6 +10,7 @@ class Role(str, Enum):
     """The role of a component. Equal to its text, so it may stand in sets of option names."""
 
     UNET = "unet"
+    TRANSFORMER = "transformer"
     VAE_ENCODER = "vae_encoder"
     VAE_DECODER = "vae_decoder"
     CONTROLNET = "controlnet"
@@ -20,6 +21,11 @@ class Role(str, Enum):
         return _LABELS[self]
 
     @property
+    def is_denoiser(self) -> bool:
+        """Whether it runs at each step and predicts the noise."""
+        return self in (Role.UNET, Role.TRANSFORMER)
+
+    @property
     def is_vae(self) -> bool:
         """Whether it is a half of the VAE, which runs once for an image and not at each step."""
         return self in (Role.VAE_ENCODER, Role.VAE_DECODER)
@@ -27,6 +33,7 @@ class Role(str, Enum):
 
 _LABELS = {
     Role.UNET: "UNet",
+    Role.TRANSFORMER: "transformer",
     Role.VAE_ENCODER: "VAE encoder",
     Role.VAE_DECODER: "VAE decoder",
     Role.CONTROLNET: "ControlNet",

@@ -10,7 +10,9 @@ from typing import Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check_names
 
-COMPONENTS = ("unet", "vae", "vae_encoder", "vae_decoder", "controlnet")
+COMPONENTS = ("unet", "transformer", "vae", "vae_encoder", "vae_decoder", "controlnet")
+# Callers of the original OneDiff also ignore these.
+_NEVER_COMPILED = ("text_encoder", "text_encoder_2", "text_encoder_3", "safety_checker")
 BACKENDS = ("inductor", "oneflow", "eager")
 PRECISIONS = ("exact", "fp8", "int8", "fp16-accumulation")
 BUILD_POLICIES = ("background", "wait", "never")
@@ -103,8 +105,7 @@ def parse_ignores(ignores: object) -> frozenset[str]:
     """
     names = [ignores] if isinstance(ignores, str) else list(ignores)  # type: ignore[call-overload]
     for name in names:
-        # Callers of the original OneDiff also pass components that are never compiled.
-        if name not in (*COMPONENTS, "text_encoder", "text_encoder_2", "safety_checker"):
+        if name not in (*COMPONENTS, *_NEVER_COMPILED):
             raise OptionError(f"Unknown component {name!r}.", f"Known: {', '.join(COMPONENTS)}.")
     chosen = set(names) & set(COMPONENTS)
     if "vae" in chosen:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-# A loaded graph takes the block's weights, then its input tensors, and returns its output.
-Graph = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+# A loaded graph takes the block's weights, then its input tensors, and returns its outputs.
+Graph = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Backend(ABC):

@@ -16,7 +16,7 @@ class GraphObserver(ABC):
     """Sees the calls of graphs, which are no operators of torch."""
 
     @abstractmethod
-    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Call a graph.
 
         Args:
@@ -24,15 +24,15 @@ class GraphObserver(ABC):
             arguments: The block's weights, then its input tensors.
 
         Returns:
-            The graph's output.
+            The graph's outputs.
         """
 
 
 _observers: ContextVar[tuple[GraphObserver, ...]] = ContextVar("graph_observers", default=())
 
 
-def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Call a graph and return its output; observers see the call.
+def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Call a graph and return its outputs; observers see the call.
 
     Args:
         graph: The graph.

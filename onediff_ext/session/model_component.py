@@ -1,4 +1,4 @@
-"""A component: one model of a host (UNet, VAE decoder, ControlNet) whose blocks run graphs."""
+"""A component: one model of a host (UNet, transformer, VAE decoder) whose blocks run graphs."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ class Component:
             frozenset().union(*(family.ignored_attrs for family in families)),
             sorted({name for family in families for name in family.dynamic_weight_attrs}),
             frozenset(name for family in families for name in family.per_image),
+            [family.global_settings for family in families],
             session.code,
         )
         self._patches = Patches()

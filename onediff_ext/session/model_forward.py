@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from onediff_ext.core.components import Role
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 
@@ -104,8 +103,8 @@ class ModelForward:
     def _timed(
         self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the forward; a UNet's time counts for the estimate of what graphs save."""
-        if component is None or component.role is not Role.UNET:
+        """Run the forward; a denoiser's time counts for the estimate of what graphs save."""
+        if component is None or not component.role.is_denoiser:
             return self._forward(*args, **kwargs)
         with self._session.timer.forward((*args, *kwargs.values())):
             return self._forward(*args, **kwargs)

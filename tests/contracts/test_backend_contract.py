@@ -46,7 +46,8 @@ def _available(name):
 def _run(graph, family, block, inputs):
     with torch.no_grad():
         call = family.graph_call(block, family.bind(block, inputs, {}))
-        return graph([*BlockTree(block, ("diffusers.",)).weights(), *call.tensors])
+        (output,) = graph([*BlockTree(block, ("diffusers.",)).weights(), *call.tensors])
+        return output
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def test_a_backend(example: ModuleType) -> None:
     backend = example.InterpreterBackend()
     graph = backend.load(backend.build(program, CPU), CPU)
     with torch.no_grad():
-        torch.testing.assert_close(graph([*tree.weights(), *inputs]), block(*inputs))
+        (output,) = graph([*tree.weights(), *inputs])
+        torch.testing.assert_close(output, block(*inputs))
     with pytest.raises(BackendError):
         backend.load(b"foreign", CPU)
 

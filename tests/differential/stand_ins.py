@@ -73,7 +73,7 @@ def _counted_loads(load: Callable[..., Graph], figures: Figures) -> Callable[...
     def counted(*args: Any, **kwargs: Any) -> Graph:
         graph = load(*args, **kwargs)
 
-        def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        def run(arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             figures.graph_calls += 1
             return graph(arguments)
 

@@ -69,7 +69,8 @@ def randomize(module: nn.Module, seed: int) -> None:
         weight.copy_(value)
 
 
-def _build(cls: type[nn.Module], seed: int, *args: Any, **kwargs: Any) -> Any:
+def build(cls: type[nn.Module], seed: int, *args: Any, **kwargs: Any) -> Any:
+    """Make a module with seeded random weights."""
     # The modules' own initialisation must not move the caller's random state.
     with torch.random.fork_rng(devices=[]):
         module = cls(*args, **kwargs)
@@ -105,7 +106,7 @@ def text_encoder(
         pad_token_id=pad_token_id,
     )
     cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-    return _build(cls, seed + 1, config)
+    return build(cls, seed + 1, config)
 
 
 def vae(
@@ -117,7 +118,7 @@ def vae(
     force_upcast: bool = True,
 ) -> Any:
     """Narrow VAE: image [B, 3, H, W] <-> latent [B, 4, H/8, W/8]."""
-    model = _build(
+    model = build(
         AutoencoderKL,
         seed + 2,
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -150,7 +151,7 @@ def unet(
     """Narrow UNet: latent [B, C, h, w], context [B, n, context_dim] -> [B, 4, h, w]."""
     down = [f"{'CrossAttnDown' if a else 'Down'}Block2D" for a in attention]
     up = [f"{'CrossAttnUp' if a else 'Up'}Block2D" for a in reversed(attention)]
-    return _build(
+    return build(
         UNet2DConditionModel,
         seed + 3,
         sample_size=64,
@@ -181,14 +182,15 @@ def scheduler(prediction_type: str = "epsilon", timestep_spacing: str = "leading
     )
 
 
-def _quiet(pipe: DiffusionPipeline) -> Any:
+def quiet(pipe: DiffusionPipeline) -> Any:
+    """Switch a pipeline's progress bar off."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def _single_encoder(cls: type, parts: dict[str, Any]) -> Any:
     no_checker = {"safety_checker": None, "feature_extractor": None}
-    return _quiet(cls(**parts, **no_checker, requires_safety_checker=False))
+    return quiet(cls(**parts, **no_checker, requires_safety_checker=False))
 
 
 def _sd1_parts(seed: int, **unet_config: Any) -> dict[str, Any]:
@@ -289,7 +291,7 @@ def _big_text_encoder(seed: int) -> Any:
 
 def sdxl(seed: int = 0, **unet_config: Any) -> StableDiffusionXLPipeline:
     """SDXL base: two text encoders, size conditioning, transformers of depth 2 and 3."""
-    return _quiet(
+    return quiet(
         StableDiffusionXLPipeline(**_sdxl_parts(seed, **unet_config), add_watermarker=False)
     )
 
@@ -297,7 +299,7 @@ def sdxl(seed: int = 0, **unet_config: Any) -> StableDiffusionXLPipeline:
 def sdxl_inpaint(seed: int = 0, **unet_config: Any) -> StableDiffusionXLInpaintPipeline:
     """SDXL for inpainting (9 channels)."""
     parts = _sdxl_parts(seed, in_channels=9, **unet_config)
-    return _quiet(StableDiffusionXLInpaintPipeline(**parts, add_watermarker=False))
+    return quiet(StableDiffusionXLInpaintPipeline(**parts, add_watermarker=False))
 
 
 def sdxl_refiner(seed: int = 0, **unet_config: Any) -> StableDiffusionXLImg2ImgPipeline:
@@ -309,7 +311,7 @@ def sdxl_refiner(seed: int = 0, **unet_config: Any) -> StableDiffusionXLImg2ImgP
         "depths": 2,
         **unet_config,
     }
-    return _quiet(
+    return quiet(
         StableDiffusionXLImg2ImgPipeline(
             vae=vae(seed=seed, scaling_factor=0.13025),
             text_encoder=None,
@@ -334,7 +336,7 @@ def controlnet_for(unet: UNet2DConditionModel, seed: int = 0) -> ControlNetModel
     config = {name: value for name, value in unet.config.items() if name in accepted}
     # A ControlNet sees the plain latent, also beside an inpainting UNet.
     config |= {"in_channels": 4, "conditioning_embedding_out_channels": (8, 16, 16, 32)}
-    model = _build(ControlNetModel, seed + 4, **config)
+    model = build(ControlNetModel, seed + 4, **config)
     for name in ("time_embedding", "add_embedding", "down_blocks", "mid_block"):
         if getattr(unet, name, None) is not None:
             # Not strict: an LCM's time embedding has an input more.

@@ -106,11 +106,11 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         self.add(func, args, kwargs, output)
         return output
 
-    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with _disable_current_modes():
-            output = graph(arguments)
-        self.add(lambda *tensors: graph(list(tensors)), tuple(arguments), {}, output)
-        return output
+            outputs = graph(arguments)
+        self.add(lambda *tensors: graph(list(tensors)), tuple(arguments), {}, outputs)
+        return outputs
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Log an operator that has run."""

@@ -52,8 +52,8 @@ def load_library(payload: bytes) -> Graph:
     with library_path(payload) as path:
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
 
-    def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        return runner.run(list(arguments))[0]
+    def run(arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return runner.run(list(arguments))
 
     return run
 

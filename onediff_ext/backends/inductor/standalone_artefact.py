@@ -70,10 +70,9 @@ def load_artefact(payload: bytes, index: int | None = None) -> Graph:
         with _without_compilers(), place:
             artefact = CompiledArtifact.load(path=str(path), format="binary")
 
-    def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        output = artefact(*arguments)
-        first: torch.Tensor = output[0] if isinstance(output, (list, tuple)) else output
-        return first
+    def run(arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        outputs = artefact(*arguments)
+        return outputs if isinstance(outputs, (list, tuple)) else (outputs,)
 
     return run
 

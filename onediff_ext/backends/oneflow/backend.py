@@ -58,7 +58,7 @@ class OneFlowBackend(Backend):
             raise BackendError(f"The stored program cannot be read: {exc}") from exc
         program = FlowProgram(graph_module)
 
-        def run(arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-            return process_graphs().run(program, arguments)
+        def run(arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return (process_graphs().run(program, arguments),)
 
         return run

@@ -7,7 +7,7 @@ import math
 import torch
 
 from onediff_ext.engine.backend_port import Graph
-from onediff_ext.engine.checking.compare_with_eager import compare
+from onediff_ext.engine.checking.compare_with_eager import compare_all
 from onediff_ext.engine.export.exporter import input_fakes, is_channels_last
 
 # Sizes that no example has: batch 1, odd sides, few tokens. By axis, counted from 0.
@@ -36,8 +36,8 @@ def try_out(
         sizes: dict[object, int] = {}
         arguments = [_random_like(fake, trial, sizes, device, generator) for fake in fakes]
         with torch.no_grad():
-            expected = program.graph_module(*arguments)[0]
-            comparison = compare(graph(arguments), expected, allowed)
+            expected = program.graph_module(*arguments)
+            comparison = compare_all(graph(arguments), expected, allowed)
         if comparison.problem is not None:
             shapes = [tuple(argument.shape) for argument in arguments[-2:]]
             return f"at sizes {shapes} the new graph {comparison.problem}"
@@ -55,7 +55,7 @@ def _random_like(
     shape: list[int] = []
     for axis, size in enumerate(fake.shape):
         if isinstance(size, torch.SymInt):
-            shape.append(sizes.setdefault(size.node.expr, trial[axis]))
+            shape.append(_size_of(size.node.expr, trial[axis], sizes))
         else:
             shape.append(int(size))
     values = torch.randn(shape, generator=generator)
@@ -70,6 +70,15 @@ def _random_like(
     values *= max(1, math.prod(shape[1:])) ** -0.5
     like = torch.empty_strided(shape, fake.stride(), dtype=fake.dtype, device=device)
     return like.copy_(values)
+
+
+def _size_of(symbol: object, wanted: int, sizes: dict[object, int]) -> int:
+    """Return a symbol's size; all symbols have different ones."""
+    if symbol not in sizes:
+        while wanted in sizes.values():
+            wanted += 2
+        sizes[symbol] = wanted
+    return sizes[symbol]
 
 
 def _is_8_bit(fake: torch.Tensor) -> bool:

@@ -139,7 +139,7 @@ class BlockFamily(ABC):
         return UNKNOWN_ARGUMENTS if named is None else self.sort(block, named)
 
     @abstractmethod
-    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> Any:
         """Call the block's own method with arguments that `sort` sorted.
 
         Args:
@@ -148,7 +148,7 @@ class BlockFamily(ABC):
             statics: As `BlockCall.statics`, by name.
 
         Returns:
-            The tensor in the method's output.
+            The method's output.
         """
 
     def text_kv(
@@ -176,14 +176,21 @@ class BlockFamily(ABC):
             return call
         return self.with_text_kv(call, self.text_kv(block, call.prompt))
 
-    def tensor_of(self, output: Any) -> torch.Tensor:
-        """Return the tensor in the output of `method`."""
-        tensor: torch.Tensor = output
-        return tensor
+    def tensors_of(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """Return the tensors in the output of `method`, which are a graph's outputs."""
+        return (output,)
 
-    def output_of(self, block: Any, tensor: torch.Tensor) -> Any:  # noqa: ARG002
-        """Return the output of `method` for a graph's tensor."""
-        return tensor
+    def output_of(self, block: Any, tensors: Tensors) -> Any:  # noqa: ARG002
+        """Return the output of `method` for a graph's outputs."""
+        (output,) = tensors
+        return output
+
+    def global_settings(self) -> Hashable:
+        """Return the settings of the host's process that decide what such blocks compute.
+
+        A CUDA graph is stale when they change. For the blocks' own graphs `sort` decides.
+        """
+        return None
 
     def prepare(self, block: Any) -> None:  # noqa: B027
         """Prepare a structural copy of a block for tracing; the default changes nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,30 @@ class Comparison:
     error: float
     problem: str | None = None
     decided: bool = True
+
+
+def compare_all(
+    graph_outputs: Sequence[torch.Tensor],
+    eager_outputs: Sequence[torch.Tensor],
+    allowed: float | None = None,
+) -> Comparison:
+    """Compare each output of a graph with eager's, as `compare` does.
+
+    Returns:
+        The comparison of the output that differs most. It is undecided when one output is.
+    """
+    if len(graph_outputs) != len(eager_outputs):
+        count = f"{len(graph_outputs)} outputs for {len(eager_outputs)}"
+        return Comparison(float("inf"), f"gave {count}")
+    return worst(
+        compare(ours, theirs, allowed)
+        for ours, theirs in zip(graph_outputs, eager_outputs, strict=True)
+    )
+
+
+def worst(comparisons: Iterable[Comparison]) -> Comparison:
+    """Return the comparison that decides about several: a problem, an undecided one, the rest."""
+    return max(comparisons, key=lambda c: (c.problem is not None, not c.decided, c.error))
 
 
 def compare(

@@ -43,15 +43,15 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         self._note_made(output)
         return output
 
-    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self._note_read(arguments)
         self._in_graph = True
         try:
-            output = graph(arguments)
+            outputs = graph(arguments)
         finally:
             self._in_graph = False
-        self._note_made(output)
-        return output
+        self._note_made(outputs)
+        return outputs
 
     def _note_read(self, given: Any) -> None:
         for storage in _storages(given):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class TrustedModules:
         ignored_attrs: As `BlockFamily.ignored_attrs`.
         dynamic_weight_attrs: As `BlockFamily.dynamic_weight_attrs`.
         per_image: As `BlockFamily.per_image`.
+        settings: `BlockFamily.global_settings` of each family.
         code: Watches the Python code of this process.
     """
 
@@ -38,12 +39,17 @@ class TrustedModules:
     ignored_attrs: frozenset[str] = frozenset()
     dynamic_weight_attrs: Sequence[str] = ()
     per_image: frozenset[str] = frozenset()
+    settings: Sequence[Callable[[], Hashable]] = ()
     code: PythonCode = field(default_factory=PythonCode)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """`sources`, torch's own modules and this package."""
         return ("torch.nn.modules", "onediff_ext.", *self.sources)
+
+    def current_settings(self) -> Hashable:
+        """The settings of the host's process, as they are now."""
+        return tuple(read() for read in self.settings)
 
 
 def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> str | None:
@@ -95,6 +101,7 @@ class Snapshot:
         self, model: nn.Module, known: TrustedModules, merged: frozenset[int] = frozenset()
     ) -> None:
         self.merged = merged
+        self._known, self._settings = known, known.current_settings()
         modules = list(model.modules())
         processors = attention_processors(modules)
         wrappers = [(r, m) for m in modules if (r := rule_of(m, known.rules)) is not None]
@@ -139,7 +146,11 @@ class Snapshot:
         Args:
             moment: As for `PythonCode.current_generation`.
         """
-        return self._where() == self._places and self._state.holds(moment)
+        return (
+            self._where() == self._places
+            and self._known.current_settings() == self._settings
+            and self._state.holds(moment)
+        )
 
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""

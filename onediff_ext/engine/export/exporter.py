@@ -57,7 +57,9 @@ class BlockFunction(nn.Module):
         self._names = [f"block.{name}" for name in names]
         self._autocast, self._quantization = autocast, quantization
 
-    def forward(self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         linears: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._quantization is not None:
             computes_in = None if self._autocast is None else self._autocast[1]
@@ -66,8 +68,10 @@ class BlockFunction(nn.Module):
         named = dict(zip(self._names, weights, strict=True))
         # Tracing does not record an outer autocast, so it is entered here.
         with _autocast_context(self._autocast, tensors[0].device), linears:
-            output: torch.Tensor = torch.func.functional_call(self._caller, named, tensors)
-            return output
+            outputs: tuple[torch.Tensor, ...] = torch.func.functional_call(
+                self._caller, named, tensors
+            )
+            return outputs
 
 
 class _Caller(nn.Module):
@@ -77,8 +81,8 @@ class _Caller(nn.Module):
         super().__init__()
         self.block, self._family, self._statics = block, family, statics
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return self._family.run(self.block, tensors, self._statics)
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._family.tensors_of(self._family.run(self.block, tensors, self._statics))
 
 
 def export_block(
@@ -149,9 +153,10 @@ def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
         device: Where the block is traced.
     """
     found = []
+    sizes: dict[str, int] = {}
     for tensor, dims in zip(call.tensors, call.dims, strict=True):
         with torch.inference_mode(False):
-            example = _example(tensor, dims, device)
+            example = _example(tensor, dims, sizes, device)
         example.untyped_storage().resize_(0)  # tracing reads only sizes and strides
         found.append(example)
     return found
@@ -210,11 +215,19 @@ def outline_of(layout: Layout, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _example(tensor: torch.Tensor, dims: Dims, device: torch.device) -> torch.Tensor:
-    """Return an uninitialised tensor of the sizes that a kind's graph is tuned for."""
+def _example(
+    tensor: torch.Tensor, dims: Dims, sizes: dict[str, int], device: torch.device
+) -> torch.Tensor:
+    """Return an uninitialised tensor of the sizes that a kind's graph is tuned for.
+
+    Args:
+        tensor, dims: Of the call.
+        sizes: Size of each dim by its name; the call's first tensor with a dim decides it.
+        device: Where the block is traced.
+    """
     channels = tensor.shape[1] if tensor.ndim == 4 else tensor.shape[-1]
     shape = [
-        n if name is None else _hint(name, channels)
+        n if name is None else sizes.setdefault(name, _hint(name, channels))
         for n, name in zip(tensor.shape, dims, strict=True)
     ]
     layout = torch.channels_last if is_channels_last(tensor) else torch.contiguous_format

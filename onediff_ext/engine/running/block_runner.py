@@ -15,7 +15,7 @@ from onediff_ext.core.errors import MachineError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
-from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal
+from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal, Tensors
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.class_methods import class_method
 from onediff_ext.engine.graph_calls import is_observed, run_graph
@@ -165,14 +165,14 @@ class BlockRunner:
     ) -> Any:
         """Run the kind's graph, and compare it with eager where that is due."""
         kind, call, weights = prepared
-        output: torch.Tensor | None = None
+        outputs: Tensors | None = None
         try:
             call = self.text_kv.graph_call(call, weights)
             arguments = [*self.weights.for_graph(weights, kind.quantization), *call.tensors]
         except Exception as exc:  # the graph is not to blame
             return self._run_after(exc, args, kwargs)
         try:
-            output = run_graph(graph, arguments)
+            outputs = run_graph(graph, arguments)
         except Exception as exc:
             if is_observed():
                 raise  # the recording failed, which is no fault of the graph
@@ -181,40 +181,40 @@ class BlockRunner:
                 return self.eager(*args, **kwargs)
             if kind.state is KindState.READY:
                 raise OutOfMemoryError(str(exc)) from None  # one class for all libraries
-        if output is None or kind.state is not KindState.READY:
-            return self._run_eager_and_judge(prepared, call, output, args, kwargs)
+        if outputs is None or kind.state is not KindState.READY:
+            return self._run_eager_and_judge(prepared, call, outputs, args, kwargs)
         self.eager_reason = None
         try:
-            served = self.family.output_of(self.block, output)
+            served = self.family.output_of(self.block, outputs)
         except Exception as exc:
             return self._run_after(exc, args, kwargs)
         chosen = self._must_compare or self._registry.spot_checks.chosen is self
         if not chosen or is_observed():
             return served
         self._must_compare = False
-        return self._spot_check(prepared, call, output, args, kwargs)
+        return self._spot_check(prepared, call, outputs, args, kwargs)
 
     def _run_eager_and_judge(
         self,
         prepared: _Prepared,
         call: BlockCall,
-        output: torch.Tensor | None,
+        outputs: Tensors | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return eager's result, and judge the graph's first output by it.
+        """Return eager's result, and judge the graph's first outputs by it.
 
         Args:
             prepared: The host's call.
             call: The call as the graph took it.
-            output: The graph's output; None when the graph ran out of memory.
+            outputs: The graph's outputs; None when the graph ran out of memory.
             args, kwargs: The host's arguments.
         """
         kind, _, weights = prepared
         call = self._check.with_own_inputs(call)
         eager = self.eager(*args, **kwargs)
         self.compared += 1
-        if output is None or not self._judge(kind, output, eager, call, weights):
+        if outputs is None or not self._judge(kind, outputs, eager, call, weights):
             self._registry.fell_back(kind.label, NOT_COMPARED)
             self.eager_reason = NOT_COMPARED
         else:
@@ -225,7 +225,7 @@ class BlockRunner:
         self,
         prepared: _Prepared,
         call: BlockCall,
-        output: torch.Tensor,
+        outputs: Tensors,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -235,19 +235,19 @@ class BlockRunner:
             call = self._check.with_own_inputs(call)
             try:
                 eager = self.eager(*args, **kwargs)
-                judged = self._judge(kind, output, eager, call, weights)
+                judged = self._judge(kind, outputs, eager, call, weights)
             except OutOfMemoryError:
                 judged = False
         if judged and kind.state is KindState.FAILED:
             self._registry.found_wrong(kind.label, kind.reason, kind.key)
             self.eager_reason = kind.reason
             return eager
-        return self.family.output_of(self.block, output)
+        return self.family.output_of(self.block, outputs)
 
     def _judge(
         self,
         kind: BlockKind,
-        output: torch.Tensor,
+        outputs: Tensors,
         eager: Any,
         call: BlockCall,
         weights: Sequence[torch.Tensor],
@@ -255,8 +255,8 @@ class BlockRunner:
         """As `GraphCheck.judge`; a comparison that raises an error makes the kind failed."""
         assert self.tree is not None
         try:
-            expected = self.family.tensor_of(eager)
-            return self._check.judge(kind, output, expected, call, weights, self.tree)
+            expected = self.family.tensors_of(eager)
+            return self._check.judge(kind, outputs, expected, call, weights, self.tree)
         except Exception as exc:
             if is_observed() or isinstance(exc, OutOfMemoryError):
                 raise

@@ -12,7 +12,12 @@ from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
-from onediff_ext.engine.checking.compare_with_eager import QUANTIZED_TOLERANCE, as_exact_as, compare
+from onediff_ext.engine.checking.compare_with_eager import (
+    QUANTIZED_TOLERANCE,
+    as_exact_as,
+    compare_all,
+    worst,
+)
 from onediff_ext.engine.export.exporter import BlockFunction
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
@@ -42,20 +47,20 @@ class GraphCheck:
     def judge(
         self,
         kind: BlockKind,
-        graph_output: torch.Tensor,
-        eager_output: torch.Tensor,
+        graph_outputs: Sequence[torch.Tensor],
+        eager_outputs: Sequence[torch.Tensor],
         call: BlockCall,
         weights: Sequence[torch.Tensor],
         tree: BlockTree,
     ) -> bool:
-        """Compare two outputs of one call, and make the kind ready or failed.
+        """Compare the outputs of one call, and make the kind ready or failed.
 
         The kind stays as it is when eager's output is NaN, or when there is no memory for the
         comparison: a comparison that can wait must not cost the image.
 
         Args:
             kind: The kind whose graph ran.
-            graph_output, eager_output: [B, …], of one shape and dtype if all is well.
+            graph_outputs, eager_outputs: [B, …] each, of equal shapes and dtypes if all is well.
             call: The call as the graph takes it.
             weights: The weights of the block, without 8-bit copies.
             tree: The block.
@@ -65,10 +70,10 @@ class GraphCheck:
         """
         allowed = None if kind.quantization is None else QUANTIZED_TOLERANCE
         try:
-            comparison = compare(graph_output, eager_output, allowed)
+            comparison = compare_all(graph_outputs, eager_outputs, allowed)
             if comparison.problem is not None and comparison.error < _DOUBTFUL:
                 exact = self._exact(call, weights, tree)
-                comparison = as_exact_as(graph_output, eager_output, exact)
+                comparison = worst(map(as_exact_as, graph_outputs, eager_outputs, exact))
         except OutOfMemoryError:
             return False
         kind.comparison = comparison
@@ -82,13 +87,14 @@ class GraphCheck:
 
     def _exact(
         self, call: BlockCall, weights: Sequence[torch.Tensor], tree: BlockTree
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         """Compute the block in float64."""
         block = tree.copy()
         self._family.prepare(block)
         function = BlockFunction(block, self._family, tree.names, dict(call.statics), None)
         with torch.no_grad():
-            output: torch.Tensor = function(
-                [w.detach().double() for w in weights], *(t.double() for t in call.tensors)
+            outputs: tuple[torch.Tensor, ...] = function(
+                [w.detach().double() for w in weights],
+                *(t.double() if t.is_floating_point() else t for t in call.tensors),
             )
-        return output
+        return outputs

@@ -7,11 +7,6 @@ build.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import sys
-from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,42 +27,20 @@ from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, small_b
 from onediff_ext.engine.blocks.image_family import ImageBlocks
 from onediff_ext.engine.blocks.residual_family import ResidualBlocks
 from onediff_ext.engine.blocks.transformer_family import TransformerBlocks
+from onediff_ext.hosts.diffusers.attention_processors import processor_eager_reason
+from onediff_ext.hosts.diffusers.block_base import DiffusersBlocks
+from onediff_ext.hosts.diffusers.token_blocks import TOKEN_FAMILIES
 
-# Processors that are pure functions of their arguments, by the names of their classes. Others
-# (IP-Adapter, attention stores, slicing, xformers) keep state or freeze shapes.
+# Processors that are pure functions of their arguments. Others (IP-Adapter, attention stores,
+# slicing, xformers) keep state or freeze shapes.
 _PROCESSORS = "diffusers.models.attention_processor"
-PURE_PROCESSORS = frozenset({"AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"})
+PURE_PROCESSORS = frozenset(
+    f"{_PROCESSORS}.{name}"
+    for name in ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0")
+)
 
 
-class _DiffusersFamily(BlockFamily):
-    path: str  # "package.module:Class"
-    sources = ("diffusers.",)
-    redundant_attrs = frozenset(
-        {
-            "_chunk_dim",
-            "_from_deprecated_attn_block",
-            "_gradient_checkpointing_func",
-            "_internal_dict",
-        }
-    )
-    per_image = (
-        "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
-        "diffusers.models.controlnets.controlnet.ControlNetModel",
-        "diffusers.models.autoencoders.vae.Encoder",
-        "diffusers.models.autoencoders.vae.Decoder",
-    )
-
-    def block_class(self) -> type[nn.Module] | None:
-        if "diffusers" not in sys.modules:
-            return None
-        module, name = self.path.split(":")
-        return getattr(importlib.import_module(module), name, None)
-
-    def packages(self) -> Mapping[str, str]:
-        return {"diffusers": _diffusers_version()}
-
-
-class ResnetFamily(ResidualBlocks, _DiffusersFamily):
+class ResnetFamily(ResidualBlocks, DiffusersBlocks):
     """ResnetBlock2D, with a time embedding (UNet) or without one (VAE)."""
 
     label = "ResnetBlock2D"
@@ -93,7 +66,7 @@ class ResnetFamily(ResidualBlocks, _DiffusersFamily):
         return output
 
 
-class TransformerFamily(TransformerBlocks, _DiffusersFamily):
+class TransformerFamily(TransformerBlocks, DiffusersBlocks):
     """BasicTransformerBlock with self-attention and cross-attention."""
 
     label = "BasicTransformerBlock"
@@ -128,7 +101,7 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
         if block._chunk_size is not None:
             return Refusal("feed-forward chunking is on")
         for attention in (block.attn1, block.attn2):
-            reason = _processor_eager_reason(attention)
+            reason = processor_eager_reason(attention, PURE_PROCESSORS)
             if reason is not None:
                 return Refusal(reason)
         if isinstance(context, tuple):
@@ -146,7 +119,7 @@ class TransformerFamily(TransformerBlocks, _DiffusersFamily):
         return output
 
 
-class AttentionFamily(ImageBlocks, _DiffusersFamily):
+class AttentionFamily(ImageBlocks, DiffusersBlocks):
     """The single-head attention of the VAE's middle block, on images."""
 
     label = "Attention"
@@ -161,10 +134,10 @@ class AttentionFamily(ImageBlocks, _DiffusersFamily):
         for name in self.arguments[1:]:
             if arguments.get(name) is not None:
                 return f"called with {name}"
-        return _processor_eager_reason(block)
+        return processor_eager_reason(block, PURE_PROCESSORS)
 
 
-class _ProjectionFamily(_DiffusersFamily):
+class _ProjectionFamily(DiffusersBlocks):
     path = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
 
     def block_class(self) -> type[nn.Module] | None:
@@ -182,14 +155,15 @@ class ProjectionInFamily(ImageBlocks, _ProjectionFamily):
     arguments = ("hidden_states",)
     parts = ("norm", "proj_in")
 
-    def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:  # noqa: ARG002
-        return self.tensor_of(block._operate_on_continuous_inputs(tensors[0]))
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> Any:  # noqa: ARG002
+        return block._operate_on_continuous_inputs(tensors[0])
 
-    def tensor_of(self, output: Any) -> torch.Tensor:
+    def tensors_of(self, output: Any) -> tuple[torch.Tensor, ...]:
         tensor: torch.Tensor = output[0]
-        return tensor
+        return (tensor,)
 
-    def output_of(self, block: Any, tensor: torch.Tensor) -> Any:
+    def output_of(self, block: Any, tensors: Tensors) -> Any:
+        (tensor,) = tensors
         # diffusers counts the channels before a linear projection, and after a convolution.
         return tensor, block.in_channels if block.use_linear_projection else tensor.shape[-1]
 
@@ -237,12 +211,8 @@ DIFFUSERS_FAMILIES: tuple[BlockFamily, ...] = (
     ProjectionInFamily(),
     ProjectionOutFamily(),
     GroupNormFamily(),
+    *TOKEN_FAMILIES,
 )
-
-
-@cache
-def _diffusers_version() -> str:
-    return importlib.metadata.version("diffusers")  # reads and parses a file at each call
 
 
 def _projects_alone(block: Any) -> bool:
@@ -254,14 +224,3 @@ def _projects_alone(block: Any) -> bool:
         and not getattr(attention, "fused_projections", False)
         and not block.only_cross_attention
     )
-
-
-def _processor_eager_reason(attention: Any) -> str | None:
-    if attention is None:
-        return None
-    processor = attention.processor
-    cls = type(processor)
-    if cls.__name__ in PURE_PROCESSORS and cls.__module__ == _PROCESSORS:
-        # An attribute of a processor would be a setting that no graph knows.
-        return f"attention processor {cls.__name__} has settings" if vars(processor) else None
-    return f"attention processor {cls.__qualname__} is not known as pure"

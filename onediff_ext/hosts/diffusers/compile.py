@@ -55,7 +55,7 @@ class CompiledPipe:
         if not find_models(pipe, ignored):
             raise OptionError(
                 f"{type(pipe).__name__} has no component to compile.",
-                "A unet, vae or controlnet is needed that `ignores` does not name.",
+                "A unet, transformer, vae or controlnet is needed that `ignores` does not name.",
             )
 
     def install(self) -> None:
@@ -135,7 +135,7 @@ def compile_pipe(
     deepcache: object = None,
     session: Session | None = None,
 ) -> Pipe:
-    """Run a pipeline's UNet, VAE and ControlNets through compiled graphs, at any size.
+    """Run a pipeline's UNet or transformer, VAE and ControlNets through graphs, at any size.
 
     Each call of the pipeline draws one picture; graphs change between pictures only. Missing
     graphs are built in the background while pictures are drawn eager (option ``build``), and stored
@@ -146,9 +146,9 @@ def compile_pipe(
     that was compiled last serves the shared models.
 
     Args:
-        pipe: Any diffusers pipeline with a ``unet``, ``vae`` or ``controlnet``.
-        ignores: Components that stay eager: ``"unet"``, ``"vae"``, ``"vae_encoder"``,
-            ``"vae_decoder"``, ``"controlnet"``.
+        pipe: Any diffusers pipeline with a ``unet``, ``transformer``, ``vae`` or ``controlnet``.
+        ignores: Components that stay eager: ``"unet"``, ``"transformer"``, ``"vae"``,
+            ``"vae_encoder"``, ``"vae_decoder"``, ``"controlnet"``.
         options: `CompileOptions`, or a mapping of its fields.
         backend: Shorthand for the option of this name.
         fuse_qkv_projections: Accepted as in OneDiff, and changes nothing. Fused projections are
@@ -226,6 +226,8 @@ def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[ComponentId
     nets = getattr(controlnet, "nets", None) or [controlnet]
     candidates: list[tuple[ComponentId, Any]] = [
         (ComponentId(Role.UNET), getattr(pipe, "unet", None)),
+        (ComponentId(Role.TRANSFORMER), getattr(pipe, "transformer", None)),
+        (ComponentId(Role.TRANSFORMER, 1), getattr(pipe, "transformer_2", None)),
         (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
         (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
         *((ComponentId(Role.CONTROLNET, index), net) for index, net in enumerate(nets)),

@@ -75,7 +75,7 @@ def test_a_graph_that_turns_wrong_in_use_is_found_dropped_and_reported(pipe: Any
     kinds = {runner.used for runner in compiled_state(pipe).components[0].runners}
     for kind in kinds:
         assert kind.state is KindState.READY
-        kind.graph = lambda given, graph=kind.graph: graph(given) * 1.5
+        kind.graph = lambda given, graph=kind.graph: [1.5 * graph(given)[0]]
     always(session.spot_checks)
     for seed in range(200):
         if all(kind.state is KindState.FAILED for kind in kinds):

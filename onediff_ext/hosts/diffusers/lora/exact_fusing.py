@@ -15,7 +15,7 @@ import torch
 
 from onediff_ext.engine.validity.tensor_contents import digest_of
 
-_MODELS = ("unet", "text_encoder", "text_encoder_2")
+_MODELS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2")
 
 
 @dataclass

@@ -1,0 +1,111 @@
+"""Arguments that are more than one tensor, taken apart for a graph and put together inside of it.
+
+A graph takes plain real tensors in which each dim that varies is a symbol of its own. A RoPE table
+(cos, sin) over text and image is two tensors whose length is the sum of two symbols; it becomes
+four. A complex table becomes a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from onediff_ext.engine.blocks.complex_pairs import ComplexPair
+from onediff_ext.engine.blocks.family import Dims
+
+# The name of a dim of text tokens, then image tokens.
+JOINT = "joint"
+
+
+class Part(NamedTuple):
+    """One tensor of an argument, and the names of its dims."""
+
+    tensor: torch.Tensor
+    dims: Dims
+
+
+class Form(NamedTuple):
+    """How an argument is put together again; part of stored keys by its text.
+
+    Args:
+        kind: ``"tensor"``, ``"complex"``, ``"joint"`` or ``"tuple"``.
+        axis: Of the joint dim.
+        members: Forms of the members of a tuple, or of the one thing that is joint.
+    """
+
+    kind: str
+    axis: int = 0
+    members: tuple[Form, ...] = ()
+
+    def __repr__(self) -> str:
+        if self.kind == "tuple":
+            return f"({', '.join(map(repr, self.members))})"
+        return f"joint {self.axis} {self.members[0]!r}" if self.members else self.kind
+
+
+_TENSOR, _COMPLEX = Form("tensor"), Form("complex")
+
+
+def take_apart(value: Any, dims: Dims, text: int) -> tuple[Form, list[Part]] | None:
+    """Take an argument apart.
+
+    Args:
+        value: A tensor, or a tuple or list of tensors of equal dims.
+        dims: Names of the dims of each tensor; one may be `JOINT`.
+        text: Number of text tokens.
+
+    Returns:
+        The form, and the tensors; None for anything else, or tensors with other dims.
+    """
+    if isinstance(value, (tuple, list)):
+        found = [take_apart(member, dims, text) for member in value]
+        members = [member for member in found if member is not None]
+        if not found or len(members) < len(found):
+            return None
+        form = Form("tuple", 0, tuple(form for form, _ in members))
+        return form, [part for _, parts in members for part in parts]
+    if not isinstance(value, torch.Tensor) or value.ndim != len(dims):
+        return None
+    form = _TENSOR
+    if value.is_complex():
+        form, value = _COMPLEX, torch.view_as_real(value).flatten(-2)  # [..., D] → [..., 2D]
+    if JOINT not in dims:
+        return form, [Part(value, dims)]
+    axis = dims.index(JOINT)
+    image = value.shape[axis] - text
+    if image < 0:
+        return None
+    return Form("joint", axis, (form,)), [
+        Part(value.narrow(axis, 0, text), _named(dims, "context")),
+        Part(value.narrow(axis, text, image), _named(dims, "tokens")),
+    ]
+
+
+def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return the argument that `take_apart` took apart.
+
+    Args:
+        form: From `take_apart`.
+        tensors: Its tensors, in order; those of this argument are consumed.
+
+    Returns:
+        The argument. In place of a complex tensor it has a `ComplexPair`.
+    """
+    if form.kind == "tuple":
+        return tuple(put_together(member, tensors) for member in form.members)
+    if form.kind != "joint":
+        return _whole(form, next(tensors))
+    text, image = next(tensors), next(tensors)
+    return _whole(form.members[0], torch.cat([text, image], form.axis))
+
+
+def _whole(form: Form, tensor: torch.Tensor) -> Any:
+    if form.kind == "complex":
+        return ComplexPair(*tensor.reshape(*tensor.shape[:-1], -1, 2).unbind(-1))
+    return tensor
+
+
+def _named(dims: Dims, name: str) -> Dims:
+    return tuple(name if dim == JOINT else dim for dim in dims)

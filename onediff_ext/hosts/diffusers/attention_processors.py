@@ -1,0 +1,70 @@
+"""Attention processors of diffusers, and the backend that they dispatch attention to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+NATIVE = "native"  # torch's own scaled_dot_product_attention
+_SETTING = "_attention_backend"  # of a processor; None means the active backend
+
+
+def processor_eager_reason(attention: Any, pure: Collection[str]) -> str | None:
+    """Return why a layer's attention processor keeps its block eager, or None.
+
+    Args:
+        attention: The layer, or None.
+        pure: Full names of processors that are pure functions of their arguments.
+    """
+    if attention is None:
+        return None
+    processor = attention.processor
+    cls = type(processor)
+    if f"{cls.__module__}.{cls.__name__}" not in pure:
+        return f"attention processor {cls.__qualname__} is not known as pure"
+    # Another attribute of a processor would be a setting that no graph knows.
+    if vars(processor).keys() - {_SETTING}:
+        return f"attention processor {cls.__name__} has settings"
+    return None
+
+
+def backend_eager_reason(attention: Any) -> str | None:
+    """Return why the backend of a layer's attention keeps its block eager, or None.
+
+    Args:
+        attention: The layer, or None.
+    """
+    processor = None if attention is None else attention.processor
+    if not hasattr(type(processor), _SETTING):  # it calls torch's own kernel
+        return None
+    chosen = getattr(processor, _SETTING)
+    name = active_backend() if chosen is None else _name(chosen)
+    return None if name == NATIVE else f"attention runs with the backend {name}"
+
+
+def active_backend() -> str:
+    """Return the name of the backend that processors without a backend of their own dispatch to.
+
+    It is a setting of the whole process: ``diffusers.models.attention_dispatch.attention_backend``,
+    or ``$DIFFUSERS_ATTN_BACKEND``.
+    """
+    module = sys.modules.get("diffusers.models.attention_dispatch")
+    registry = getattr(module, "_AttentionBackendRegistry", None)
+    return NATIVE if registry is None else _name(registry._active_backend)
+
+
+def use_native_backend(block: Any) -> None:
+    """Make the attention of a copied block call torch's own kernel, whatever backend is active."""
+    module = sys.modules.get("diffusers.models.attention_dispatch")
+    if module is None:
+        return
+    for layer in block.modules():
+        processor = vars(layer).get("processor")
+        if hasattr(type(processor), _SETTING):
+            setattr(processor, _SETTING, module.AttentionBackendName(NATIVE))
+
+
+def _name(backend: Any) -> str:
+    name: str = getattr(backend, "value", backend)
+    return name

@@ -1,0 +1,139 @@
+"""The blocks of diffusers' transformer models (DiT): SD3, Flux and their relatives.
+
+A class whose ``forward`` has other arguments than those named here, as in another version of
+diffusers, has no family, so it runs eager.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from onediff_ext.engine.blocks.argument_parts import JOINT
+from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Arguments, Dims
+from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
+from onediff_ext.hosts.diffusers.attention_processors import (
+    active_backend,
+    backend_eager_reason,
+    processor_eager_reason,
+    use_native_backend,
+)
+from onediff_ext.hosts.diffusers.block_base import DiffusersBlocks
+
+_VECTORS: Dims = ("batch", None, None)
+# Tables for RoPE: of all tokens, of one stream's, or of each picture's.
+_JOINT_TABLE: Dims = (JOINT, None)
+_TABLE: Dims = ("tokens", None)
+_TABLES: Dims = ("batch", "tokens", None)
+_JOINT_MASK: Dims = ("batch", JOINT)
+_MASK: Dims = ("batch", "tokens")
+
+_PROCESSORS = frozenset(
+    f"diffusers.models.{name}"
+    for name in (
+        "attention_processor.FusedJointAttnProcessor2_0",
+        "attention_processor.JointAttnProcessor2_0",
+        "transformers.transformer_flux.FluxAttnProcessor",
+        "transformers.transformer_flux2.Flux2AttnProcessor",
+        "transformers.transformer_flux2.Flux2ParallelSelfAttnProcessor",
+        "transformers.transformer_lumina2.Lumina2AttnProcessor2_0",
+        "transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0",
+        "transformers.transformer_z_image.ZSingleStreamAttnProcessor",
+    )
+)
+
+
+class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
+    """Blocks on the image's tokens and the text's, which return both, the text first."""
+
+    streams: Mapping[str, Dims] = {"hidden_states": TOKENS, "encoder_hidden_states": CONTEXT}
+    outputs: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
+    attentions: tuple[str, ...] = ("attn",)
+
+    def block_class(self) -> type[nn.Module] | None:
+        found: Any = super().block_class()
+        return found if found is not None and _arguments_of(found) == self.arguments else None
+
+    def describe(self, block: Any) -> str:
+        first = next(p for p in block.parameters() if p.ndim == 2)
+        return f"{self.label} {first.shape[-1]}"
+
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
+        if getattr(block, "_chunk_size", None) is not None:
+            return "feed-forward chunking is on"
+        for name in self.attentions:
+            layer = getattr(block, name)
+            reason = processor_eager_reason(layer, _PROCESSORS) or backend_eager_reason(layer)
+            if reason is not None:
+                return reason
+        return None
+
+    def global_settings(self) -> Hashable:
+        return active_backend()
+
+    def prepare(self, block: Any) -> None:
+        use_native_backend(block)
+
+
+class _OneStreamFamily(_TokenFamily):
+    """Blocks on one stream, which they return."""
+
+    streams: Mapping[str, Dims] = {"hidden_states": TOKENS}
+    outputs = ("hidden_states",)
+
+
+class JointFamily(_TokenFamily):
+    """SD3's and SD3.5's block. The last one of a model returns no text."""
+
+    label = "JointTransformerBlock"
+    path = "diffusers.models.attention:JointTransformerBlock"
+    arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
+    dims: Mapping[str, Dims] = {"temb": VECTOR}
+    attentions = ("attn", "attn2")
+
+    def is_returned(self, block: Any, name: str) -> bool:
+        return name == "hidden_states" or not block.context_pre_only
+
+
+class SD3SingleFamily(_OneStreamFamily):
+    """The block of SD3's ControlNets without text."""
+
+    label = "SD3SingleTransformerBlock"
+    path = "diffusers.models.transformers.transformer_sd3:SD3SingleTransformerBlock"
+    arguments = ("hidden_states", "temb")
+    dims: Mapping[str, Dims] = {"temb": VECTOR}
+
+
+class FluxFamily(_TokenFamily):
+    """Flux.1's block with two streams."""
+
+    label = "FluxTransformerBlock"
+    path = "diffusers.models.transformers.transformer_flux:FluxTransformerBlock"
+    arguments = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "temb",
+        "image_rotary_emb",
+        "joint_attention_kwargs",
+    )
+    dims: Mapping[str, Dims] = {"temb": VECTOR, "image_rotary_emb": _JOINT_TABLE}
+
+
+class FluxSingleFamily(FluxFamily):
+    """Flux.1's block that joins both streams."""
+
+    label = "FluxSingleTransformerBlock"
+    path = "diffusers.models.transformers.transformer_flux:FluxSingleTransformerBlock"
+
+
+TOKEN_FAMILIES = (JointFamily(), SD3SingleFamily(), FluxFamily(), FluxSingleFamily())
+
+
+@cache
+def _arguments_of(cls: Any) -> tuple[str, ...]:
+    """Names of the arguments of a class's forward."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]

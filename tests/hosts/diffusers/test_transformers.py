@@ -1,0 +1,260 @@
+"""Transformer pipelines (DiT) through graphs draw eager's pictures, whatever the size."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+
+from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
+from onediff_ext.session.session import Session
+from tests.support import transformer_models
+from tests.support.draw import relative_error
+from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.transformer_models import MODELS
+
+MakeSession = Callable[..., Session]
+
+# width, height in pixels, tokens of the prompt, batch
+SIZES = [
+    (64, 64, 1, 1),
+    (64, 64, 512, 2),
+    (80, 64, 77, 3),
+    (64, 80, 77, 1),
+    (96, 112, 5, 2),
+    (112, 96, 6, 1),
+    (128, 128, 256, 1),
+    (144, 80, 64, 2),
+    (160, 256, 333, 3),
+    (176, 176, 121, 1),
+    (192, 64, 2, 2),
+    (208, 240, 77, 1),
+    (256, 256, 3, 3),
+    (272, 144, 200, 2),
+    (320, 192, 40, 2),
+    (400, 304, 77, 1),
+    (64, 1024, 77, 1),
+    (1024, 64, 17, 2),
+    (512, 256, 128, 1),
+    (1024, 1024, 9, 1),
+]
+
+
+def draw(pipe: Any, name: str, size: tuple[int, int, int, int], **options: Any) -> torch.Tensor:
+    width, height, tokens, batch = size
+    options = {
+        **MODELS[name].embeddings(tokens, batch),
+        "width": width,
+        "height": height,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+        "generator": torch.Generator().manual_seed(batch),
+        **options,
+    }
+    torch.manual_seed(batch)  # SD3's ControlNet pipeline encodes its image with noise of its own
+    return pipe(**options).images
+
+
+@pytest.fixture(params=list(MODELS))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def transformer_of(pipe: Any) -> Any:
+    """The component of the pipeline's transformer."""
+    by_identity = {c.identity: c for c in compiled_state(pipe).components}
+    return by_identity[ComponentId(Role.TRANSFORMER)]
+
+
+def test_any_size_batch_and_prompt(name: str, make_session: MakeSession) -> None:
+    pipe, twin, session = MODELS[name].make(), MODELS[name].make(), make_session()
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    draw(pipe, name, SIZES[0])
+    kinds = list(session.kinds)
+    for size in SIZES:
+        found = draw(pipe, name, size, num_inference_steps=1)
+        assert relative_error(found, draw(twin, name, size, num_inference_steps=1)) < 1e-4, size
+    assert session.kinds == kinds
+    assert {kind.state for kind in kinds} == {KindState.READY}
+    assert all(runner.eager_reason is None for runner in transformer_of(pipe).runners)
+    assert not session.status().reasons
+    undo_compile(pipe)
+
+
+def test_a_second_session_builds_nothing(name: str, make_session: MakeSession) -> None:
+    for number in range(2):
+        pipe, session = MODELS[name].make(seed=number), make_session()
+        compile_pipe(pipe, session=session, ignores=("vae",))
+        for _ in range(3):
+            draw(pipe, name, SIZES[0])
+        assert transformer_of(pipe).kinds()
+        undo_compile(pipe)
+    assert session.count("built") == 0
+    assert session.count("loaded") == len(session.kinds)
+
+
+PICTURE = torch.rand(1, 3, 96, 64, generator=torch.Generator().manual_seed(7))
+MASK = (torch.arange(64) < 32).float().expand(1, 1, 96, 64)
+PIPELINES = {
+    "sd3, image to image": (
+        "sd3", diffusers.StableDiffusion3Img2ImgPipeline, None, {"image": PICTURE},
+    ),
+    "sd3, inpainting": (
+        "sd3",
+        diffusers.StableDiffusion3InpaintPipeline,
+        None,
+        {"image": PICTURE, "mask_image": MASK},
+    ),
+    "sd3, ControlNet": (
+        "sd3",
+        diffusers.StableDiffusion3ControlNetPipeline,
+        transformer_models.sd3_controlnet,
+        {"control_image": PICTURE},
+    ),
+    "flux, image to image": ("flux", diffusers.FluxImg2ImgPipeline, None, {"image": PICTURE}),
+    "flux, inpainting": (
+        "flux", diffusers.FluxInpaintPipeline, None, {"image": PICTURE, "mask_image": MASK},
+    ),
+    "flux, ControlNet": (
+        "flux",
+        diffusers.FluxControlNetPipeline,
+        transformer_models.flux_controlnet,
+        {"control_image": PICTURE},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", PIPELINES)
+def test_the_other_pipelines_replayed(which: str, make_session: MakeSession) -> None:
+    """With the VAE, ControlNet's residuals and whole forwards as recordings."""
+    name, cls, controlnet, options = PIPELINES[which]
+    pipe, twin = (
+        MODELS[name].make(cls=cls, **({} if controlnet is None else {"controlnet": controlnet()}))
+        for _ in range(2)
+    )
+    session = make_session()
+    session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=8)
+    compile_pipe(pipe, session=session)
+    options, size = {"output_type": "pt", **options}, (64, 96, 7, 1)
+    for _ in range(4):
+        found = draw(pipe, name, size, **options)
+    assert relative_error(found, draw(twin, name, size, **options)) < 1e-4
+    status = session.status()
+    assert status.blocks_compiled == status.blocks_needed
+    assert not status.reasons
+    components = compiled_state(pipe).components
+    assert {c.role for c in components} >= {Role.TRANSFORMER, Role.VAE_ENCODER, Role.VAE_DECODER}
+    assert (Role.CONTROLNET in {c.role for c in components}) == (controlnet is not None)
+    replayed = [c.captured for c in components if c.captured is not None]
+    assert [captured.reason for captured in replayed] == [""] * len(replayed)
+    assert all(captured.replayed for captured in replayed)
+    undo_compile(pipe)
+
+
+def test_loras_need_no_other_graph(name: str, make_session: MakeSession) -> None:
+    pipe, twin, session = MODELS[name].make(), MODELS[name].make(), make_session()
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    size = SIZES[4]
+    plain = draw(pipe, name, size)
+    kinds, seen = list(session.kinds), [plain]
+
+    def agree() -> None:
+        found = draw(pipe, name, size)
+        assert relative_error(found, draw(twin, name, size)) < 1e-4
+        assert all(runner.eager_reason is None for runner in transformer_of(pipe).runners)
+        seen.append(found)
+
+    for number, adapter in enumerate(("a", "b")):
+        for each in (pipe, twin):
+            layers = MODELS[name].lora_layers
+            state = transformer_models.lora_state(each.transformer, layers, seed=number)
+            each.load_lora_weights(state, adapter_name=adapter)
+        agree()
+    for change in (
+        lambda p: p.set_adapters(["a", "b"], [0.3, -0.7]),
+        lambda p: p.set_adapters("b", 0.5),
+        lambda p: p.disable_lora(),
+    ):
+        change(pipe)
+        change(twin)
+        agree()
+    assert torch.equal(seen[-1], plain)
+    # Each LoRA and each weight draws another picture.
+    assert all(relative_error(a, b) > 1e-3 for a, b in itertools.pairwise(seen))
+    assert session.kinds == kinds
+    undo_compile(pipe)
+
+
+class Halved(diffusers.models.attention_processor.JointAttnProcessor2_0):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        image, text = super().__call__(*args, **kwargs)
+        return 0.5 * image, text
+
+
+def test_what_no_graph_expects_runs_eager_with_a_reason(make_session: MakeSession) -> None:
+    pipe, twin, session = transformer_models.flux(), transformer_models.flux(), make_session()
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    size = SIZES[4]
+    draw(pipe, "flux", size)
+    runner = transformer_of(pipe).runners[0]
+    assert runner.eager_reason is None
+
+    with attention_backend("_native_math"):
+        assert relative_error(draw(pipe, "flux", size), draw(twin, "flux", size)) < 1e-4
+        assert runner.eager_reason == "attention runs with the backend _native_math"
+    with attention_backend("native"):  # diffusers changes the active one as well
+        pipe.transformer.set_attention_backend("_native_math")
+    assert relative_error(draw(pipe, "flux", size), draw(twin, "flux", size)) < 1e-4
+    assert runner.eager_reason == "attention runs with the backend _native_math"
+    pipe.transformer.reset_attention_backend()
+    draw(pipe, "flux", size)
+    draw(pipe, "flux", size)
+    assert runner.eager_reason is None
+    undo_compile(pipe)
+
+
+def test_a_processor_of_ones_own_runs_eager(make_session: MakeSession) -> None:
+    pipe, twin, session = transformer_models.sd3(), transformer_models.sd3(), make_session()
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    for each in (pipe, twin):
+        each.transformer.transformer_blocks[1].attn.set_processor(Halved())
+    for _ in range(2):
+        found = draw(pipe, "sd3", SIZES[4])
+    assert relative_error(found, draw(twin, "sd3", SIZES[4])) < 1e-4
+    reasons = [runner.eager_reason for runner in transformer_of(pipe).runners]
+    assert reasons == [None, "attention processor Halved is not known as pure", None]
+    undo_compile(pipe)
+
+
+def test_another_attention_backend_ends_a_recording(make_session: MakeSession) -> None:
+    pipe, twin, session = transformer_models.flux(), transformer_models.flux(), make_session()
+    session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=8)
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    for _ in range(4):
+        draw(pipe, "flux", SIZES[4])
+    captured = transformer_of(pipe).captured
+    assert captured.replayed
+    with attention_backend("_native_math"):
+        found = draw(pipe, "flux", SIZES[4])
+        assert transformer_of(pipe).runners[0].eager_reason is not None
+        assert relative_error(found, draw(twin, "flux", SIZES[4])) < 1e-4
+    undo_compile(pipe)
+
+
+def test_undo_restores_a_transformer() -> None:
+    pipe = transformer_models.sd3()
+    modules = list(pipe.transformer.modules())
+    before = [dict(vars(module)) for module in modules]
+    compile_pipe(pipe, options=CompileOptions(backend="eager", build="never"))
+    assert vars(pipe.transformer.transformer_blocks[0]).keys() != before[1].keys()
+    undo_compile(pipe)
+    assert [dict(vars(module)) for module in modules] == before
