@@ -29,7 +29,8 @@ def headline(status: Status, wanted: bool) -> Headline:
         status: The status.
         wanted: Whether OneDiff is ticked. Builds go on after the tick is gone, and show.
     """
-    if status.building or status.stage in ("captures", "measuring"):
+    measuring = status.stage in ("captures", "measuring")
+    if measuring or ((status.building or status.warming_up) and not status.paused):
         return Headline.BUILDING
     if not wanted:
         return Headline.OFF

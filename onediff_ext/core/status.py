@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onediff_ext.core.words import duration
+from onediff_ext.core.words import LEAST_GAIN, duration
 
 STATUS_SCHEMA = 2  # 2: "compiled in part", blocks, `substituted`
 
@@ -29,13 +29,15 @@ class Status:
             ``"proving"`` (the load check: a worker process runs an imported graph once), or of a
             warm-up: ``"kinds"``, ``"captures"``, ``"measuring"``.
         sizes_done, sizes_needed: Sizes of a warm-up in its current stage; 0 without a warm-up.
+        warming_up: Whether a warm-up runs, or waits for its turn.
         building_now: Labels of the kinds that workers are building.
         waiting: Missing kinds that are not being built: cancelled, or builds are not allowed.
         cancelled: Whether the user cancelled builds of kinds that are still missing. The next
-            picture that needs them, or a warm-up, has them built.
-        paused: Whether the user paused builds; none starts until the user lets them go on.
+            picture that needs them has them built.
+        paused: Whether the user paused builds; none starts until the user presses Go on.
         captures: CUDA graphs in memory.
-        speedup: Measured eager time over compiled time of one step; None when not measured.
+        speedup: Measured eager time over compiled time of one step, at the last picture's size
+            where that was measured, else at all measured sizes; None when not measured.
         pays_off_after: Pictures after which the builds of this checkpoint's kinds have saved as
             much time as they took; None when not measured, or when graphs save nothing.
         problem: Why builds do not proceed (full disk, a worker that died), or ``""``.
@@ -52,6 +54,9 @@ class Status:
             while nothing is built, or when unknown.
         picture_s: Seconds of the last picture; None before the first.
         without_s: Estimate of the same without OneDiff; None when its size was not measured.
+        saved_s: Seconds that graphs have saved on this machine with this checkpoint, over all
+            pictures of measured sizes; None without one.
+        saved_since: When the first of them was drawn, in seconds since the epoch.
         notes: Choices of the last picture that were ignored, and why.
     """
 
@@ -64,6 +69,7 @@ class Status:
     stage: str = ""
     sizes_done: int = 0
     sizes_needed: int = 0
+    warming_up: bool = False
     building_now: tuple[str, ...] = ()
     waiting: int = 0
     cancelled: bool = False
@@ -83,6 +89,8 @@ class Status:
     first_builds_s: float | None = None
     picture_s: float | None = None
     without_s: float | None = None
+    saved_s: float | None = None
+    saved_since: float | None = None
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
@@ -112,7 +120,7 @@ class Status:
 
     def _drawing(self) -> str:
         if self.running in ("compiled", COMPILED_IN_PART):
-            gain = "" if self.speedup is None else f" ({self.speedup:.1f}x measured)"
+            gain = "" if self.speedup is None else f" ({_gain(self.speedup)} measured)"
             return f"{self.running}{self._part()}{gain}"
         # During a build, the build is the reason, and the line says so already.
         return self.running if self.building else self._because(self.running)
@@ -141,3 +149,7 @@ class Status:
 
     def _because(self, what: str) -> str:
         return f"{what}: {self.reasons[0]}" if self.reasons else what
+
+
+def _gain(speedup: float) -> str:
+    return f"{speedup:.1f}x" if speedup >= LEAST_GAIN else "no gain"

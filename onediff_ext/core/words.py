@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 import unicodedata
 
+LEAST_GAIN = 1.05
+"""How many times faster something must be before a gain is claimed: less is noise."""
+
 
 def counted(count: int, what: str) -> str:
     """Return a count with its noun, such as "1 graph" or "2 graphs".

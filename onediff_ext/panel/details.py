@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from onediff_ext.core.headline import Headline, headline
 from onediff_ext.core.status import Status
-from onediff_ext.core.words import counted
+from onediff_ext.core.words import LEAST_GAIN, counted
 from onediff_ext.panel import phrases
 from onediff_ext.panel.phrases import Phrases
 from onediff_ext.panel.reasons import PlainReason
+from onediff_ext.panel.saved_text import saved_text
+from onediff_ext.store import SavedTime
 
 _SHOWN_REASONS = 4
 
@@ -37,11 +39,14 @@ def detail_lines(
     state = headline(status, wanted)
     if state is Headline.OFF:
         return []
-    lines = [_took(status, words)]
-    if status.building or (status.running == "off" and not has_graphs):
+    lines = [_took(status, state, words), _saved(status, words)]
+    if (status.building and not status.paused) or (status.running == "off" and not has_graphs):
         lines.append(_first_time(status, words))
-    if status.paused and status.waiting:
-        lines.append(words.say(phrases.ON_HOLD, n=status.waiting))
+    if status.paused:
+        left = status.kinds_needed - status.kinds_ready - status.kinds_failed
+        lines.append(words.say(phrases.ON_HOLD if left else phrases.PAUSED, n=left))
+    elif status.cancelled and status.waiting:
+        lines.append(words.say(phrases.ON_CANCEL))
     elif state in (Headline.WITHOUT, Headline.PART) and status.running != "off":
         template = phrases.PART_WITHOUT if state is Headline.PART else phrases.ALL_WITHOUT
         for reason in reasons[:_SHOWN_REASONS]:
@@ -62,14 +67,30 @@ def technical_lines(status: Status) -> list[str]:
     return [line for line in lines if not any(line in other for other in lines if other != line)]
 
 
-def _took(status: Status, words: Phrases) -> str:
+def _took(status: Status, state: Headline, words: Phrases) -> str:
+    """What the last picture took and what graphs saved, or how to have that measured."""
     if status.picture_s is None:
         return ""
     took = words.duration(status.picture_s, tenths=True)
     if status.without_s is None:
-        return words.say(phrases.TOOK_ONLY, took=took)
+        text = words.say(phrases.TOOK_ONLY, took=took)
+        may_gain = state in (Headline.GRAPHS, Headline.PART) or status.captures
+        return f"{text} {words.say(phrases.MEASURE_IT)}" if may_gain else text
     without = words.duration(status.without_s, tenths=True)
-    return words.say(phrases.TOOK, took=took, without=without)
+    saved_s = status.without_s - status.picture_s
+    if status.without_s < LEAST_GAIN * status.picture_s:
+        return words.say(phrases.TOOK_AS_LONG, took=took, without=without)
+    saved = words.duration(saved_s, tenths=True)
+    return words.say(phrases.TOOK, took=took, without=without, saved=saved)
+
+
+def _saved(status: Status, words: Phrases) -> str:
+    """The time that graphs have saved so far with this checkpoint."""
+    if status.saved_s is None or status.saved_since is None:
+        return ""
+    return saved_text(
+        SavedTime(status.saved_s, 0, status.saved_since), words, template=phrases.SAVED_TOTAL
+    )
 
 
 def _first_time(status: Status, words: Phrases) -> str:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from onediff_ext.core.headline import Headline, headline
 from onediff_ext.core.status import Status
+from onediff_ext.core.words import LEAST_GAIN
 from onediff_ext.panel import phrases
 from onediff_ext.panel.phrases import Phrases
+from onediff_ext.panel.progress import progress_text
 from onediff_ext.panel.reasons import PlainReason
 
 
@@ -18,10 +20,12 @@ class Header:
     Args:
         headline: Decides the colour.
         text: The most important words come first: a narrow header cuts the end.
+        gains: Whether graphs may be faster, as far as it was measured; decides the colour too.
     """
 
     headline: Headline
     text: str
+    gains: bool = True
 
 
 def header_of(status: Status, wanted: bool, why: PlainReason | None, words: Phrases) -> Header:
@@ -37,32 +41,30 @@ def header_of(status: Status, wanted: bool, why: PlainReason | None, words: Phra
     if state is Headline.OFF:
         return Header(state, words.say(phrases.OFF))
     if state is Headline.BUILDING:
-        return _building(state, status, words)
+        return Header(state, progress_text(status, words))
     if state is Headline.GRAPHS:
-        times = status.speedup
-        more = "" if times is None else words.say(phrases.SPEEDUP, times=f"{times:.1f}")
-        return Header(state, words.say(phrases.GRAPHS) + more)
+        return _graphs(status.speedup, words)
+    reason = "" if why is None else why.why
+    if status.paused:
+        reason = progress_text(status, words) or reason
     if state is Headline.PART:
         counts = {"done": status.blocks_compiled, "needed": status.blocks_needed}
         more = words.say(phrases.BLOCKS, **counts)
-        if why is not None:
-            more += words.say(phrases.WHY_IN_BRACKETS, why=why.why)
+        if reason:
+            more += words.say(phrases.WHY_IN_BRACKETS, why=reason)
         return Header(state, words.say(phrases.PART) + more)
-    text = why.why if why is not None else words.say(_why_without(status))
+    text = reason or words.say(_why_without(status))
     return Header(state, words.say(phrases.WITHOUT) + words.say(phrases.WHY, why=text))
 
 
-def _building(state: Headline, status: Status, words: Phrases) -> Header:
-    if status.building:
-        done, needed = status.kinds_ready + status.kinds_failed, status.kinds_needed
-        main = words.say(phrases.BUILDING, done=done, needed=needed)
-    else:
-        done, needed = status.sizes_done, status.sizes_needed
-        main = words.say(phrases.MEASURING, done=done, needed=needed)
-    if status.seconds_left is None:
-        return Header(state, main)
-    left = words.duration(max(1.0, status.seconds_left))
-    return Header(state, main + words.say(phrases.LEFT, time=left))
+def _graphs(speedup: float | None, words: Phrases) -> Header:
+    """The header where every block runs its graph; it claims a gain only where there is one."""
+    text, gains = words.say(phrases.GRAPHS), True
+    if speedup is not None:
+        gains = speedup >= LEAST_GAIN
+        gain = words.say(phrases.SPEEDUP, times=f"{speedup:.1f}")
+        text += gain if gains else words.say(phrases.NO_GAIN)
+    return Header(Headline.GRAPHS, text, gains)
 
 
 def _why_without(status: Status) -> str:

@@ -8,12 +8,12 @@ from html import escape as escape_html
 from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.words import counted, duration
+from onediff_ext.core.words import LEAST_GAIN, counted
+from onediff_ext.panel import phrases
 from onediff_ext.panel.graph_rows import GraphGroup, age_text, size_text
 from onediff_ext.panel.header import Header
-from onediff_ext.panel.panel_host import WarmUpStep
 from onediff_ext.panel.phrases import Phrases
-from onediff_ext.panel.saved_text import saved_text
+from onediff_ext.panel.saved_text import saved_note
 
 
 def escape(text: str) -> str:
@@ -35,8 +35,9 @@ def style_element() -> str:
 
 def header(shown: Header) -> str:
     """The header's text with its coloured dot; a tooltip has what a narrow header cuts."""
+    gain = "" if shown.gains else ' data-gain="none"'
     return (
-        f'<span class="onediff-status" data-state="{shown.headline.value}"'
+        f'<span class="onediff-status" data-state="{shown.headline.value}"{gain}'
         f' title="{escape(shown.text)}"><span class="onediff-dot"></span>'
         f'<span class="onediff-text">{escape(shown.text)}</span></span>'
     )
@@ -57,14 +58,18 @@ def technical(lines: Sequence[str]) -> str:
     return f'<ul class="onediff-why">{items}</ul>'
 
 
-def progress_bar(step: WarmUpStep) -> str:
-    """The progress of a warm-up as a bar with a text."""
-    part = 100 * step.done / step.needed if step.needed else 0
-    numbers = f"{step.done} of {step.needed}: " if step.needed else ""
-    left = "" if step.seconds_left is None else f" ({duration(step.seconds_left)} left)"
+def progress_bar(share: float, text: str) -> str:
+    """A bar with a text.
+
+    Args:
+        share: How much is done, 0 to 1.
+        text: What goes on; without it there is no bar.
+    """
+    if not text:
+        return ""
     return (
-        f'<div class="onediff-bar"><i style="width:{part:.0f}%"></i>'
-        f"<span>{escape(numbers + step.note + left)}</span></div>"
+        f'<div class="onediff-bar" title="{escape(text)}"><i style="width:{100 * share:.0f}%"></i>'
+        f"<span>{escape(text)}</span></div>"
     )
 
 
@@ -108,16 +113,24 @@ def _row(group: GraphGroup, words: Phrases) -> str:
         f"{', imported' if graph.header.origin == 'imported' else ''}</li>"
         for graph in group.graphs
     )
-    saved = saved_text(group.saved, words)
-    if saved:
-        label += f'<br><span class="onediff-note">{escape(saved)}</span>'
-    counts = str(len(group.graphs))
-    if group.missing:
-        counts += f" ({group.missing} missing)"
+    for note in _notes(group, words):
+        label += f'<br><span class="onediff-note">{escape(note)}</span>'
     speedup = "–" if group.speedup is None else f"{group.speedup:.1f}x"
+    if group.speedup is not None and group.speedup < LEAST_GAIN:
+        speedup = escape(words.say(phrases.NO_GAIN_ROW))
     return (
         f"<tr><td><details><summary>{label}</summary><ul>{items}</ul></details></td>"
-        f'<td class="n">{counts}</td><td class="n">{size_text(group.size_bytes)}</td>'
+        f'<td class="n">{len(group.graphs)}</td><td class="n">{size_text(group.size_bytes)}</td>'
         f'<td class="n">{age_text(group.built_at)}</td><td class="n">{age_text(group.used_at)}</td>'
         f'<td class="n">{speedup}</td></tr>'
     )
+
+
+def _notes(group: GraphGroup, words: Phrases) -> list[str]:
+    """What stands beneath a checkpoint's name."""
+    if not group.architecture:  # graphs of no checkpoint
+        return []
+    notes = [saved_note(group.saved, group.speedup is not None, words)]
+    if group.missing:
+        notes.append(words.say(phrases.MORE_GRAPHS, n=group.missing))
+    return notes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypedDict
 
 import gradio as gr
 
+from onediff_ext.panel.build_buttons import build_buttons
 from onediff_ext.panel.control_values import VAE, to_control
 from onediff_ext.panel.field import (
     CHECKBOX,
@@ -43,8 +44,8 @@ class Panel:
     Args:
         panel_host: The program that draws.
         controls: Name of a field → its component.
-        status_outputs: The components that `show_status` fills: header, details and technical
-            details.
+        status_outputs: The components that `show_status` fills: header, details, technical
+            details, progress bar, and the buttons that apply only at times.
     """
 
     panel_host: PanelHost
@@ -59,13 +60,15 @@ class Panel:
         """
         return [self.controls[field.name] for field in FIELDS if field.name in self.controls]
 
-    def show_status(self, enabled: bool) -> list[str]:
-        """The status as HTML, for `status_outputs`.
+    def show_status(self, enabled: bool) -> list[Any]:
+        """The status as HTML, and which buttons are shown, for `status_outputs`.
 
         Args:
             enabled: Whether OneDiff is ticked.
         """
-        return StatusView(self.panel_host).show(bool(enabled))
+        buttons = astuple(build_buttons(self.panel_host.status()))
+        shown = [gr.update(visible=visible) for visible in buttons]
+        return [*StatusView(self.panel_host).show(bool(enabled)), *shown]
 
 
 def build_panel(
@@ -89,7 +92,7 @@ def build_panel(
     names = tuple(name for name in BY_NAME["components"].choices if name != VAE)
     fields["components"] = replace(BY_NAME["components"], choices=names)
     controls = {"enabled": enabled, "preset": make_control(fields["preset"], elem_id)}
-    _, shown, technical = StatusView(panel_host).show(enabled=False)
+    _, shown, technical, _ = StatusView(panel_host).show(enabled=False)
     details = gr.HTML(shown, elem_id=elem_id("details"), elem_classes=["onediff-details"])
     warm_up = WarmUpPanel(panel_host, sources, elem_id)
     controls["sizes"] = warm_up.sizes
@@ -101,7 +104,8 @@ def build_panel(
             controls |= {n: make_control(fields[n], elem_id) for n in fold if n in fields}
     LibraryPanel(panel_host, elem_id)
     texts = ReportPanel(panel_host, technical, elem_id)
-    panel = Panel(panel_host, controls, [header, details, texts.technical])
+    outputs = [header, details, texts.technical, warm_up.progress, *warm_up.buttons]
+    panel = Panel(panel_host, controls, outputs)
     texts.connect(panel.inputs)
     warm_up.connect(panel.inputs, panel.status_outputs, panel.show_status)
     enabled.change(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,34 +25,19 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class WarmUpStep:
-    """The progress of a warm-up at one moment.
-
-    Args:
-        done, needed: Units of work, graphs and sizes together; 0 of 0 while unknown.
-        note: The current work, such as ``"512x768"``.
-        seconds_left: Estimate; None when unknown.
-        summary: The result of the whole warm-up, in the last step; ``""`` in the others.
-    """
-
-    done: int
-    needed: int
-    note: str
-    seconds_left: float | None = None
-    summary: str = ""
-
-
 class PanelHost(ABC):
     """The panel's only connection to the program around it."""
 
     @abstractmethod
     def status(self) -> Status:
-        """The current status."""
+        """The current status, with whether a warm-up runs and whether builds are paused."""
 
     @abstractmethod
-    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
-        """Make everything that the sizes of `choices` need, step by step. It ends a pause.
+    def warm_up(self, choices: Choices) -> Iterator[str]:
+        """Make everything that the sizes of `choices` need. It ends a pause.
+
+        Yields:
+            ``""`` from time to time, and the result in the end; `status` has the progress.
 
         Raises:
             OneDiffError: The warm-up is impossible; the panel shows message and hint.
@@ -61,21 +45,21 @@ class PanelHost(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End a warm-up or build at once; finished graphs stay.
+        """End a warm-up, all builds and a pause at once; finished graphs stay.
 
-        The next picture, or another warm-up, has the rest built.
+        The next picture has its missing graphs built.
         """
 
     @abstractmethod
     def pause(self) -> None:
         """End builds at once, and start none until `go_on`; finished graphs stay.
 
-        A running warm-up waits meanwhile.
+        A running warm-up waits meanwhile, and goes on then.
         """
 
     @abstractmethod
     def go_on(self) -> None:
-        """End a pause, and build what is missing beside the pictures, also what was cancelled."""
+        """End a pause, and build what is missing beside the pictures."""
 
     @abstractmethod
     def library(self) -> GraphLibrary:

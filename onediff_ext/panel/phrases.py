@@ -16,12 +16,17 @@ LOCALIZATIONS = Path(__file__).resolve().parents[2] / "localizations"
 # The header.
 OFF = "off"
 WITHOUT = "without graphs"
-BUILDING = "building {done} of {needed}"
-MEASURING = "measuring {done} of {needed} sizes"
+BUILDING = "building {done} of {needed} graphs"
+PAUSED_AT = "paused at {done} of {needed} graphs"
+LOOKING = "looking for graphs"
+NEXT_IN_LINE = "waiting for its turn"
+PREPARING = "preparing size {number} of {needed}"
+MEASURING = "measuring size {number} of {needed}"
 GRAPHS = "graphs"
 PART = "graphs in part"
-LEFT = ", {time} left"
+LEFT = ", about {time} left"
 SPEEDUP = ", {times}x"
+NO_GAIN = ", no gain measured"
 BLOCKS = ", {done} of {needed} blocks"
 WHY = ": {why}"
 WHY_IN_BRACKETS = " ({why})"
@@ -31,26 +36,35 @@ SECONDS, MINUTES, HOURS = "{n} s", "{n} min", "{h} h {m} min"
 NO_PICTURE_YET = "no picture drawn with OneDiff yet"
 NOT_BUILT_YET = "graphs are not built yet"
 CUDA_GRAPHS_ONLY = "CUDA graphs only"
-TOOK = "Last picture: {took}, about {without} without OneDiff (estimated from measured steps)."
-TOOK_ONLY = (
-    "Last picture: {took}. What graphs saved is known at sizes that Build now has measured, while"
-    " the machine is as busy as then."
-)
+TOOK = "Last picture: {took}, about {without} without OneDiff: saved {saved} (estimated)."
+TOOK_AS_LONG = "Last picture: {took}, about {without} without OneDiff: no time saved (estimated)."
+TOOK_ONLY = "Last picture: {took}."
+MEASURE_IT = "Press Build now to see the time saved: it measures this size."
+SAVED_TOTAL = "With this checkpoint, graphs saved {time} since {day}."
 FIRST_TIME = "Graphs are built once, in the background. Pictures come meanwhile."
 FIRST_TIME_FOR = "Graphs are built once, in the background: about {time}. Pictures come meanwhile."
-ON_HOLD = "Builds are paused, graphs left to build: {n}. Press Go on."
+ON_HOLD = "Builds are paused. Graphs left to build: {n}. Press Go on to have them built."
+PAUSED = "Builds are paused. Press Go on to end that."
+ON_CANCEL = "Builds were cancelled. The next picture has its missing graphs built."
 ALL_WITHOUT = "Pictures are right, but drawn without graphs: {why}."
 PART_WITHOUT = "Pictures are right, but part of the model runs without graphs: {why}."
 SAVED = "saved {time} since {day}"
+NOTHING_SAVED = "no time saved so far"
+SAVED_LATER = "time saved: counts from the next picture at a measured size"
+SAVED_UNKNOWN = "time saved: press Build now once to have it measured"
+MORE_GRAPHS = "{n} more are built when a picture needs them"
+NO_GAIN_ROW = "no gain"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 TODAY, YESTERDAY = "today", "yesterday"
 CHANGED_BY = "{extension} changed the model"
 TURN_OFF = "Turn {extension} off for more speed."
 
 TEMPLATES = (
-    *(OFF, WITHOUT, BUILDING, MEASURING, GRAPHS, PART, LEFT, SPEEDUP, BLOCKS, WHY),
-    *(WHY_IN_BRACKETS, SECONDS, MINUTES, HOURS, NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY),
-    *(TOOK, TOOK_ONLY, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, ALL_WITHOUT, PART_WITHOUT, SAVED),
+    *(OFF, WITHOUT, BUILDING, PAUSED_AT, LOOKING, NEXT_IN_LINE, PREPARING, MEASURING, GRAPHS, PART),
+    *(LEFT, SPEEDUP, NO_GAIN, BLOCKS, WHY, WHY_IN_BRACKETS, SECONDS, MINUTES, HOURS),
+    *(NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY, TOOK, TOOK_AS_LONG, TOOK_ONLY, MEASURE_IT),
+    *(SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
+    *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
     *(CHANGED_BY, TURN_OFF, *DAYS, TODAY, YESTERDAY),
 )
 """Every sentence of this file, for the test that looks for its translations."""

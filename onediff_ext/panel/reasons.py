@@ -55,17 +55,22 @@ RULES = (
     _rule(
         r"tokenmerging|\btome|tomesd",
         "token merging is on",
-        "Set the token merging ratio to 0 for more speed.",
+        "Set the token merging ratio to 0 in Settings → Optimizations for more speed.",
     ),
     _rule(
-        r"builds (were cancelled|are paused)",
-        "builds are on hold",
+        r"builds are paused",
+        "builds are paused",
         "Press Go on to have the rest built.",
+    ),
+    _rule(
+        r"builds were cancelled",
+        "builds were cancelled",
+        "The next picture has its missing graphs built.",
     ),
     _rule(
         r"none may be built",
         "graphs are built on request only",
-        "Press Build now, or change Build missing graphs in the settings.",
+        "Press Build now, or change Build missing graphs in Settings → OneDiff.",
     ),
     _rule(
         r"there is no graph yet|never loaded on this machine",
@@ -84,14 +89,24 @@ RULES = (
     ),
     _rule(r"hypernetwork", "a hypernetwork is on", "Take the hypernetwork out for more speed."),
     _rule(
-        r"use old method|applied at each call|\bLoRA\b",
+        r"use old method",
         "LoRAs are applied at each step",
-        "Turn off the setting that keeps LoRAs out of the weights.",
+        "Turn off Lora/Networks: use old method in Settings → Compatibility.",
+    ),
+    _rule(
+        r"applied at each call",
+        "LoRAs are applied at each step",
+        "Set Diffusion in Low Bits to Automatic, at the top of the page.",
+    ),
+    _rule(
+        r"\bLoRA\b",
+        "a LoRA has its own layers",
+        "Leave that LoRA out for more speed.",
     ),
     _rule(
         r"stored as|fp8 weight",
         "weights are stored in another format",
-        "Choose a checkpoint in fp16, or turn 8-bit weights off.",
+        "Choose a checkpoint in fp16, or turn FP8 weight off in Settings → Optimizations.",
     ),
     _rule(
         r"upcast|cast by hand",
@@ -136,7 +151,7 @@ RULES = (
     _rule(
         r"attention (by|of class|processor)|attention is replaced",
         "this attention has no graphs",
-        "Choose SDP attention in the settings.",
+        "Choose a cross attention optimization named sdp in Settings → Optimizations.",
     ),
     _rule(
         r"another extension",

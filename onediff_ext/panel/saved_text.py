@@ -13,18 +13,34 @@ from onediff_ext.store import SavedTime
 _SHORTEST_S = 1.0
 
 
-def saved_text(saved: SavedTime | None, words: Phrases, now: float | None = None) -> str:
-    """Return the saved time and since when; empty when nothing was measured or saved.
+def saved_text(
+    saved: SavedTime, words: Phrases, now: float | None = None, template: str = phrases.SAVED
+) -> str:
+    """Return the saved time and since when; empty when nothing was saved.
 
     Args:
         saved: From the store.
         words: The language.
         now: Seconds since the epoch; None for the present.
+        template: The sentence.
     """
-    if saved is None or saved.seconds < _SHORTEST_S:
+    if saved.seconds < _SHORTEST_S:
         return ""
     day = _day_text(saved.since, time.time() if now is None else now, words)
-    return words.say(phrases.SAVED, time=words.duration(saved.seconds), day=day)
+    return words.say(template, time=words.duration(saved.seconds), day=day)
+
+
+def saved_note(saved: SavedTime | None, is_measured: bool, words: Phrases) -> str:
+    """Return the saved time, or what to do to have it measured.
+
+    Args:
+        saved: From the store.
+        is_measured: Whether a step of the checkpoint was measured.
+        words: The language.
+    """
+    if saved is not None:
+        return saved_text(saved, words) or words.say(phrases.NOTHING_SAVED)
+    return words.say(phrases.SAVED_LATER if is_measured else phrases.SAVED_UNKNOWN)
 
 
 def _day_text(at: float, now: float, words: Phrases) -> str:

@@ -8,6 +8,7 @@ from onediff_ext.panel import html
 from onediff_ext.panel.details import detail_lines, technical_lines
 from onediff_ext.panel.header import header_of
 from onediff_ext.panel.panel_host import PanelHost
+from onediff_ext.panel.progress import progress_share, progress_text
 from onediff_ext.panel.reasons import PlainReason, explain
 
 
@@ -22,7 +23,7 @@ class StatusView:
         self._host = panel_host
 
     def show(self, enabled: bool) -> list[str]:
-        """Return the HTML of header, details and technical details.
+        """Return the HTML of header, details, technical details and progress bar.
 
         Args:
             enabled: Whether OneDiff is ticked.
@@ -40,6 +41,7 @@ class StatusView:
             html.header(header),
             html.details([note for note in notes if note], lines),
             html.technical(technical),
+            html.progress_bar(progress_share(status), progress_text(status, words)),
         ]
 
     def header(self, enabled: bool) -> str:

@@ -10,17 +10,14 @@ import gradio as gr
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.shapes import BatchShape, parse_sizes
 from onediff_ext.panel import html
+from onediff_ext.panel.build_buttons import build_buttons
 from onediff_ext.panel.choices import Choices, from_arguments
+from onediff_ext.panel.control_values import to_control
 from onediff_ext.panel.fields import BY_NAME
 from onediff_ext.panel.gradio_versions import chips, script_argument
 from onediff_ext.panel.panel_host import PanelHost
 from onediff_ext.panel.size_list import read_tab_size, with_sizes_added
 from onediff_ext.panel.size_source import SizeSource
-
-_PAUSED = "Builds are paused, finished graphs stay. Press Go on to have the rest built."
-_GOES_ON = "Builds go on in the background."
-_NOTHING_LEFT = "Nothing is left to build."
-_CANCELLED = "Cancelled, finished graphs stay. The next picture has the rest built."
 
 
 class WarmUpPanel:
@@ -33,6 +30,8 @@ class WarmUpPanel:
 
     Attributes:
         sizes: The chips, a control of the field "sizes".
+        progress: The progress bar.
+        buttons: In the order of `BuildButtons`.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class WarmUpPanel:
             )
             self._typed = gr.Textbox(
                 label="Another size",
-                info="Press Enter to add it.",
+                info="@2: two at once",
                 placeholder="512x768@2",
                 max_lines=1,
                 scale=1,
@@ -65,19 +64,31 @@ class WarmUpPanel:
             ]
             self._recent = gr.Button("Recent images", size="sm", elem_id=elem_id("recent_sizes"))
         with gr.Row(elem_id=elem_id("build_buttons"), elem_classes=["onediff-buttons"]):
+            shown = build_buttons(panel_host.status())
             self._start = gr.Button(
-                "Build now", size="sm", variant="primary", elem_id=elem_id("warm_up")
+                "Build now",
+                size="sm",
+                variant="primary",
+                visible=shown.build_now,
+                elem_id=elem_id("warm_up"),
             )
-            self._pause = gr.Button("Pause", size="sm", elem_id=elem_id("pause"))
-            self._go_on = gr.Button("Go on", size="sm", elem_id=elem_id("go_on"))
-            self._cancel = gr.Button("Cancel", size="sm", elem_id=elem_id("cancel"))
+            self._pause, self._go_on, self._cancel = (
+                gr.Button(label, size="sm", visible=visible, elem_id=elem_id(name))
+                for label, visible, name in (
+                    ("Pause", shown.pause, "pause"),
+                    ("Go on", shown.go_on, "go_on"),
+                    ("Cancel", shown.cancel, "cancel"),
+                )
+            )
+        self.buttons = [self._start, self._pause, self._go_on, self._cancel]
         self.progress = gr.HTML("", elem_id=elem_id("progress"))
+        self._message = gr.HTML("", elem_id=elem_id("build_message"))
 
     def connect(
         self,
         inputs: Sequence[Any],
         status_outputs: Sequence[Any],
-        show_status: Callable[[bool], list[str]],
+        show_status: Callable[[bool], list[Any]],
     ) -> None:
         """Attach the events of all buttons.
 
@@ -89,37 +100,36 @@ class WarmUpPanel:
         self._connect_sizes()
 
         def warm_up(*values: Any) -> Iterator[list[Any]]:
-            for shown in self._warm_up(values[:-1], values[-1]):
-                yield [shown, *show_status(values[0])]
+            *given, typed, tab_size = values
+            for shown in self._warm_up(given, typed, tab_size):
+                yield [*shown, *show_status(given[0])]
 
-        outputs = [self.progress, *status_outputs]
         self._start.click(
             warm_up,
-            inputs=[*inputs, self._tab_size],
-            outputs=outputs,
+            inputs=[*inputs, self._typed, self._tab_size],
+            outputs=[self.sizes, self._typed, self._message, *status_outputs],
             show_progress="hidden",
-            **script_argument(self._start.click, self._sources[0].reading_script(len(inputs) + 1)),
+            **script_argument(self._start.click, self._sources[0].reading_script(len(inputs) + 2)),
         )
 
-        def pause(enabled: bool) -> list[str]:
+        def pause(enabled: bool) -> list[Any]:
             self._host.pause()
-            return [html.message(_PAUSED), *show_status(enabled)]
+            return ["", *show_status(enabled)]
 
-        def go_on(enabled: bool) -> list[str]:
+        def go_on(enabled: bool) -> list[Any]:
             self._host.go_on()
-            status = self._host.status()
-            missing = status.kinds_needed - status.kinds_ready - status.kinds_failed
-            text = _GOES_ON if status.building or missing > 0 else _NOTHING_LEFT
-            return [html.message(text), *show_status(enabled)]
+            return ["", *show_status(enabled)]
 
-        def cancel(enabled: bool) -> list[str]:
+        def cancel(enabled: bool) -> list[Any]:
             self._host.cancel()
-            return [html.message(_CANCELLED), *show_status(enabled)]
+            return show_status(enabled)
 
-        for button, action in (
-            (self._pause, pause),
-            (self._go_on, go_on),
-            (self._cancel, cancel),
+        # What builds do stands in the status, so that it never outlives its truth. A warm-up says
+        # itself how it ended, also after a cancel.
+        for button, action, outputs in (
+            (self._pause, pause, [self._message, *status_outputs]),
+            (self._go_on, go_on, [self._message, *status_outputs]),
+            (self._cancel, cancel, status_outputs),
         ):
             # Outside the queue: the warm-up itself may occupy the queue's only slot.
             button.click(
@@ -127,7 +137,7 @@ class WarmUpPanel:
             )
 
     def _connect_sizes(self) -> None:
-        shown = [self.sizes, self.progress]
+        shown = [self.sizes, self._message]
 
         def add(sizes: list[str] | None, tab_size: str) -> list[Any]:
             shape = read_tab_size(tab_size)
@@ -141,6 +151,8 @@ class WarmUpPanel:
             return _added(sizes, found)
 
         def add_typed(sizes: list[str] | None, typed: str) -> list[Any]:
+            if not (typed or "").strip():
+                return [gr.update(), gr.update(), gr.update()]
             try:
                 return [*_added(sizes, parse_sizes(typed)), ""]
             except OneDiffError as exc:
@@ -155,28 +167,40 @@ class WarmUpPanel:
                 **script_argument(button.click, source.reading_script(inputs=2)),
             )
         self._recent.click(propose, inputs=[self.sizes], outputs=shown, show_progress="hidden")
-        self._typed.submit(
-            add_typed,
-            inputs=[self.sizes, self._typed],
-            outputs=[*shown, self._typed],
-            show_progress="hidden",
-        )
+        for commit in (self._typed.submit, self._typed.blur):
+            commit(
+                add_typed,
+                inputs=[self.sizes, self._typed],
+                outputs=[*shown, self._typed],
+                show_progress="hidden",
+            )
 
-    def _warm_up(self, values: Sequence[Any], tab_size: str) -> Iterator[str]:
-        """The HTML of the progress, step by step; without chips at the size of the tab."""
+    def _warm_up(
+        self, values: Sequence[Any], typed: str, tab_size: str
+    ) -> Iterator[tuple[Any, Any, str]]:
+        """Warm up the chips' sizes and a typed one; without any, the size of the tab.
+
+        Yields:
+            Updates of the chips, of the typed size and of the message.
+        """
+        given = from_arguments(values)
+        chips_update: Any = gr.update()
+        typed_update: Any = gr.update()
         try:
-            given = from_arguments(values)
+            more = parse_sizes(typed or "")
+            if more:
+                before = to_control(BY_NAME["sizes"], str(given.get("sizes") or ""))
+                sizes = with_sizes_added(before, more)
+                given["sizes"] = ", ".join(sizes)
+                chips_update, typed_update = gr.update(choices=sizes, value=sizes), ""
             shape = read_tab_size(tab_size or "")
             if not given.get("sizes") and shape is not None:
                 given["sizes"] = str(shape)
-            summary = ""
-            for step in self._host.warm_up(Choices.parse(given)):
-                summary = step.summary
-                yield html.progress_bar(step)
+            for result in self._host.warm_up(Choices.parse(given)):
+                yield chips_update, typed_update, html.message(result)
+                chips_update, typed_update = gr.update(), gr.update()
         except OneDiffError as exc:
-            yield html.error(exc)
-            return
-        yield html.message(summary or "Ready.")
+            yield chips_update, typed_update, html.error(exc)
 
 
 def _added(sizes: Sequence[str] | None, more: Sequence[BatchShape]) -> list[Any]:

@@ -29,10 +29,12 @@ class PictureTime:
         seconds: Measured, from the job's begin to its end.
         without_s: Estimate of the same without OneDiff; None where no step of the size was
             measured, or where the machine was much busier or idler then.
+        sizes: Of its UNet's steps, such as ``{"512x768@2"}``.
     """
 
     seconds: float
     without_s: float | None = None
+    sizes: frozenset[str] = frozenset()
 
 
 class PictureTimer:
@@ -90,8 +92,9 @@ class PictureTimer:
         if steps is not None and self._forwards:
             saved_s = _saved_s(self._forwards, steps())
             without_s = None if saved_s is None else max(0.0, seconds + saved_s)
+        sizes = frozenset(str(shape) for shape, _ in self._forwards)
         self._forwards = []
-        self.last = PictureTime(seconds, without_s)
+        self.last = PictureTime(seconds, without_s, sizes)
         return self.last
 
 

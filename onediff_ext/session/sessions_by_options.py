@@ -57,6 +57,13 @@ class SessionsByOptions:
         if self.latest is not None:
             self.latest.go_on_with_builds()
 
+    def cancel_builds(self) -> None:
+        """End the builds of all sessions, and a pause; a picture has its missing graphs built."""
+        self.are_paused = False
+        for session in list(self._sessions.values()):
+            session.cancel_builds()
+            session.background.end_pause()
+
     def close(self) -> None:
         """Close all sessions."""
         for session in self._sessions.values():

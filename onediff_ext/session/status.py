@@ -23,10 +23,11 @@ from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.last_picture import Fallback, LastPicture
 from onediff_ext.session.picture_timer import PictureTimer
 from onediff_ext.session.substitutes import Substitute
+from onediff_ext.store import SavedTimes
 
 _SHOWN_REASONS = 5
-CANCELLED = "builds were cancelled; the next picture or a warm-up builds what is missing"
-PAUSED = "builds are paused until you let them go on"
+CANCELLED = "builds were cancelled; the next picture has its missing graphs built"
+PAUSED = "builds are paused until Go on"
 NOT_BUILT = "graphs are missing, and none may be built"
 
 
@@ -90,10 +91,12 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     stage = session.stage or ("" if run is None else run.stage)
     if not stage and session.read_ahead.is_reading:
         stage = "reading"
-    steps, last = [], session.timer.last
+    steps, last, saved = [], session.timer.last, None
     if kinds and session.checkpoint is not None:
-        machine = machine_digest(kinds[0].device)
-        steps = context.history.steps(machine, session.checkpoint.content_hash)
+        machine, content_hash = machine_digest(kinds[0].device), session.checkpoint.content_hash
+        steps = context.history.steps(machine, content_hash)
+        saved = SavedTimes(context.library.folder).of(machine, content_hash)
+    mine = [step for step in steps if last is not None and step.size in last.sizes]
     return Status(
         running=running,
         kinds_ready=ready,
@@ -109,7 +112,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         cancelled=cancelled,
         paused=session.background.is_paused,
         captures=captures,
-        speedup=speedup_of(steps),
+        speedup=speedup_of(mine or steps),
         pays_off_after=pictures_until_it_pays(
             context.history,
             [kind.label for kind in kinds if kind.graph is not None],
@@ -127,6 +130,8 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         first_builds_s=_first_builds_s(session, kinds) if building else None,
         picture_s=None if last is None else last.seconds,
         without_s=None if last is None else last.without_s,
+        saved_s=None if saved is None else saved.seconds,
+        saved_since=None if saved is None else saved.since,
     )
 
 

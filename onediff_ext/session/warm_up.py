@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -49,6 +50,7 @@ class WarmUp:
         listen: Called with the progress.
         give_way: Whether somebody waits for a picture; asked between steps and during builds. The
             warm-up ends then, and builds go on in the background.
+        measured_before: Sizes that earlier passes have measured, for the progress.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class WarmUp:
         device: torch.device,
         listen: WarmUpListener | None = None,
         give_way: Callable[[], bool] = lambda: False,
+        measured_before: int = 0,
     ) -> None:
         self._session, self._components = session, list(components)
         self._forward, self._others = step, others
         self._shapes, self._device = list(dict.fromkeys(shapes)), device
         self._listen, self._give_way = listen, give_way
         self._noise = torch.Generator().manual_seed(0)  # the host's own generators stay unchanged
+        self._measured_before = measured_before
         self._first_s: dict[BatchShape, float] = {}
         self._cancelled = threading.Event()
         self._gave_way = False
@@ -88,6 +92,7 @@ class WarmUp:
         try:
             if self._shapes:
                 session.stage = STAGES[0]
+                self._show_sizes(0)
                 self._make_kinds()
                 self._for_each_shape(STAGES[1], self._capture)
                 self._for_each_shape(STAGES[2], lambda shape: self._measure(shape, report))
@@ -97,7 +102,9 @@ class WarmUp:
         ready = [kind for kind in kinds if kind.graph is not None]
         report.built = sum(kind.source == "built" and kind not in before for kind in ready)
         report.loaded, report.built_before = len(ready) - report.built, len(before)
-        report.eager = sum(kind.state is KindState.FAILED for kind in kinds)
+        why = Counter(kind.reason for kind in kinds if kind.state is KindState.FAILED)
+        report.eager = why.total()
+        report.why_eager = why.most_common(1)[0][0] if why else ""
         report.cancelled, report.gave_way = self._cancelled.is_set(), self._gave_way
         report.seconds = time.monotonic() - start
         session.record_checkpoint()
@@ -117,11 +124,16 @@ class WarmUp:
         if session.options.build == "never" or self._cancelled.is_set():
             return
         session.build_in_background()
+        was_paused = False
         while not self._stops():
             finished = session.wait_for_builds(_POLL_S)
-            if finished and session.builds_are_paused:
+            if session.builds_are_paused:
+                was_paused, finished = True, False
                 time.sleep(_POLL_S)
-                finished = False
+            elif was_paused:
+                # The end of a pause comes before its builds begin.
+                was_paused = finished = False
+                session.build_in_background()
             status = session.status()
             done = status.kinds_ready + status.kinds_failed
             label = ", ".join(status.building_now)
@@ -206,10 +218,14 @@ class WarmUp:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def _show_sizes(self, done: int) -> None:
+        before = self._measured_before
+        self._session.sizes_done = (before + done, before + len(self._shapes))
+
     def _tell(
         self, stage: str, done: int, needed: int, label: str, seconds_left: float | None
     ) -> None:
         if stage != STAGES[0]:
-            self._session.sizes_done = (done, needed)
+            self._show_sizes(done)
         if self._listen is not None:
             self._listen(WarmUpProgress(stage, done, needed, label, seconds_left))

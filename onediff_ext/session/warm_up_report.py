@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onediff_ext.core.shapes import BatchShape
-from onediff_ext.core.words import counted
+from onediff_ext.core.words import LEAST_GAIN
 
 STAGES = ("kinds", "captures", "measuring")
+
+# What a warm-up says at its end, as sentences that the panel translates.
+READY, READY_ONE = "Ready: {n} sizes.", "Ready: 1 size."
+CANCELLED = "Cancelled."
+UNFINISHED = "The warm-up ended early. Sizes that are ready: {n}."
+ALL_BUILT, BUILT = "All {n} graphs are built.", "Graphs built: {n}."
+ALL_THERE, THERE = "All {n} graphs were there already.", "Graphs that were there already: {n}."
+BUILT_AND_THERE = "Graphs built: {built}; {n} were there already."
+FAILED = "Graphs that could not be built: {n} ({why})."
+NEXT_PICTURE = "The next picture has its missing graphs built."
+GAIN = "A step is {times}x as fast as without."
+NO_GAIN, NO_GAIN_HERE = "Graphs bring no gain at these sizes.", "Graphs bring no gain at this size."
+TEMPLATES = (
+    *(READY, READY_ONE, CANCELLED, UNFINISHED, ALL_BUILT, BUILT, ALL_THERE, THERE),
+    *(BUILT_AND_THERE, FAILED, NEXT_PICTURE, GAIN, NO_GAIN, NO_GAIN_HERE),
+)
+"""Every sentence above, for their translation."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence with its values.
+
+    Args:
+        template: One of `TEMPLATES`.
+        values: By the names in the template.
+    """
+
+    template: str
+    values: Mapping[str, object] = field(default_factory=dict)
+
+    def english(self) -> str:
+        """The sentence, untranslated."""
+        return self.template.format(**self.values)
 
 
 @dataclass(frozen=True)
@@ -72,6 +106,7 @@ class WarmUpReport:
         loaded: Kinds whose graph was there already: stored, or in use before.
         built_before: Kinds whose graph this process had built before.
         eager: Kinds that stay eager.
+        why_eager: The eager reason of most of them, or ``""``.
         cancelled: Whether somebody ended it early.
         gave_way: Whether it ended early since somebody wanted a picture.
         seconds: Of the whole warm-up.
@@ -82,6 +117,7 @@ class WarmUpReport:
     loaded: int = 0
     built_before: int = 0
     eager: int = 0
+    why_eager: str = ""
     cancelled: bool = False
     gave_way: bool = False
     seconds: float = 0.0
@@ -99,6 +135,7 @@ class WarmUpReport:
             built_before=self.built_before,
             loaded=max(0, later.built + later.loaded - built),
             eager=max(self.eager, later.eager),
+            why_eager=later.why_eager or self.why_eager,
             seconds=self.seconds + later.seconds,
         )
 
@@ -107,16 +144,39 @@ class WarmUpReport:
         """The geometric mean over all sizes; None when nothing was measured."""
         return statistics.geometric_mean(s.speedup for s in self.sizes) if self.sizes else None
 
+    def sentences(self, put: Callable[[str], str] = lambda why: why) -> list[Sentence]:
+        """Return the result in short sentences, to be translated and filled in.
+
+        Args:
+            put: Puts an eager reason in other words.
+        """
+        done, ready = len(self.sizes), self.built + self.loaded
+        if self.cancelled:
+            sentences = [Sentence(CANCELLED)]
+        elif self.gave_way:
+            sentences = [Sentence(UNFINISHED, {"n": done})]
+        else:
+            sentences = [Sentence(READY_ONE if done == 1 else READY, {"n": done})]
+        is_whole = ready > 1 and not (self.cancelled or self.gave_way or self.eager)
+        if self.built and self.loaded:
+            sentences.append(Sentence(BUILT_AND_THERE, {"built": self.built, "n": self.loaded}))
+        elif self.built:
+            sentences.append(Sentence(ALL_BUILT if is_whole else BUILT, {"n": ready}))
+        elif self.loaded:
+            sentences.append(Sentence(ALL_THERE if is_whole else THERE, {"n": ready}))
+        if self.eager:
+            sentences.append(Sentence(FAILED, {"n": self.eager, "why": put(self.why_eager)}))
+        if self.cancelled:
+            sentences.append(Sentence(NEXT_PICTURE))
+        elif self.speedup is not None and self.speedup >= LEAST_GAIN:
+            sentences.append(Sentence(GAIN, {"times": f"{self.speedup:.1f}"}))
+        elif self.speedup is not None:
+            sentences.append(Sentence(NO_GAIN_HERE if done == 1 else NO_GAIN))
+        return sentences
+
     def line(self) -> str:
         """One line for people."""
-        gain = "" if self.speedup is None else f", {self.speedup:.1f}x measured"
-        stays = f", {self.eager} stay eager" if self.eager else ""
-        ended = "cancelled: " if self.cancelled else "not finished: " if self.gave_way else ""
-        done = f"{counted(self.built, 'graph')} built, {self.loaded} loaded"
-        return (
-            f"{ended}{counted(len(self.sizes), 'size')}, {done}"
-            f"{stays} in {self.seconds:.1f} s{gain}"
-        )
+        return " ".join(sentence.english() for sentence in self.sentences())
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""

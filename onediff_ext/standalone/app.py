@@ -244,6 +244,10 @@ class StandaloneApp:
         """End a pause, and build what is missing, also what was cancelled."""
         self._sessions.go_on_with_builds()
 
+    def cancel_builds(self) -> None:
+        """End all builds within a moment, and a pause; a picture has its missing graphs built."""
+        self._sessions.cancel_builds()
+
     def close(self) -> None:
         """End builds that still run; the next start goes on there."""
         self._sessions.close()

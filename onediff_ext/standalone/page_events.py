@@ -18,7 +18,6 @@ from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.gradio_versions import accepted
-from onediff_ext.panel.panel_host import WarmUpStep
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.size_rules import parse_size_rule
@@ -285,7 +284,8 @@ def _infotext_of(path: Path) -> str:
 def _folder_html(progress: FolderProgress) -> str:
     parts = []
     if progress.needed:
-        parts.append(html.progress_bar(WarmUpStep(progress.done, progress.needed, progress.note)))
+        text = f"{progress.done} of {progress.needed}: {progress.note}"
+        parts.append(html.progress_bar(progress.done / progress.needed, text))
     if progress.already_done:
         parts.append(html.message(f"{progress.already_done} were done already."))
     if progress.skipped:

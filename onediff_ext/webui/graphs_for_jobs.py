@@ -194,10 +194,8 @@ class GraphsForJobs:
             return session
 
     def cancel_builds(self) -> None:
-        """End all builds within a moment; finished graphs stay."""
-        session = self.session
-        if session is not None:
-            session.cancel_builds()
+        """End all builds within a moment, and a pause; finished graphs stay."""
+        self._sessions.cancel_builds()
 
     @property
     def builds_are_paused(self) -> bool:

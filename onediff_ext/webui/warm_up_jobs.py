@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
-from onediff_ext.session.warm_up_report import STAGES, WarmUpProgress, WarmUpReport
+from onediff_ext.session.warm_up_report import WarmUpReport
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-
-# Called with (sizes done, sizes wanted) while warming up.
-WarmUpListener = Callable[[int, int], None]
 
 
 class WarmUpJobs:
@@ -32,7 +29,6 @@ class WarmUpJobs:
         shapes: Sequence[BatchShape],
         options: CompileOptions,
         ignores: frozenset[str] = frozenset(),
-        listen: WarmUpListener | None = None,
     ) -> WarmUpReport | None:
         """Make and measure everything that pictures of these sizes need, and wait for it.
 
@@ -43,7 +39,6 @@ class WarmUpJobs:
             shapes: Sizes and pictures at once.
             options, ignores: As in `GraphsForJobs.begin`; missing graphs are built whatever
                 `options.build` says.
-            listen: Called from the thread that warms up.
 
         Returns:
             What was done; None when nothing could be done, for a reason that
@@ -51,10 +46,6 @@ class WarmUpJobs:
         """
         self._control.start()
         first_checkpoint: list[object] = []
-
-        def tell(done: int, left: int) -> None:
-            if listen is not None:
-                listen(len(shapes) - left + done, len(shapes))
 
         def one_pass(left: list[BatchShape]) -> WarmUpReport | None:
             reports: list[WarmUpReport | None] = []
@@ -71,7 +62,7 @@ class WarmUpJobs:
                 job = _WarmUpJob()
                 try:
                     with self._graphs.eager.on_failure():
-                        reports.append(self._pass(job, left, options, ignores, tell))
+                        reports.append(self._pass(job, left, options, ignores, len(shapes)))
                 finally:
                     self._graphs.end(job)
 
@@ -82,8 +73,10 @@ class WarmUpJobs:
         return in_passes(shapes, one_pass, lambda: self._control.is_cancelled)
 
     def cancel(self) -> None:
-        """End a warm-up and all builds within a moment. Finished graphs stay; the next warm-up
-        builds the others."""
+        """End a warm-up, all builds and a pause within a moment.
+
+        Finished graphs stay; the next picture, or a warm-up, has the others built.
+        """
         self._control.cancel()
         self._graphs.cancel_builds()
 
@@ -93,13 +86,9 @@ class WarmUpJobs:
         shapes: Sequence[BatchShape],
         options: CompileOptions,
         ignores: frozenset[str],
-        listen: WarmUpListener,
+        wanted: int,
     ) -> WarmUpReport | None:
         graphs, host = self._graphs, self._host
-
-        def tell(progress: WarmUpProgress) -> None:
-            if progress.stage == STAGES[-1]:
-                listen(progress.done, progress.needed)
 
         session = graphs.begin_without_picture(job, replace(options, build="background"), ignores)
         denoisers = [attachment.component for attachment in graphs.models.denoisers]
@@ -115,8 +104,8 @@ class WarmUpJobs:
             host.vae_step,
             shapes,
             parameter.device,
-            tell,
-            host.is_waited_for,
+            give_way=host.is_waited_for,
+            measured_before=wanted - len(shapes),
         )
         return self._control.run(warm_up)
 

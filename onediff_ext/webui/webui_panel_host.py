@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
-from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
+from onediff_ext.panel.panel_host import PanelHost
 from onediff_ext.panel.phrases import Phrases, phrases_in
+from onediff_ext.panel.warm_up_run import WarmUpRun
+from onediff_ext.session.warm_up_report import WarmUpReport
 from onediff_ext.store import GraphLibrary
 from onediff_ext.webui.extension import Extension
 from onediff_ext.webui.request_schema import request_schema
@@ -21,9 +23,6 @@ from onediff_ext.webui.settings import HOST_FEATURES
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
-_POLL_S = 0.5
 
 
 class WebUIPanelHost(PanelHost):
@@ -35,11 +34,15 @@ class WebUIPanelHost(PanelHost):
 
     def __init__(self, extension: Callable[[], Extension]) -> None:
         self._extension = extension
-        self._warming = threading.Lock()
-        self._last_summary = ""
+        self._warm_up = WarmUpRun()
 
     def status(self) -> Status:
-        return self._extension().status()
+        extension = self._extension()
+        return replace(
+            extension.status(),
+            warming_up=self._warm_up.is_running,
+            paused=extension.graphs.builds_are_paused,
+        )
 
     def cancel(self) -> None:
         self._extension().warm_ups.cancel()
@@ -97,41 +100,25 @@ class WebUIPanelHost(PanelHost):
     def features(self) -> frozenset[str]:
         return HOST_FEATURES
 
-    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
+    def warm_up(self, choices: Choices) -> Iterator[str]:
         shapes = self.warm_up_shapes(choices)
         extension = self._extension()
         options = extension.compile_options(choices)
-        if not self._warming.acquire(blocking=False):
-            raise OptionError("A warm-up is running already.", "Cancel it first.")
-        if extension.graphs.builds_are_paused:
-            self.go_on()
-        self._last_summary = ""
-        sizes_done, summaries = [0], []
 
-        def listen(done: int, _: int) -> None:
-            sizes_done[0] = done
+        def work() -> WarmUpReport:
+            if extension.graphs.builds_are_paused:
+                self.go_on()
+            report = extension.warm_ups.run(shapes, options, choices.ignores)
+            if report is None:
+                reasons = self.status().reasons or ("nothing of it can be built here",)
+                raise OptionError(f"Nothing was warmed up: {reasons[0]}.")
+            return report
 
-        def work() -> None:
-            try:
-                report = extension.warm_ups.run(shapes, options, choices.ignores, listen)
-                summaries.append(self.status().line() if report is None else report.line())
-            except Exception as exc:  # a thread's errors would be lost
-                logger.exception("The warm-up ended")
-                summaries.append(f"failed: {str(exc) or type(exc).__name__}")
-            finally:
-                self._last_summary = summaries[-1]
-                self._warming.release()
-
-        thread = threading.Thread(target=work, name="onediff-warm-up", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            yield self._step(sizes_done[0], len(shapes))
-            thread.join(_POLL_S)
-        yield WarmUpStep(1, 1, "done", summary=summaries[-1])
+        yield from self._warm_up.steps(work, self.phrases())
 
     def warm_up_state(self) -> dict[str, object]:
         """Whether a warm-up runs, and the result of the last one in one line; for the API."""
-        return {"running": self._warming.locked(), "summary": self._last_summary}
+        return {"running": self._warm_up.is_running, "summary": self._warm_up.line}
 
     def start_warm_up(self, choices: Choices) -> None:
         """Warm up without a viewer: for the API, and when a checkpoint loads.
@@ -144,11 +131,3 @@ class WebUIPanelHost(PanelHost):
         threading.Thread(
             target=lambda: all(steps), name="onediff-warm-up-watch", daemon=True
         ).start()
-
-    def _step(self, done: int, needed: int) -> WarmUpStep:
-        status = self.status()
-        if status.building:
-            ready = status.kinds_ready + status.kinds_failed
-            note = f"building {', '.join(status.building_now)}".strip()
-            return WarmUpStep(ready, status.kinds_needed, note, status.seconds_left)
-        return WarmUpStep(done, needed, status.stage or "waiting for its turn")

@@ -20,7 +20,7 @@ from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.gradio_versions import accepted
 from onediff_ext.panel.panel import build_panel
-from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
+from onediff_ext.panel.panel_host import PanelHost
 from onediff_ext.panel.phrases import Phrases, phrases_in
 from onediff_ext.panel.size_source import tab_sources
 from onediff_ext.panel.status_view import StatusView
@@ -81,11 +81,16 @@ class FilePanelHost(PanelHost):
     def phrases(self) -> Phrases:
         return phrases_in(self._read().get("language", ""))
 
-    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
-        for number, shape in enumerate(self.warm_up_shapes(choices), 1):
+    def warm_up(self, choices: Choices) -> Iterator[str]:
+        shapes = self.warm_up_shapes(choices)
+        for shape in shapes:
             self._note(f"built for {shape}")
-            yield WarmUpStep(number, 1, str(shape), summary=f"done for {choices.sizes}")
+            yield ""
             time.sleep(0.1)
+        while self._read().get("warms_up"):  # a test lets it go on
+            yield ""
+            time.sleep(0.1)
+        yield f"done for {choices.sizes}"
 
     def cancel(self) -> None:
         self._note("cancelled")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onediff_ext.core.headline import Headline
+from onediff_ext.core.status import Status
 from tests.support.browser import (
     GRADIOS_OWN_RULES,
     assert_looks_like,
@@ -76,6 +78,7 @@ def test_each_state_has_its_text_and_its_colour(panel_page: PanelPage) -> None:
 def test_the_header_stays_in_its_box_at_any_width(panel_page: PanelPage) -> None:
     page = panel_page.page
     statuses = [STATES[Headline.WITHOUT], STATES[Headline.BUILDING], STATES[Headline.PART], LONG]
+    statuses += [PAUSED, replace(STATES[Headline.GRAPHS], speedup=0.9)]
     for status, language in itertools.product(statuses, LANGUAGES):
         panel_page.show(status, language)
         for width in WIDTHS:
@@ -151,7 +154,8 @@ def test_sizes_are_chips(panel_page: PanelPage) -> None:
     panel_page.until(lambda: "72x80" in chips(panel_page), "a typed size")
     box.fill("banana")
     box.press("Enter")
-    panel_page.until(lambda: "not a size" in panel_page.text("progress"), "the error")
+    panel_page.until(lambda: "not a size" in panel_page.text("build_message"), "the error")
+    box.fill("")
     page.locator(f"#{ACCORDION}_sizes .token-remove").first.click()
     panel_page.until(lambda: "512x768" not in chips(panel_page), "the removal")
     panel_page.press("warm_up")
@@ -159,14 +163,96 @@ def test_sizes_are_chips(panel_page: PanelPage) -> None:
     panel_page.until(lambda: panel_page.done() == expected, "the build")
 
 
-def test_build_now_pause_and_go_on(panel_page: PanelPage) -> None:
-    for name in ("pause", "go_on", "cancel"):
-        panel_page.press(name)
-        panel_page.page.wait_for_timeout(300)
-    panel_page.until(lambda: panel_page.done() == ["paused", "goes on", "cancelled"], "the calls")
+@pytest.mark.parametrize("leave", ["Tab", "click", "Build now"])
+def test_a_size_that_is_typed_without_enter_becomes_a_chip(
+    panel_page: PanelPage, leave: str
+) -> None:
+    page = panel_page.page
+    box = page.locator(f"#{ACCORDION}_another_size").locator("input, textarea")
+    box.click()
+    box.press_sequentially("72x80")
+    if leave == "Tab":
+        box.press("Tab")
+    elif leave == "click":
+        page.locator(f"#{ACCORDION}_details").first.click()
+    else:
+        panel_page.press("warm_up")
+    panel_page.until(lambda: "72x80" in chips(panel_page), "the chip")
+    panel_page.until(lambda: box.input_value() == "", "the empty box")
+    if leave == "Build now":
+        panel_page.until(lambda: panel_page.done() == ["built for 72x80"], "the build")
+
+
+BUILDS = replace(STATES[Headline.BUILDING], warming_up=True, sizes_needed=1)
+PAUSED = replace(BUILDS, building=False, paused=True, waiting=9)
+
+
+def test_each_button_is_there_while_it_does_something(panel_page: PanelPage) -> None:
+    """A warm-up that is paused and goes on ends with the same line as any other."""
+
+    def shown(*names: str) -> None:
+        panel_page.until(lambda: panel_page.buttons() == list(names), f"{names}")
+
+    def show(status: Status) -> None:
+        panel_page.show(status, warms_up=status.warming_up)
+
+    panel_page.show(STATES[Headline.PART], warms_up=True)
+    shown("warm_up")
     panel_page.press("warm_up")
-    panel_page.until(lambda: "done for 512x768@2" in panel_page.text("progress"), "the build")
+    panel_page.until(lambda: panel_page.done() == ["built for 512x768@2"], "the warm-up")
+    show(BUILDS)
+    shown("pause", "cancel")
+    panel_page.press("pause")
+    show(PAUSED)
+    shown("go_on", "cancel")
+    panel_page.press("go_on")
+    show(replace(BUILDS, kinds_ready=12))
+    shown("pause", "cancel")
+    show(replace(STATES[Headline.GRAPHS], warming_up=True, stage="measuring", sizes_needed=1))
+    shown("cancel")
+    assert panel_page.done() == ["built for 512x768@2", "paused", "goes on"]
+    show(STATES[Headline.GRAPHS])
+    panel_page.until(lambda: "done for 512x768@2" in panel_page.text("build_message"), "the end")
+    shown("warm_up")
+    show(STATES[Headline.BUILDING])
+    shown("warm_up", "pause")
+    show(replace(PAUSED, warming_up=False))
+    shown("warm_up", "go_on")
     assert panel_page.errors == []
+
+
+def test_cancel_is_pressed_and_the_warm_up_says_how_it_ended(panel_page: PanelPage) -> None:
+    panel_page.show(STATES[Headline.PART], warms_up=True)
+    panel_page.press("warm_up")
+    panel_page.until(lambda: panel_page.done() == ["built for 512x768@2"], "the warm-up")
+    panel_page.show(BUILDS, warms_up=True)
+    panel_page.until(lambda: "cancel" in panel_page.buttons(), "the button")
+    panel_page.press("cancel")
+    panel_page.until(lambda: panel_page.done()[-1] == "cancelled", "the cancel")
+    panel_page.show(STATES[Headline.PART])
+    panel_page.until(lambda: "done for" in panel_page.text("build_message"), "the end")
+
+
+def test_the_header_and_the_bar_say_the_same(panel_page: PanelPage) -> None:
+    page = panel_page.page
+    for status in (BUILDS, replace(BUILDS, kinds_ready=9, seconds_left=200.0)):
+        panel_page.show(status)
+        header = page.locator(f"#{ACCORDION} .onediff-status").get_attribute("title")
+        bar = page.locator(f"#{ACCORDION}_progress .onediff-bar")
+        panel_page.until(lambda bar=bar, text=header: bar.inner_text() == text, "the same text")
+        assert bar.locator("i").bounding_box()["width"] > 0
+    panel_page.show(STATES[Headline.GRAPHS])
+    panel_page.until(lambda: not bar.count(), "no bar")
+
+
+def test_graphs_without_a_gain_have_no_green_dot(panel_page: PanelPage) -> None:
+    dot = panel_page.page.locator(f"#{ACCORDION} .onediff-dot")
+    panel_page.show(STATES[Headline.GRAPHS])
+    green = dot.evaluate("e => getComputedStyle(e).backgroundColor")
+    panel_page.show(replace(STATES[Headline.GRAPHS], speedup=0.9))
+    assert dot.evaluate("e => getComputedStyle(e).backgroundColor") != green
+    line = panel_page.page.locator(f"#{ACCORDION} .onediff-status")
+    assert line.get_attribute("title") == "graphs, no gain measured"
 
 
 def test_the_preset_shows_its_choice_and_turns_to_custom(panel_page: PanelPage) -> None:
@@ -194,6 +280,8 @@ def test_the_library_fills_when_it_opens(panel_page: PanelPage) -> None:
 def test_the_keyboard_reaches_everything(panel_page: PanelPage) -> None:
     """From the tick on, Tab passes every button, fold and box; Enter and Space press them."""
     page = panel_page.page
+    panel_page.show(STATES[Headline.BUILDING])
+    panel_page.until(lambda: panel_page.buttons() == ["warm_up", "pause"], "the buttons")
     page.locator(f"#{ACCORDION}-visible-checkbox").focus()
     reached = set()
     for _ in range(60):
@@ -205,7 +293,7 @@ def test_the_keyboard_reaches_everything(panel_page: PanelPage) -> None:
             )
         )
     wanted = {"preset", "sizes", "another_size", "add_size_0", "add_size_1", "recent_sizes"}
-    wanted |= {"warm_up", "pause", "go_on", "cancel", *FOLDS}
+    wanted |= {"warm_up", "pause", *FOLDS}
     assert {f"{ACCORDION}_{name}" for name in wanted} - reached == set()
     page.locator(f"#{ACCORDION}_pause").focus()
     page.keyboard.press("Enter")

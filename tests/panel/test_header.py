@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ from onediff_ext.core.status import Status
 from onediff_ext.panel import html
 from onediff_ext.panel.details import detail_lines, technical_lines
 from onediff_ext.panel.header import header_of
-from onediff_ext.panel.panel_host import WarmUpStep
 from onediff_ext.panel.phrases import ENGLISH, LOCALIZATIONS, TEMPLATES, phrases_in
 from onediff_ext.panel.reasons import RULES, PlainReason, explain, fixed_texts
 
@@ -29,6 +29,7 @@ PART = Status(
     eager_blocks=((HOOK, 16),),
     changed_by=((HOOK, "sd-webui-negpip"),),
 )
+PAUSED_AT_7 = "without graphs: paused at 7 of 16 graphs"
 NEGPIP = explain(PART.reasons[0], ENGLISH, dict(PART.changed_by))
 
 
@@ -45,21 +46,33 @@ NEGPIP = explain(PART.reasons[0], ENGLISH, dict(PART.changed_by))
             explain("a hypernetwork changes the context", ENGLISH),
             "without graphs: a hypernetwork is on",
         ),
-        (Status("eager", 7, 0, 16, building=True), True, None, "building 7 of 16"),
+        (Status("eager", 7, 0, 16, building=True), True, None, "building 7 of 16 graphs"),
         (
             Status("eager", 6, 1, 16, building=True, seconds_left=40.4),
             True,
             None,
-            "building 7 of 16, 40 s left",
+            "building 7 of 16 graphs, about 40 s left",
         ),
         (
             Status("compiled", stage="measuring", sizes_done=1, sizes_needed=3),
             True,
             None,
-            "measuring 1 of 3 sizes",
+            "measuring size 2 of 3",
         ),
         (GRAPHS, True, None, "graphs"),
         (replace(GRAPHS, speedup=2.31), True, None, "graphs, 2.3x"),
+        (replace(GRAPHS, speedup=1.05), True, None, "graphs, 1.1x"),
+        (replace(GRAPHS, speedup=1.049), True, None, "graphs, no gain measured"),
+        (replace(GRAPHS, speedup=0.9), True, None, "graphs, no gain measured"),
+        (Status("eager", 7, 0, 16, waiting=9, paused=True), True, None, PAUSED_AT_7),
+        (
+            replace(PART, kinds_ready=7, waiting=9, paused=True),
+            True,
+            explain("builds are paused until Go on", ENGLISH),
+            "graphs in part, 12 of 28 blocks (paused at 7 of 16 graphs)",
+        ),
+        (Status(warming_up=True), True, None, "waiting for its turn"),
+        (Status(warming_up=True, stage="kinds"), True, None, "looking for graphs"),
         (
             PART,
             True,
@@ -113,8 +126,8 @@ def test_a_why_has_six_words_at_most() -> None:
         ("--medvram and --lowvram move weights in and out while drawing", "weights move"),
         ("weights are stored as fp8", "stored in another format"),
         ("a BasicTransformerBlock is a ToMeBlock of tomesd.patch", "token merging is on"),
-        ("builds were cancelled; the next picture or a warm-up builds what is missing", "on hold"),
-        ("builds are paused until you let them go on", "on hold"),
+        ("builds were cancelled; the next picture has its missing graphs built", "were cancelled"),
+        ("builds are paused until Go on", "builds are paused"),
         ("graphs are missing, and none may be built", "on request only"),
         ("512x512 is outside the size box 64x64 - 256x256", "your own size limits"),
         ("torch 2.3.1 draws eager, captured on a GPU; graphs need 2.8, with", "this torch"),
@@ -145,12 +158,41 @@ def test_what_the_last_picture_gained() -> None:
         return detail_lines(replace(GRAPHS, **more), True, [], ENGLISH)[0]
 
     assert first(picture_s=1.8, without_s=4.13) == (
-        "Last picture: 1.8 s, about 4.1 s without OneDiff (estimated from measured steps)."
+        "Last picture: 1.8 s, about 4.1 s without OneDiff: saved 2.3 s (estimated)."
     )
-    without_figure = first(picture_s=1.8)
-    assert without_figure.startswith("Last picture: 1.8 s. What graphs saved is known at sizes")
-    assert "about" not in without_figure
+    for without_s in (1.85, 1.8, 1.7):
+        assert "no time saved" in first(picture_s=1.8, without_s=without_s)
+    assert first(picture_s=1.8) == (
+        "Last picture: 1.8 s. Press Build now to see the time saved: it measures this size."
+    )
+    eager = Status("eager", picture_s=4.1, blocks_needed=70)
+    assert detail_lines(eager, True, [NEGPIP], ENGLISH)[0] == "Last picture: 4.1 s."
     assert detail_lines(replace(GRAPHS, picture_s=1.8), False, [], ENGLISH) == []
+
+
+def test_the_total_says_saved() -> None:
+    saved = replace(GRAPHS, saved_s=11_520.0, saved_since=time.time())
+    assert detail_lines(saved, True, [], ENGLISH) == [
+        "With this checkpoint, graphs saved 3 h 12 min since today."
+    ]
+    assert detail_lines(replace(saved, saved_s=0.2), True, [], ENGLISH) == []
+
+
+def test_a_gain_that_is_none_has_no_green_dot() -> None:
+    shown = [
+        html.header(header_of(replace(GRAPHS, speedup=speedup), True, None, ENGLISH))
+        for speedup in (None, 2.0, 0.9)
+    ]
+    assert ["data-gain" in piece for piece in shown] == [False, False, True]
+
+
+def test_advice_names_the_page_of_the_settings() -> None:
+    """A setting that has to be looked for is not advice."""
+    advised = [rule.advice for rule in RULES if "etting" in rule.advice]
+    assert len(advised) >= 4
+    assert all("Settings → " in advice for advice in advised)
+    token_merging = explain("a block is a ToMeBlock of tomesd.patch", ENGLISH)
+    assert "in Settings → Optimizations" in token_merging.advice
 
 
 def test_the_first_time() -> None:
@@ -175,9 +217,9 @@ def test_why_part_of_the_model_is_eager_and_what_to_do() -> None:
     assert technical_lines(PART) == [
         f"BasicTransformerBlock: {HOOK} (16 blocks, by sd-webui-negpip)"
     ]
-    paused = replace(PART, paused=True, waiting=4)
+    paused = replace(PART, kinds_ready=12, paused=True, waiting=4)
     assert detail_lines(paused, True, [NEGPIP], ENGLISH) == [
-        "Builds are paused, graphs left to build: 4. Press Go on."
+        "Builds are paused. Graphs left to build: 4. Press Go on to have them built."
     ]
 
 
@@ -192,10 +234,10 @@ def test_a_line_stays_while_only_the_time_left_changes() -> None:
 
 
 def test_progress_and_messages_are_escaped() -> None:
-    bar = html.progress_bar(WarmUpStep(4, 16, "<b>", seconds_left=200))
+    bar = html.progress_bar(0.25, "<b>")
     assert "width:25%" in bar
     assert "&lt;b&gt;" in bar
-    assert "3 min left" in bar
+    assert html.progress_bar(0.25, "") == ""
     assert "&lt;" in html.error(OptionError("<script>"))
     assert html.message("") == ""
     why = PlainReason('a "hook" of <another> extension', "", "")
@@ -212,6 +254,6 @@ def test_what_utf_8_lacks_is_replaced() -> None:
         html.header(header_of(Status("eager"), True, why, ENGLISH)),
         html.details(["\ud800"], []),
         html.technical(["\ud800"]),
-        html.progress_bar(WarmUpStep(1, 2, "\udfff")),
+        html.progress_bar(0.5, "\udfff"),
     ):
         assert "?" in piece.encode("utf-8").decode("utf-8")

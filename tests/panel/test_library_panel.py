@@ -12,6 +12,7 @@ from onediff_ext.panel import html, library_actions
 from onediff_ext.panel.graph_rows import (
     EVERYTHING,
     UNUSED,
+    GraphGroup,
     age_text,
     digests_of,
     graph_groups,
@@ -86,7 +87,25 @@ def test_the_time_that_graphs_saved_stands_in_the_checkpoints_row(library: Graph
     assert table.count("saved 3 h 12 min since today") == 1
     assert groups[0].as_json()["saved_s"] == 11_520.0
     elsewhere = html.graph_table(graph_groups(library, "there"), Path("/x"), 10**9, ENGLISH)
-    assert "saved" not in elsewhere  # measured on another machine
+    assert "saved 3 h" not in elsewhere  # measured on another machine
+    assert elsewhere.count("time saved: press Build now once") == 2
+
+
+def test_what_is_missing_is_said_in_words(library: GraphLibrary) -> None:
+    table = html.graph_table(graph_groups(library), Path("/x"), 10**9, ENGLISH)
+    assert "missing" not in table
+    assert table.count("1 more are built when a picture needs them") == 2
+
+
+def test_the_speed_up_is_one_or_none() -> None:
+    def row(speedup: float | None) -> str:
+        groups = [GraphGroup("model", "sd1", (), speedup=speedup)]
+        return html.graph_table(groups, Path("/x"), 10**9, ENGLISH)
+
+    assert ">2.3x<" in row(2.31)
+    assert ">no gain<" in row(0.9)
+    assert ">no gain<" in row(1.0)
+    assert ">–<" in row(None)
 
 
 def test_deleting_a_checkpoint_takes_its_graphs_and_its_record(library: GraphLibrary) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.phrases import TEMPLATES
 from onediff_ext.panel.reasons import fixed_texts
 from onediff_ext.panel.size_source import tab_sources
+from onediff_ext.session import warm_up_report
 from tests.support.still_panel_host import StillPanelHost
 from tests.support.ui_strings import messages_of, texts_of, texts_of_html
 
@@ -99,6 +99,7 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
         page.panel_host.off_reason()
     }
     messages = {*messages_of("panel"), *messages_of("webui"), *TEMPLATES, *fixed_texts()}
+    messages |= {*warm_up_report.TEMPLATES}
     assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))
     assert {*texts, *messages} - set(known) == set()
@@ -135,10 +136,10 @@ def test_what_is_missing_is_said_before_anything_is_drawn(page: SimpleNamespace)
 
 
 def test_status_follows_the_tick(client: Any, panel_host: StillPanelHost) -> None:
-    line, details, _ = client.predict(True, api_name="/show_status")
+    line, details, *_ = client.predict(True, api_name="/show_status")
     assert "no picture drawn with OneDiff yet" in line
     assert "Graphs are built once, in the background. Pictures come meanwhile." in details
-    line, details, _ = client.predict(False, api_name="/show_status")
+    line, details, *_ = client.predict(False, api_name="/show_status")
     assert "off" in line
     assert "no GPU" in details
     panel_host.now = Status(
@@ -147,45 +148,77 @@ def test_status_follows_the_tick(client: Any, panel_host: StillPanelHost) -> Non
     assert ", 1.9x" in client.predict(True, api_name="/show_status")[0]
 
 
-def test_warm_up_shows_progress_and_what_is_wrong(client: Any, panel_host: StillPanelHost) -> None:
+def warmed_up(client: Any, *given: Any, typed: str = "", tab: str = "") -> SimpleNamespace:
+    """What the page shows after Build now."""
+    chips, box, said, *_ = client.predict(*given, typed, tab, api_name="/warm_up")
+    return SimpleNamespace(chips=chips, box=box, said=said)
+
+
+def test_warm_up_shows_how_it_ended_and_what_is_wrong(
+    client: Any, panel_host: StillPanelHost
+) -> None:
     given = arguments(enabled=True, sizes="512x768, 64x64@2")
-    job = client.submit(*given, "", api_name="/warm_up")
-    last = job.result(timeout=30)
+    assert "Ready: 2 sizes." in warmed_up(client, *given).said
     assert panel_host.warmed == ["512x768", "64x64@2"]
-    assert "Ready" in last[0]
-    shown = [output[0] for output in job.outputs()]
-    assert any("2 of 2" in text for text in shown)
-    assert "off" in client.predict(*arguments(sizes="512x768"), "", api_name="/warm_up")[0]
-    wrong = client.predict(*arguments(enabled=True, sizes="big"), "", api_name="/warm_up")[0]
+    assert "off" in warmed_up(client, *arguments(sizes="512x768")).said
+    wrong = warmed_up(client, *arguments(enabled=True, sizes="banana")).said
     assert "not a size" in wrong
 
 
 def test_build_now_without_sizes_takes_the_size_of_its_own_tab(
     client: Any, panel_host: StillPanelHost
 ) -> None:
-    client.predict(*arguments(enabled=True), "513x764@2", api_name="/warm_up")
+    warmed_up(client, *arguments(enabled=True), tab="513x764@2")
     assert panel_host.warmed == ["512x768@2"]
-    nothing = client.predict(*arguments(enabled=True), "", api_name="/warm_up")[0]
-    assert "no size" in nothing
+    assert "no size" in warmed_up(client, *arguments(enabled=True)).said
+
+
+def test_build_now_takes_a_size_that_is_typed_only(client: Any, panel_host: StillPanelHost) -> None:
+    """Without Enter, the size was lost; it becomes a chip and is built."""
+    job = client.submit(
+        *arguments(enabled=True, sizes="64x64"), "72 x 80", "512x512@1", api_name="/warm_up"
+    )
+    job.result(timeout=30)
+    assert panel_host.warmed == ["64x64", "72x80"]
+    chips, box, *_ = job.outputs()[0]
+    assert (chips["value"], box) == (["64x64", "72x80"], "")
+    wrong = warmed_up(client, *arguments(enabled=True, sizes="64x64"), typed="banana")
+    assert "not a size" in wrong.said
+    assert panel_host.warmed == ["64x64", "72x80"]
 
 
 def test_deepcache_takes_a_text_of_ones_own(client: Any, panel_host: StillPanelHost) -> None:
     given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="4 depth=1")
-    assert "Ready" in client.predict(*given, "", api_name="/warm_up")[0]
+    assert "Ready" in warmed_up(client, *given).said
     given = arguments(enabled=True, sizes="64x64", preset="Custom", deepcache="much")
-    assert "no DeepCache interval" in client.predict(*given, "", api_name="/warm_up")[0]
+    assert "no DeepCache interval" in warmed_up(client, *given).said
 
 
 def test_pause_go_on_and_cancel_reach_the_port(client: Any, panel_host: StillPanelHost) -> None:
-    said = client.predict(True, api_name="/pause")[0]
-    assert "Press Go on" in said
+    panel_host.now = Status("eager", 3, 0, 5, waiting=2)
+    paused = client.predict(True, api_name="/pause")
     assert panel_host.is_paused
-    assert "Nothing is left to build" in client.predict(True, api_name="/go_on")[0]
+    assert paused[0] == ""  # the status says it, for as long as it is true
+    assert "Go on" in paused[2]
+    gone_on = client.predict(True, api_name="/go_on")
     assert not panel_host.is_paused
-    panel_host.now = replace(panel_host.now, kinds_ready=3, kinds_needed=5)
-    assert "go on in the background" in client.predict(True, api_name="/go_on")[0]
-    assert "The next picture" in client.predict(True, api_name="/cancel")[0]
+    assert "Go on" not in str(gone_on)
+    client.predict(True, api_name="/cancel")
     assert panel_host.cancelled == 1
+
+
+def test_the_status_shows_the_buttons_that_apply(page: SimpleNamespace) -> None:
+    def labels() -> list[str]:
+        updates = page.panel.show_status(True)[-4:]
+        buttons = page.panel.status_outputs[-4:]
+        assert all(button.get_block_name() == "button" for button in buttons)
+        return [b.value for b, update in zip(buttons, updates, strict=True) if update["visible"]]
+
+    assert labels() == ["Build now"]
+    page.panel_host.is_warming_up = True
+    assert labels() == ["Cancel"]
+    page.panel_host.is_paused = True
+    assert labels() == ["Go on", "Cancel"]
 
 
 def test_sizes_are_added_from_tabs_pictures_and_the_keyboard(
@@ -200,6 +233,8 @@ def test_sizes_are_added_from_tabs_pictures_and_the_keyboard(
     typed = client.predict(["64x64"], "72 x 80", api_name="/add_typed")
     assert (typed[0]["value"], typed[2]) == (["64x64", "72x80"], "")
     assert "not a size" in client.predict([], "banana", api_name="/add_typed")[1]
+    for nothing in ("", "  "):  # the box is left without a word
+        assert "value" not in client.predict(["64x64"], nothing, api_name="/add_typed")[0]
 
 
 def test_the_report_has_versions_settings_and_status(

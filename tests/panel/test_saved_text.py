@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from onediff_ext.panel.phrases import ENGLISH, phrases_in
-from onediff_ext.panel.saved_text import saved_text
+from onediff_ext.panel.saved_text import saved_note, saved_text
 from onediff_ext.store import SavedTime
 
 NOW = datetime.datetime(2026, 11, 25, 12).timestamp()  # a Wednesday
@@ -34,8 +34,18 @@ def test_text(seconds: float, since: float, text: str) -> None:
     assert saved_text(SavedTime(seconds, 3, since), ENGLISH, NOW) == text
 
 
-def test_nothing_measured_is_nothing_said() -> None:
-    assert saved_text(None, ENGLISH) == ""
+@pytest.mark.parametrize(
+    ("saved", "is_measured", "text"),
+    [
+        (None, False, "time saved: press Build now once to have it measured"),
+        (None, True, "time saved: counts from the next picture at a measured size"),
+        (SavedTime(-20.0, 3, NOW), True, "no time saved so far"),
+    ],
+)
+def test_where_nothing_is_saved_it_says_how_it_is_measured(
+    saved: SavedTime | None, is_measured: bool, text: str
+) -> None:
+    assert saved_note(saved, is_measured, ENGLISH) == text
 
 
 def test_other_languages_have_their_days() -> None:

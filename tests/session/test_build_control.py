@@ -48,7 +48,7 @@ def states(session: Session) -> set[KindState]:
 
 def test_the_next_picture_builds_what_was_cancelled(ended, small: SmallUNet) -> None:
     session = ended(Session.cancel_builds)
-    assert "the next picture or a warm-up builds what is missing" in session.status().line()
+    assert "the next picture has its missing graphs built" in session.status().line()
     with session.picture():
         small()
     assert session.background.is_building
@@ -88,7 +88,7 @@ def test_a_pause_holds_builds_until_go_on(ended, small: SmallUNet) -> None:
     status = session.status()
     assert (status.paused, status.cancelled) == (True, False)
     assert f"{len(session.kinds)} not built (paused)" in status.line()
-    assert "builds are paused until you let them go on" in status.line()
+    assert "builds are paused until Go on" in status.line()
     session.go_on_with_builds()
     assert session.background.is_building
     assert not session.status().paused

@@ -183,7 +183,7 @@ def test_cancelled_kinds_wait_and_later_ones_are_built(open_session, small, inst
     assert status.cancelled
     assert status.waiting == len(cancelled)
     assert f"{len(cancelled)} not built (cancelled)" in status.line()
-    assert "a warm-up builds what is missing" in status.line()
+    assert "the next picture has its missing graphs built" in status.line()
     small()
     assert not session.background.is_building
     vae = SimpleNamespace(vae=models.vae(seed=1))

@@ -13,11 +13,16 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_passes import in_passes
-from onediff_ext.session.warm_up_report import WarmUpReport
+from onediff_ext.session.warm_up_report import SizeFigures, WarmUpReport
 from tests.support import models
 
 CHECKPOINT = "c" * 64
 SHAPES = [BatchShape(128, 128), BatchShape(192, 128, 2)]
+
+
+def figures(speedup):
+    """One size at which graphs are some times as fast as eager."""
+    return SizeFigures(SHAPES[0], 0.1, 10.0 * speedup, 10.0)
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def test_cancelled_while_building(warm):
     report = warm_up.run()
     assert report.cancelled
     assert report.sizes == []
-    assert "cancelled" in report.line()
+    assert report.line().startswith("Cancelled. ")
     assert not session.status().building
     assert session.stage == ""
 
@@ -201,7 +206,91 @@ def test_graphs_that_were_there_before_count_as_loaded(warm, small):
     assert (built.built, built.loaded) == (len(session.kinds), 0)
     again = pipe_warm_up(small.pipe, SHAPES[:1]).run()
     assert (again.built, again.loaded) == (0, len(session.kinds))
-    assert again.line().startswith(f"1 size, 0 graphs built, {len(session.kinds)} loaded")
+    assert again.line().startswith(
+        f"Ready: 1 size. All {len(session.kinds)} graphs were there already."
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "line"),
+    [
+        (
+            WarmUpReport(sizes=[figures(2.0), figures(2.0)], built=14),
+            "Ready: 2 sizes. All 14 graphs are built. A step is 2.0x as fast as without.",
+        ),
+        (
+            WarmUpReport(sizes=[figures(1.04)], loaded=14),
+            "Ready: 1 size. All 14 graphs were there already. Graphs bring no gain at this size.",
+        ),
+        (
+            WarmUpReport(sizes=[figures(0.9)] * 2, built=1),
+            "Ready: 2 sizes. Graphs built: 1. Graphs bring no gain at these sizes.",
+        ),
+        (
+            WarmUpReport(sizes=[figures(1.5)], built=5, loaded=9),
+            "Ready: 1 size. Graphs built: 5; 9 were there already. A step is 1.5x as fast as"
+            " without.",
+        ),
+        (
+            WarmUpReport(sizes=[figures(1.5)], built=13, eager=1, why_eager="no such operator"),
+            "Ready: 1 size. Graphs built: 13. Graphs that could not be built: 1 (no such"
+            " operator). A step is 1.5x as fast as without.",
+        ),
+        (
+            WarmUpReport(built=5, loaded=2, cancelled=True),
+            "Cancelled. Graphs built: 5; 2 were there already. The next picture has its missing"
+            " graphs built.",
+        ),
+        (
+            WarmUpReport(sizes=[figures(1.5)], loaded=3, gave_way=True),
+            "The warm-up ended early. Sizes that are ready: 1. Graphs that were there already: 3."
+            " A step is 1.5x as fast as without.",
+        ),
+    ],
+)
+def test_the_result_reads_as_what_it_is(report, line):
+    assert report.line() == line
+
+
+def test_a_failed_graph_is_told_with_its_reason(warm, monkeypatch):
+    session, warm_up = warm(shapes=SHAPES[:1])
+
+    def fail_one():
+        kind = session.kinds[0]
+        kind.fail("no such operator")
+
+    made = warm_up._make_kinds
+    monkeypatch.setattr(warm_up, "_make_kinds", lambda: (made(), fail_one()))
+    report = warm_up.run()
+    assert (report.eager, report.why_eager) == (1, "no such operator")
+
+
+def test_a_warm_up_that_was_paused_ends_as_any_other(open_session, small, instant_workers):
+    """The end of a pause comes before its builds begin; the warm-up once took it for the end."""
+    session = open_session()
+    session.use_checkpoint(CHECKPOINT, name="small", architecture="sd1")
+    compile_pipe(small.pipe, session=session)
+    told = []
+
+    def end_only_the_pause(progress):
+        told.append(progress)
+        if len(told) == 3:
+            session.background.end_pause()
+
+    session.pause_builds()
+    report = pipe_warm_up(small.pipe, SHAPES[:1], end_only_the_pause).run()
+    assert report.built == len(session.kinds)
+    assert report.line().startswith(f"Ready: 1 size. All {report.built} graphs are built.")
+
+
+def test_sizes_of_earlier_passes_count_in_the_progress(warm, small):
+    session, _ = warm()
+    seen = []
+    warm_up = pipe_warm_up(
+        small.pipe, SHAPES[1:], lambda _: seen.append(session.sizes_done), measured_before=1
+    )
+    warm_up.run()
+    assert set(seen) == {(1, 2), (2, 2)}
 
 
 def test_passes_count_what_was_built_between_them_too():

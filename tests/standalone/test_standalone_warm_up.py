@@ -28,9 +28,9 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     passes: list[list[BatchShape]] = []
     made = host_module.pipe_warm_up
 
-    def counted(pipe: Any, shapes: list[BatchShape], *more: Any) -> Any:
+    def counted(pipe: Any, shapes: list[BatchShape], **more: Any) -> Any:
         passes.append(list(shapes))
-        return made(pipe, shapes, *more)
+        return made(pipe, shapes, **more)
 
     monkeypatch.setattr(host_module, "pipe_warm_up", counted)
     model = save_ldm(models.sd15(), tmp_path / "small.safetensors")
@@ -51,14 +51,15 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     thread = threading.Thread(target=picture, daemon=True)
     started = False
     summary = ""
-    for step in panel_host.warm_up(choices):
-        if step.note.startswith("building") and not started:
+    for result in panel_host.warm_up(choices):
+        if not started and (panel_host.status().building or panel_host.status().stage):
             started = True
             thread.start()
-        summary = step.summary or summary
+        summary = result or summary
     assert started
     assert had_its_turn.wait(60)
     assert len(passes) > 1
-    assert summary.startswith("2 sizes, ")
-    assert "cancelled" not in summary
+    assert summary.startswith("Ready: 2 sizes. ")
+    assert "cancelled" not in summary.lower()
+    assert not panel_host.status().warming_up
     assert not standalone_app.is_waited_for()

@@ -58,7 +58,7 @@ STATES = {
 TEXTS = {
     Headline.OFF: "off",
     Headline.WITHOUT: "without graphs: sd-webui-negpip changed the model",
-    Headline.BUILDING: "building 7 of 16, 40 s left",
+    Headline.BUILDING: "building 7 of 16 graphs, about 40 s left",
     Headline.GRAPHS: "graphs, 2.3x",
     Headline.PART: "graphs in part, 12 of 28 blocks (sd-webui-negpip changed the model)",
 }

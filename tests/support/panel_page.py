@@ -42,11 +42,17 @@ class PanelPage:
         """Where the page is."""
         return (self.folder / "url.txt").read_text()
 
-    def show(self, status: Status, language: str = "") -> None:
-        """Serve a status, and wait until the page shows it."""
+    def show(self, status: Status, language: str = "", *, warms_up: bool = False) -> None:
+        """Serve a status, and wait until the page shows it.
+
+        Args:
+            status: The status.
+            language: Of the page.
+            warms_up: Whether a warm-up that was started goes on.
+        """
         mark = f"mark {time.monotonic_ns()}"
         fields = asdict(status) | {"deepcache": mark}
-        text = json.dumps({"status": fields, "language": language})
+        text = json.dumps({"status": fields, "language": language, "warms_up": warms_up})
         whole = self.folder / "status.json"
         whole.with_suffix(".part").write_text(text)
         whole.with_suffix(".part").replace(whole)
@@ -71,6 +77,11 @@ class PanelPage:
     def text(self, name: str) -> str:
         """The text of an element of the panel; Gradio 3 has an outer and an inner one."""
         return str(self.page.locator(f"#{ACCORDION}_{name}").first.inner_text())
+
+    def buttons(self) -> list[str]:
+        """The buttons for builds that are shown."""
+        names = ("warm_up", "pause", "go_on", "cancel")
+        return [n for n in names if self.page.locator(f"#{ACCORDION}_{n}").is_visible()]
 
     def until(self, condition: Any, what: str) -> None:
         """Wait until a condition holds."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
-from onediff_ext.panel.panel_host import PanelHost, WarmUpStep
+from onediff_ext.panel.panel_host import PanelHost
 from onediff_ext.store import GraphLibrary
 
 
@@ -22,21 +23,25 @@ class StillPanelHost(PanelHost):
         self.folders: Sequence[Path] = [root / "pictures"]
         self.warmed: list[str] = []
         self.cancelled = 0
-        self.is_paused = False
+        self.is_paused = self.is_warming_up = False
         self.missing: str | None = None
         self.no_import: str | None = None
 
     def status(self) -> Status:
-        return self.now
+        return replace(self.now, paused=self.is_paused, warming_up=self.is_warming_up)
 
-    def warm_up(self, choices: Choices) -> Iterator[WarmUpStep]:
+    def warm_up(self, choices: Choices) -> Iterator[str]:
         shapes = self.warm_up_shapes(choices)
-        for number, shape in enumerate(shapes, 1):
+        self.is_paused, self.is_warming_up = False, True
+        for shape in shapes:
             self.warmed.append(str(shape))
-            yield WarmUpStep(number, len(shapes), str(shape))
+            yield ""
+        self.is_warming_up = False
+        yield f"Ready: {len(shapes)} sizes."
 
     def cancel(self) -> None:
         self.cancelled += 1
+        self.is_paused = self.is_warming_up = False
 
     def pause(self) -> None:
         self.is_paused = True

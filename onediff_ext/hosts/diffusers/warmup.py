@@ -22,12 +22,13 @@ def pipe_warm_up(
     shapes: Sequence[BatchShape],
     listen: WarmUpListener | None = None,
     give_way: Callable[[], bool] = lambda: False,
+    measured_before: int = 0,
 ) -> WarmUp:
     """Create the warm-up of a compiled pipeline; call its `run`.
 
     Args:
         pipe: A pipeline compiled by `compile_pipe`.
-        shapes, listen, give_way: See `WarmUp`.
+        shapes, listen, give_way, measured_before: See `WarmUp`.
 
     Raises:
         OptionError: The pipeline is not compiled.
@@ -50,4 +51,14 @@ def pipe_warm_up(
             pipe.unet(**inputs)
 
     others = partial(probe, pipe, without=(Role.UNET,))
-    return WarmUp(compiled.session, unets, step, others, shapes, device, listen, give_way)
+    return WarmUp(
+        compiled.session,
+        unets,
+        step,
+        others,
+        shapes,
+        device,
+        listen,
+        give_way,
+        measured_before,
+    )

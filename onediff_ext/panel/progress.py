@@ -1,0 +1,52 @@
+"""What goes on now, in one text for header and progress bar, and how much of it is done."""
+
+from __future__ import annotations
+
+from onediff_ext.core.status import Status
+from onediff_ext.panel import phrases
+from onediff_ext.panel.phrases import Phrases
+
+_PREPARING, _MEASURING = "captures", "measuring"
+
+
+def progress_text(status: Status, words: Phrases) -> str:
+    """Return what goes on now, such as "building 7 of 16 graphs, about 40 s left".
+
+    Builds are counted in graphs, measurements in sizes, from their begin to their end.
+
+    Args:
+        status: The status.
+        words: The language.
+
+    Returns:
+        The text; empty when nothing goes on.
+    """
+    if status.building and not status.paused:
+        text = words.say(phrases.BUILDING, **_graphs(status))
+        if status.seconds_left is None:
+            return text
+        left = words.duration(max(1.0, status.seconds_left))
+        return text + words.say(phrases.LEFT, time=left)
+    if status.stage in (_PREPARING, _MEASURING):
+        number = min(status.sizes_done + 1, status.sizes_needed)
+        template = phrases.PREPARING if status.stage == _PREPARING else phrases.MEASURING
+        return words.say(template, number=number, needed=status.sizes_needed)
+    if status.paused and (status.building or status.waiting or status.warming_up):
+        return words.say(phrases.PAUSED_AT, **_graphs(status))
+    if status.warming_up:
+        return words.say(phrases.LOOKING if status.stage else phrases.NEXT_IN_LINE)
+    return ""
+
+
+def progress_share(status: Status) -> float:
+    """Return the finished share of builds and measurements, 0 to 1; it never falls in a warm-up."""
+    sizes = status.sizes_done + status.sizes_needed * (status.stage == _MEASURING)
+    if status.stage not in (_PREPARING, _MEASURING):
+        sizes = 0
+    done = status.kinds_ready + status.kinds_failed + sizes / 2
+    needed = status.kinds_needed + status.sizes_needed
+    return done / needed if needed else 0.0
+
+
+def _graphs(status: Status) -> dict[str, object]:
+    return {"done": status.kinds_ready + status.kinds_failed, "needed": status.kinds_needed}
