@@ -36,10 +36,15 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 # What makes the graphs of jobs that do not say so; "eager" builds them within seconds.
-_BACKEND = {"backend": name} if (name := os.environ.get("ONEDIFF_WEBUI_BACKEND")) else {}
+BACKEND = os.environ.get("ONEDIFF_WEBUI_BACKEND", "")
+_BACKEND = {"backend": BACKEND} if BACKEND else {}
 
 _API_STARTS_WITHIN_S = 30
-_BY_NAME = {"denoising strength curve", "append interrogated prompt at each iteration"}
+_BY_NAME = {
+    "denoising strength curve",
+    "append interrogated prompt at each iteration",
+    "size of results",
+}
 
 
 class WebUIError(AssertionError):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.live.client import DEFAULTS, Drawn, WebUI, assert_same
+from tests.live.client import BACKEND, DEFAULTS, Drawn, WebUI, assert_same
 from tests.live.page import IMG2IMG_BATCH, Page
 
 
@@ -32,6 +32,8 @@ def on_page(tab: str, accelerated: bool, **more: Any) -> dict[str, Any]:
         f"{tab}_sampling": DEFAULTS["sampler_name"],
         f"onediff_{tab}-checkbox": accelerated,
     }
+    if BACKEND:
+        chosen |= {f"onediff_{tab}_preset": "Custom", f"onediff_{tab}_backend": BACKEND}
     return {**chosen, **more}
 
 

@@ -32,6 +32,7 @@ _SET = """
   (last.querySelector('.prose') || last).innerHTML = markup;
 }
 """
+_TICK = "([selector, ticked]) => { document.querySelector(selector).checked = ticked; }"
 _HEAD = """
 () => {
   const head = document.querySelector('#onediff_txt2img > .label-wrap');
@@ -75,12 +76,15 @@ class HostPage:
         reasons = [explain(r, words, dict(status.changed_by)) for r in status.reasons]
         header = header_of(status, wanted, reasons[0] if reasons else None, words)
         lines = detail_lines(status, wanted, reasons, words)
+        self.page.evaluate(_TICK, [f"{PANEL}-visible-checkbox", wanted])
         self.page.evaluate(_SET, [f"{PANEL}_header", html.header(header)])
         self.page.evaluate(_SET, [f"{PANEL}_details", html.details([], lines)])
 
     def picture(self) -> Image.Image:
         """A picture of the accordion."""
-        return Image.open(io.BytesIO(self.page.locator(PANEL).screenshot())).convert("RGB")
+        return Image.open(
+            io.BytesIO(self.page.locator(PANEL).screenshot(animations="disabled"))
+        ).convert("RGB")
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +135,11 @@ def test_the_console_has_no_error_of_ours(host_page: HostPage) -> None:
     for name in ("add_size_0", "add_size_1", "recent_sizes", "copy_report"):
         host_page.page.click(f"{PANEL}_{name}")
         host_page.page.wait_for_timeout(1500)
-    assert "512x512" in host_page.page.inner_text(f"{PANEL}_sizes")
+    sides = [
+        host_page.page.input_value(f"#txt2img_{side} input[type=number]")
+        for side in ("width", "height")
+    ]
+    assert "x".join(sides) in host_page.page.inner_text(f"{PANEL}_sizes")  # Neo's is 1024x1024
     assert host_page.errors == []
 
 

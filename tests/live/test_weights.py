@@ -90,7 +90,8 @@ def test_checkpoint_of_another_architecture(
 ) -> None:
     """A small SDXL, that of `tests/live/files.py`; by the backend `eager`, since its kinds are
     needed nowhere else."""
-    other = next((title for title in checkpoints if title.startswith("tiny-xl")), None)
+    titles = [model["title"] for model in webui.get("/sdapi/v1/sd-models")]
+    other = next((title for title in titles if title.startswith("tiny-xl")), None)
     if other is None:
         pytest.skip("the WebUI lacks the files of tests/live/files.py")
     chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
@@ -100,7 +101,7 @@ def test_checkpoint_of_another_architecture(
     before = {name: webui.option(name) for name in settings}
     request.addfinalizer(lambda: webui.set_options(**before))
     webui.set_options(**settings)
-    titles = (checkpoints[0], other)
+    titles = [checkpoints[0], other]
     jobs: tuple[dict[str, Any], ...] = ({}, {"width": 136, "height": 200}, {"batch_size": 2})
     references = {}
     for title in titles:
@@ -115,7 +116,8 @@ def test_checkpoint_of_another_architecture(
             webui.settle()
         status = webui.status()
         assert status["running"] == "compiled", status["line"]
-        assert status["kinds_needed"] == needed.setdefault(title, status["kinds_needed"])
+        # Fewer, when the first one counted the kinds of an img2img before this test.
+        assert status["kinds_needed"] <= needed.setdefault(title, status["kinds_needed"])
         assert status["kinds_ready"] == status["kinds_needed"], status["line"]
 
 

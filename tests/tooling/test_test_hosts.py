@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tools.hosts.__main__ import main
+from tools.hosts.__main__ import live_environment, main
 from tools.hosts.checkout import (
     CheckoutError,
     add_extensions,
@@ -108,10 +110,44 @@ def test_another_commit_is_said(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"), [("build", "is no checkout of Forge"), ("start", "is not built")]
+    ("command", "said"),
+    [
+        ("build", "is no checkout of Forge"),
+        ("start", "is not built"),
+        ("test", "is not built"),
+    ],
 )
 def test_a_folder_that_is_no_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
 ) -> None:
     assert main([command, "forge", str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_the_live_tests_are_told_the_address_and_the_checkpoints(tmp_path: Path) -> None:
+    slim = live_environment(WEBUIS["forge"], tmp_path)
+    assert slim["ONEDIFF_WEBUI_URL"] == "http://127.0.0.1:7861"
+    assert slim["ONEDIFF_WEBUI_ROOT"] == str(tmp_path)
+    assert slim["ONEDIFF_WEBUI_CHECKPOINTS"] == "slim-a,slim-b"
+    demo = live_environment(WEBUIS["a1111"], tmp_path)
+    assert "ONEDIFF_WEBUI_INPAINTING" not in demo  # the demo has no such checkpoint
+
+
+def test_the_live_tests_are_run_here_with_further_arguments(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_extensions(checkout)
+    monkeypatch.setenv("ONEDIFF_WEBUI_URL", "http://127.0.0.1:9")
+    seen: list[tuple[list[str], str]] = []
+
+    def run(command: list[str], **how: Any) -> SimpleNamespace:
+        seen.append((command, how["env"]["ONEDIFF_WEBUI_URL"]))
+        return SimpleNamespace(returncode=5)
+
+    monkeypatch.setattr("tools.hosts.__main__.subprocess.run", run)
+    assert main(["test", "forge", str(checkout), "-k", "xyz"]) == 5
+    main(["test", "forge", str(checkout), "tests/live/test_page.py::test_batch_tab"])
+    (everything, url), (one, _) = seen
+    assert everything[-3:] == ["tests/live", "-k", "xyz"]
+    assert url == "http://127.0.0.1:9"  # what is set already stays
+    assert one[-2:] == ["pytest", "tests/live/test_page.py::test_batch_tab"]

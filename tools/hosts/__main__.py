@@ -2,9 +2,11 @@
 
     python -m tools.hosts build forge /path/to/checkout
     python -m tools.hosts start forge /path/to/checkout
+    python -m tools.hosts test forge /path/to/checkout
 
 The first makes a checkout of a WebUI ready: a virtual environment, slim random models, and links to
-this extension and to the live tests' probe. The second starts it. See tests/live/README.md.
+this extension and to the live tests' probe. The second starts it. The third runs the live tests
+against it, from another terminal. See tests/live/README.md.
 """
 
 from __future__ import annotations
@@ -31,8 +33,13 @@ _LAUNCHER = Path(__file__).with_name("run_in_venv.py")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.hosts", description=__doc__)
-    parser.add_argument("command", choices=("build", "start"))
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.hosts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # further options are the WebUI's or pytest's
+    )
+    parser.add_argument("command", choices=("build", "start", "test"))
     parser.add_argument("webui", choices=tuple(WEBUIS))
     parser.add_argument("checkout", type=Path, help="the WebUI's folder")
     parser.add_argument("--python", default="python3.11", help="build: the interpreter")
@@ -43,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if chosen.command == "start":
             return start(webui, checkout, further)
+        if chosen.command == "test":
+            return test(webui, checkout, further)
         if further:
             parser.error(f"unknown: {' '.join(further)}")
         models = (chosen.models or checkout / "slim-models").absolute()
@@ -101,6 +110,35 @@ def start(webui: WebUI, checkout: Path, flags: list[str]) -> int:
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
     command = [interpreter, str(_LAUNCHER), "launch.py", "--api", "--port", str(webui.port)]
     os.execve(interpreter, [*command, *webui.flags, *flags], environment)
+
+
+def test(webui: WebUI, checkout: Path, arguments: list[str]) -> int:
+    """Run the live tests against a WebUI that was started; further arguments are pytest's.
+
+    Variables that are set already stay, such as ``ONEDIFF_WEBUI_URL``.
+
+    Returns:
+        pytest's exit status.
+
+    Raises:
+        CheckoutError: The folder is no test host.
+    """
+    if not (checkout / "extensions" / "onediff-probe").exists():
+        raise CheckoutError(f"{checkout} is not built: python -m tools.hosts build …")
+    named = any((REPOSITORY / name.split("::")[0]).exists() for name in arguments)
+    command = [sys.executable, "-m", "pytest", *([] if named else ["tests/live"]), *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=live_environment(webui, checkout) | os.environ, check=False
+    ).returncode
+
+
+def live_environment(webui: WebUI, checkout: Path) -> dict[str, str]:
+    """Environment variables that tell the live tests where a WebUI and its checkpoints are."""
+    return {
+        "ONEDIFF_WEBUI_URL": f"http://127.0.0.1:{webui.port}",
+        "ONEDIFF_WEBUI_ROOT": str(checkout),
+        **webui.checkpoints,
+    }
 
 
 if __name__ == "__main__":

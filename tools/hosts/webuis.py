@@ -13,6 +13,8 @@ SETUPTOOLS = "setuptools==69.5.1"
 CLIP = "clip-anytorch==2.6.0"
 # The built-in ControlNet of Forge and its descendants reads pictures with it.
 OPENCV = "opencv-python-headless==4.10.0.84"
+# Their built-in "soft inpainting" imports it; only Neo's list names it.
+JOBLIB = "joblib==1.5.3"
 # The slim checkpoints' text encoders, of which reForge reads the third last hidden states.
 TEXT_LAYERS = 3
 # Their VAE: a quarter of the usual width.
@@ -41,6 +43,16 @@ _REFORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "ldm_patched/modules/sd1_clip_config.json": _TEXT,
     "ldm_patched/modules/clip_config_bigg.json": _TEXT,
 }
+_SLIM_CHECKPOINTS = {
+    "ONEDIFF_WEBUI_CHECKPOINTS": "slim-a,slim-b",
+    "ONEDIFF_WEBUI_OTHER": "slim-xl",
+    "ONEDIFF_WEBUI_INPAINTING": "slim-inpainting",
+}
+# The point tells the first one from "onediff-demo-other".
+_DEMO_CHECKPOINTS = {
+    "ONEDIFF_WEBUI_CHECKPOINTS": "onediff-demo.,onediff-demo-other",
+    "ONEDIFF_WEBUI_OTHER": "tiny-xl",
+}
 _PREPARING = ("--skip-torch-cuda-test", "--skip-install", "--exit")
 _FORGE_FLAGS = ("--always-cpu", "--all-in-fp32", "--skip-torch-cuda-test", "--skip-install")
 
@@ -59,6 +71,7 @@ class WebUI:
         preparing_flags: Command line that makes its launcher fetch the repositories it imports,
             and end; empty if it imports none.
         loads_demo: Whether it loads the demo checkpoint; the others get slim random checkpoints.
+        checkpoints: What the live tests need to know of its checkpoints, as environment variables.
         slim_configs: Its JSON files, by path, and the values that fit the slim checkpoints.
         slim_sources: The same in its Python files: the text that stands there, and the new one.
     """
@@ -71,6 +84,7 @@ class WebUI:
     flags: tuple[str, ...]
     preparing_flags: tuple[str, ...] = ()
     loads_demo: bool = False
+    checkpoints: Mapping[str, str] = field(default_factory=lambda: _SLIM_CHECKPOINTS)
     slim_configs: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     slim_sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -85,13 +99,14 @@ WEBUIS: Mapping[str, WebUI] = {
         flags=("--use-cpu", "all", "--no-half", "--skip-torch-cuda-test", "--skip-install"),
         preparing_flags=_PREPARING,
         loads_demo=True,
+        checkpoints=_DEMO_CHECKPOINTS,
     ),
     "forge": WebUI(
         title="Forge",
         commit="dfdcbab685e57677014f05a3309b48cc87383167",
         port=7861,
         requirements="requirements_versions.txt",
-        packages=(CLIP, OPENCV),
+        packages=(CLIP, OPENCV, JOBLIB),
         flags=_FORGE_FLAGS,
         preparing_flags=_PREPARING,
         slim_configs=_FORGE_CONFIGS,
@@ -101,7 +116,7 @@ WEBUIS: Mapping[str, WebUI] = {
         commit="3b56b268ad9158ee8b30900973b6ccda4ec22241",
         port=7862,
         requirements="requirements_versions.txt",
-        packages=(CLIP, OPENCV),
+        packages=(CLIP, OPENCV, JOBLIB),
         flags=_FORGE_FLAGS,
         preparing_flags=_PREPARING,
         slim_configs=_REFORGE_CONFIGS,
