@@ -143,3 +143,43 @@ def test_projections_that_change_after_they_were_to_be_fused(
     session: Session, change: Callable[[Any], None]
 ) -> None:
     Twins(session, fuse_qkv_projections=True).assert_right_after(change)
+
+
+def transpose_a_weight(unet: Any) -> None:
+    """The same numbers at the same address, read in another order."""
+    weight = block(unet).attn1.to_v.weight
+    assert weight.shape[0] == weight.shape[1]
+    weight.data = weight.data.t()
+
+
+def transpose_a_weight_of_no_block(unet: Any) -> None:
+    weight = unet.time_embedding.linear_2.weight
+    weight.data = weight.data.t()
+
+
+def stride_a_factor_otherwise(unet: Any) -> None:
+    weight = block(unet).attn1.to_q.lora_A["style"].weight
+    rows, columns = weight.shape
+    weight.data = weight.data.view(columns, rows).t()
+
+
+def transpose_the_weight_under_a_lora(unet: Any) -> None:
+    weight = block(unet).attn1.to_q.base_layer.weight
+    weight.data = weight.data.t()
+
+
+@pytest.mark.parametrize("change", [transpose_a_weight, transpose_a_weight_of_no_block])
+def test_a_weight_in_another_order_at_its_address(
+    session: Session, change: Callable[[Any], None]
+) -> None:
+    Twins(session).assert_right_after(change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [stride_a_factor_otherwise, transpose_the_weight_under_a_lora],
+)
+def test_a_lora_in_another_order_at_its_address(
+    session: Session, change: Callable[[Any], None]
+) -> None:
+    Twins(session, wrap).assert_right_after(change)

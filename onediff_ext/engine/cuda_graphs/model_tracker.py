@@ -75,7 +75,8 @@ class ModelTracker:
 
     def is_still(self, state: FrozenState) -> bool:
         """Whether the model is in this state. If not, all snapshots are made again."""
-        if self.graphs() == state.graphs and state.snapshot.holds():
+        epoch = self._runners[0].epoch if self._runners else None
+        if self.graphs() == state.graphs and state.snapshot.holds(epoch):
             return True
         self._snapshots.clear()
         return False

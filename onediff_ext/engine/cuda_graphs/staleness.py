@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.weight_slots import WrapperRule, rule_of
+from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
@@ -80,8 +81,8 @@ def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> st
 class Snapshot:
     """Everything of a model that a CUDA graph of its forward freezes, at one moment.
 
-    A CUDA graph is stale when its model's `ModelState` or the addresses of its weights have
-    changed. Values of weights do not count: a CUDA graph reads weights at their addresses, so
+    A CUDA graph is stale when its model's `ModelState`, or the addresses or layouts of its weights
+    have changed. Values of weights do not count: a CUDA graph reads weights at their addresses, so
     values written into the same storage (a merged LoRA, another checkpoint) take effect. `holds`
     runs while the GPU is busy with the replay.
 
@@ -119,7 +120,8 @@ class Snapshot:
             left=[wrapper for _, _, wrapper in left],
         )
         self._tensors = [*model.parameters(), *model.buffers()]
-        self._places = self._where()
+        self._places, self._layouts = self._where(), list(map(layout_of, self._tensors))
+        self._epoch: Hashable = None  # the last one in which the layouts were read
         self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
@@ -140,16 +142,18 @@ class Snapshot:
         """
         return self._where() == self._places
 
-    def holds(self, moment: Hashable = None) -> bool:
+    def holds(self, epoch: Hashable = None) -> bool:
         """Return whether nothing has changed.
 
         Args:
-            moment: As for `PythonCode.current_generation`.
+            epoch: Equal for the calls of one image; the layouts of weights are read once for them.
+                None reads them each time.
         """
         return (
             self._where() == self._places
             and self._known.current_settings() == self._settings
-            and self._state.holds(moment)
+            and self._has_its_layouts(epoch)
+            and self._state.holds()
         )
 
     def places(self) -> set[int]:
@@ -157,7 +161,16 @@ class Snapshot:
         return {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
 
     def _where(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def _has_its_layouts(self, epoch: Hashable) -> bool:
+        """Whether weights lie as they did at their addresses: ``weight.data = weight.data.t()``."""
+        if epoch is None or epoch != self._epoch:
+            self._epoch = None
+            if list(map(layout_of, self._tensors)) != self._layouts:
+                return False
+            self._epoch = epoch
+        return True
 
 
 def _refusal(

@@ -13,14 +13,23 @@ import torch
 
 from onediff_ext.engine.validity.content_kernel import ContentKernel
 
+# Address, strides, number of elements and version counter.
+Content = tuple[int, tuple[int, ...], int, int]
 
-def content_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's address and version counter, which differ after a counted write.
+
+def content_of(tensor: torch.Tensor) -> Content:
+    """Return a value that differs after a counted write, and where the tensor lies otherwise.
+
+    A tensor's numbers may get another order at the same address: ``weight.data = weight.data.t()``.
 
     torch counts no writes through ``.data`` and none to tensors made under inference mode.
     `TensorContents` notices these.
+
+    Returns:
+        The address, the strides, the number of elements and the version counter.
     """
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    version = -1 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.stride(), tensor.numel(), version
 
 
 def digest_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -82,7 +91,7 @@ class TensorContents:
             self._known = found
         return self._generation
 
-    def _stamp(self, key: int, device: torch.device) -> tuple[int, int] | None:
+    def _stamp(self, key: int, device: torch.device) -> Content | None:
         known = self._known.get(device)
         return None if known is None else known.stamps.get(key)
 
@@ -107,13 +116,13 @@ class _Reading:
 
     Args:
         stamps: `content_of` each tensor, by its key.
-        forms: Number of elements and dtype of each tensor.
+        dtypes: The dtype of each tensor.
         counts: How many digests each tensor has.
         digests: int64 [sum of counts].
     """
 
-    stamps: dict[int, tuple[int, int]]
-    forms: dict[int, tuple[int, torch.dtype]]
+    stamps: dict[int, Content]
+    dtypes: dict[int, torch.dtype]
     counts: list[int]
     digests: torch.Tensor
 
@@ -128,21 +137,21 @@ class _Reading:
                 digests, counts = torch.tensor([*map(_checksum, dense)]), [1] * len(dense)
         return cls(
             {key: content_of(tensor) for key, tensor in tensors},
-            {key: (tensor.numel(), tensor.dtype) for key, tensor in tensors},
+            {key: tensor.dtype for key, tensor in tensors},
             counts,
             digests,
         )
 
     def differs_from(self, later: _Reading | None, alive: Callable[[int], bool]) -> bool:
         """Whether a tensor that is still alive has changed without a counted write."""
-        if later is not None and later.stamps == self.stamps and later.forms == self.forms:
+        if later is not None and later.stamps == self.stamps and later.dtypes == self.dtypes:
             return not torch.equal(later.digests, self.digests)
         here, there = self._by_key(), {} if later is None else later._by_key()
         for key in filter(alive, self.stamps):
             if later is None or key not in there:
                 return True  # on another device
-            (place, version), (new_place, new_version) = self.stamps[key], later.stamps[key]
-            if place != new_place or self.forms[key] != later.forms[key]:
+            (*place, version), (*new_place, new_version) = self.stamps[key], later.stamps[key]
+            if place != new_place or self.dtypes[key] != later.dtypes[key]:
                 return True
             if version == new_version and not torch.equal(here[key], there[key]):
                 return True
@@ -153,7 +162,7 @@ class _Reading:
         digests = {**self._by_key(), **new._by_key()}
         return _Reading(
             {**self.stamps, **new.stamps},
-            {**self.forms, **new.forms},
+            {**self.dtypes, **new.dtypes},
             [len(part) for part in digests.values()],
             torch.cat(list(digests.values())),
         )
