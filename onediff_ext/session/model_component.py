@@ -105,6 +105,8 @@ class Component:
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
         self.foreign_blocks.find_replaced(self.model, self.session.families)
+        if not self.runners:
+            self.foreign_blocks.note_unknown(self.model)
         eager, cuda_graphs = self.model.forward, self.session.cuda_graphs
         reason = foreign_forward(self.model, eager, self._known)
         if self.role.is_vae:
