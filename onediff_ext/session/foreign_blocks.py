@@ -23,8 +23,8 @@ class ForeignBlocks:
     """What other extensions did to one model's blocks.
 
     Attributes:
-        replaced: (reason, blocks) of blocks that are of another extension's class, so no runner
-            is theirs.
+        replaced: (reason, blocks) of blocks that no runner serves: they are of another
+            extension's class, or the model is not known.
         changed_by: Eager reason → the extension behind it, as far as its code shows one.
     """
 
@@ -59,6 +59,12 @@ class ForeignBlocks:
             counts[reason] = counts.get(reason, 0) + 1
             self._note(reason, cls)
         self.replaced = list(counts.items())
+
+    def note_unknown(self, model: nn.Module) -> None:
+        """Note a model without any known block; it counts as one eager block."""
+        if not self.replaced:
+            name = type(model).__qualname__
+            self.replaced = [(f"no graphs are known for the blocks of {name}", 1)]
 
     def before_picture(self, runners: Iterable[BlockRunner]) -> None:
         """Look which runners another extension has replaced since they were installed.

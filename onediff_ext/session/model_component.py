@@ -110,6 +110,8 @@ class Component:
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
         self.foreign_blocks.find_replaced(self.model, self.session.families)
+        if not self.runners:
+            self.foreign_blocks.note_unknown(self.model)
         forward = self._forward = ModelForward(forward_of(self.model), self)
         self._patches.set(self.model, "forward", forward)
         self._active = True

@@ -36,7 +36,7 @@ def _vae_attention():
 
 
 CASES = {
-    **BLOCKS,
+    **{name: BLOCKS[name] for name in ("resnet", "transformer")},  # with one output
     "vae-attention": (
         AttentionFamily(),
         _vae_attention,

@@ -163,6 +163,162 @@ def flux_embeddings(tokens: int, batch: int = 1, seed: int = 0) -> Embeddings:
     }
 
 
+def chroma(seed: int = 0) -> Any:
+    """A pipeline of Chroma."""
+    transformer = build(
+        diffusers.ChromaTransformer2DModel,
+        seed + 3,
+        in_channels=4 * LATENT_CHANNELS,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=8,
+        approximator_hidden_dim=16,
+        approximator_layers=1,
+    )
+    return _pipe(diffusers.ChromaPipeline, transformer, vae(seed))
+
+
+def flux2(seed: int = 0) -> Any:
+    """A pipeline of Flux.2-klein."""
+    transformer = build(
+        diffusers.Flux2Transformer2DModel,
+        seed + 3,
+        in_channels=4 * LATENT_CHANNELS,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    return _pipe(diffusers.Flux2KleinPipeline, transformer, flux2_vae(seed))
+
+
+def flux2_vae(seed: int = 0) -> Any:
+    """Flux.2's VAE: image [B, 3, H, W] <-> [B, C, H/8, W/8]."""
+    return build(
+        diffusers.AutoencoderKLFlux2,
+        seed + 2,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=4,
+    )
+
+
+def qwen_image(seed: int = 0) -> Any:
+    """A pipeline of Qwen-Image, without its VAE of videos."""
+    transformer = build(
+        diffusers.QwenImageTransformer2DModel,
+        seed + 3,
+        in_channels=4 * LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return _pipe(diffusers.QwenImagePipeline, transformer, None)
+
+
+def z_image(seed: int = 0) -> Any:
+    """A pipeline of Z-Image."""
+    transformer = build(
+        diffusers.ZImageTransformer2DModel,
+        seed + 3,
+        in_channels=LATENT_CHANNELS,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[1024, 64, 64],
+    )
+    return _pipe(diffusers.ZImagePipeline, transformer, vae(seed))
+
+
+def lumina2(seed: int = 0) -> Any:
+    """A pipeline of Lumina Image 2."""
+    transformer = build(
+        diffusers.Lumina2Transformer2DModel,
+        seed + 3,
+        in_channels=LATENT_CHANNELS,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=16,
+        axes_dim_rope=(4, 6, 6),
+        axes_lens=(600, 64, 64),
+        cap_feat_dim=TEXT_WIDTH,
+    )
+    return _pipe(diffusers.Lumina2Pipeline, transformer, vae(seed))
+
+
+def _pipe(cls: Any, transformer: Any, vae: Any) -> Any:
+    return quiet(
+        cls(
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            transformer=transformer,
+            vae=vae,
+            text_encoder=None,
+            tokenizer=None,
+        )
+    )
+
+
+def text_embeddings(tokens: int, batch: int = 1, seed: int = 0) -> Embeddings:
+    """Of prompts and of negative prompts; guided."""
+    return {
+        "prompt_embeds": noise(batch, tokens, TEXT_WIDTH, seed=seed),
+        "negative_prompt_embeds": noise(batch, tokens, TEXT_WIDTH, seed=seed + 1),
+    }
+
+
+def masked_embeddings(tokens: int, batch: int = 1, seed: int = 0) -> Embeddings:
+    """The same with masks; the last token of each prompt but the shortest is padding."""
+    mask = torch.ones(batch, tokens, dtype=torch.bool)
+    mask[:, max(1, tokens - 1) :] = False
+    return {
+        **text_embeddings(tokens, batch, seed),
+        "prompt_attention_mask": mask,
+        "negative_prompt_attention_mask": mask,
+    }
+
+
+def qwen_embeddings(tokens: int, batch: int = 1, seed: int = 0) -> Embeddings:
+    """The same; the negative prompt has another length, and one prompt of several has padding."""
+    mask = torch.ones(batch, tokens, dtype=torch.bool)
+    mask[1:, max(1, tokens - 1) :] = False
+    shorter = (tokens + 1) // 2
+    return {
+        "prompt_embeds": noise(batch, tokens, TEXT_WIDTH, seed=seed),
+        "prompt_embeds_mask": mask,
+        "negative_prompt_embeds": noise(batch, shorter, TEXT_WIDTH, seed=seed + 1),
+        "negative_prompt_embeds_mask": mask[:, :shorter],
+    }
+
+
+def z_image_embeddings(tokens: int, batch: int = 1, seed: int = 0) -> dict[str, Any]:
+    """Lists of embeddings [tokens, D]; negative prompts are shorter."""
+    return {
+        "prompt_embeds": list(noise(batch, tokens, TEXT_WIDTH, seed=seed)),
+        "negative_prompt_embeds": list(noise(batch, (tokens + 1) // 2, TEXT_WIDTH, seed=seed + 1)),
+    }
+
+
 class Model(NamedTuple):
     """A pipeline to test.
 
@@ -173,13 +329,18 @@ class Model(NamedTuple):
     """
 
     make: Callable[..., Any]
-    embeddings: Callable[..., Embeddings]
+    embeddings: Callable[..., dict[str, Any]]
     lora_layers: tuple[str, ...] = ("attn.to_q", "attn.add_v_proj", "norm1.linear", "ff.net.2")
 
 
 MODELS = {
     "sd3": Model(sd3, sd3_embeddings),
     "flux": Model(flux, flux_embeddings),
+    "chroma": Model(chroma, masked_embeddings, ("attn.to_q", "ff.net.2", "proj_mlp")),
+    "flux2": Model(flux2, text_embeddings, ("attn.to_q", "ff.linear_out", "to_qkv_mlp_proj")),
+    "qwen_image": Model(qwen_image, qwen_embeddings, ("attn.to_q", "attn.add_v_proj", "img_mod.1")),
+    "z_image": Model(z_image, z_image_embeddings, ("attention.to_q", "feed_forward.w2")),
+    "lumina2": Model(lumina2, masked_embeddings, ("attn.to_q", "feed_forward.linear_2")),
 }
 
 

@@ -19,6 +19,12 @@ from onediff_ext.engine.blocks.family import Dims
 JOINT = "joint"
 
 
+class Members(NamedTuple):
+    """Names of the dims of each member of a tuple."""
+
+    dims: tuple[Dims, ...]
+
+
 class Part(NamedTuple):
     """One tensor of an argument, and the names of its dims."""
 
@@ -48,25 +54,29 @@ class Form(NamedTuple):
 _TENSOR, _COMPLEX = Form("tensor"), Form("complex")
 
 
-def take_apart(value: Any, dims: Dims, text: int) -> tuple[Form, list[Part]] | None:
+def take_apart(value: Any, dims: Dims | Members, text: int) -> tuple[Form, list[Part]] | None:
     """Take an argument apart.
 
     Args:
-        value: A tensor, or a tuple or list of tensors of equal dims.
-        dims: Names of the dims of each tensor; one may be `JOINT`.
+        value: A tensor, or a tuple or list of tensors.
+        dims: Names of the dims of each tensor, which are those of all members of a tuple unless
+            they are `Members`. One may be `JOINT`.
         text: Number of text tokens.
 
     Returns:
         The form, and the tensors; None for anything else, or tensors with other dims.
     """
     if isinstance(value, (tuple, list)):
-        found = [take_apart(member, dims, text) for member in value]
+        each = dims.dims if isinstance(dims, Members) else (dims,) * len(value)
+        if len(each) != len(value):
+            return None
+        found = [take_apart(*member, text) for member in zip(value, each, strict=True)]
         members = [member for member in found if member is not None]
         if not found or len(members) < len(found):
             return None
         form = Form("tuple", 0, tuple(form for form, _ in members))
         return form, [part for _, parts in members for part in parts]
-    if not isinstance(value, torch.Tensor) or value.ndim != len(dims):
+    if isinstance(dims, Members) or not isinstance(value, torch.Tensor) or value.ndim != len(dims):
         return None
     form = _TENSOR
     if value.is_complex():

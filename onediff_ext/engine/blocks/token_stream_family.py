@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from onediff_ext.engine.blocks.argument_parts import Form, Part, put_together, take_apart
+from onediff_ext.engine.blocks.argument_parts import (
+    Form,
+    Members,
+    Part,
+    put_together,
+    take_apart,
+)
 from onediff_ext.engine.blocks.complex_pairs import RealArithmetic
 from onediff_ext.engine.blocks.family import (
     UNKNOWN_ARGUMENTS,
@@ -31,14 +38,14 @@ class TokenStreamBlocks(BlockFamily):
 
     Attributes:
         streams: Names of the arguments that are tokens [B, N, D], the image's first.
-        dims: Names of the dims of the other tensor arguments, by the argument's name. An argument
-            may also be a tuple of tensors with these dims.
+        dims: Names of the dims of the other tensor arguments, by the argument's name, as
+            `take_apart` takes them.
         outputs: Names of the streams that the block returns, in order. One alone is returned as
             it is, several as a tuple.
     """
 
     streams: Mapping[str, Dims]
-    dims: Mapping[str, Dims]
+    dims: Mapping[str, Dims | Members]
     outputs: tuple[str, ...]
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
@@ -78,6 +85,9 @@ class TokenStreamBlocks(BlockFamily):
     def run(self, block: Any, tensors: Tensors, statics: Statics) -> Any:
         given, forms = iter(tensors), statics["arguments"]
         arguments = {name: put_together(form, given) for name, form in forms}  # type: ignore[attr-defined]
+        for name, parameter in inspect.signature(block.forward).parameters.items():
+            if parameter.default is parameter.empty:
+                arguments.setdefault(name, None)
         with RealArithmetic():
             return block.forward(**arguments)
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from onediff_ext.core.components import Role
+from onediff_ext.core.shapes import CELL_PX
 from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.transformer_probe import transformer_inputs
 
 _SIDE_LATENT = 16  # 128 pixels: at least two cells at every level of every UNet
 
@@ -32,15 +34,50 @@ def probe(pipe: Any, without: Collection[Role] = ()) -> None:
         for component in compiled.components:
             if component.role in without:
                 continue
-            if component.role is Role.UNET:
-                component.model(**unet_inputs(component.model, generator))
-            elif component.role is Role.CONTROLNET:
-                inputs = unet_inputs(component.model, generator)
-                image = torch.rand(2, 3, 8 * _SIDE_LATENT, 8 * _SIDE_LATENT, generator=generator)
-                weight = next(component.model.parameters())
-                component.model(**inputs, controlnet_cond=image.to(weight))
-            else:
+            if not component.runners:
+                continue  # nothing to find
+            if component.role.is_vae:
                 _run_vae_part(pipe, component.role, component.model, generator)
+                continue
+            inputs = denoiser_inputs(component.model, generator)
+            if inputs is not None:
+                component.model(**inputs)
+
+
+def denoiser_inputs(
+    model: Any,
+    generator: torch.Generator,
+    *,
+    pictures: int = 1,
+    height_px: int = CELL_PX * _SIDE_LATENT,
+    width_px: int = CELL_PX * _SIDE_LATENT,
+) -> dict[str, Any] | None:
+    """Return noise inputs for one forward under guidance.
+
+    Args:
+        model: A UNet, a transformer, or a ControlNet of one.
+        generator: Of the noise.
+        pictures: Number of pictures.
+        height_px, width_px: Of a picture.
+
+    Returns:
+        Keyword arguments; None for a transformer that is not known.
+    """
+    if not hasattr(model.config, "cross_attention_dim"):  # all UNets and their ControlNets have it
+        return transformer_inputs(
+            model, generator, pictures=pictures, height_px=height_px, width_px=width_px
+        )
+    inputs = unet_inputs(
+        model,
+        generator,
+        batch=2 * pictures,
+        height_latent=height_px // CELL_PX,
+        width_latent=width_px // CELL_PX,
+    )
+    if hasattr(model, "controlnet_cond_embedding"):
+        image = torch.rand(2 * pictures, 3, height_px, width_px, generator=generator)
+        inputs["controlnet_cond"] = image.to(next(model.parameters()))
+    return inputs
 
 
 def unet_inputs(

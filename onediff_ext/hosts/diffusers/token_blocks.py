@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.blocks.argument_parts import JOINT
+from onediff_ext.engine.blocks.argument_parts import JOINT, Members
 from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Arguments, Dims
 from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
 from onediff_ext.hosts.diffusers.attention_processors import (
@@ -92,7 +92,7 @@ class JointFamily(_TokenFamily):
     label = "JointTransformerBlock"
     path = "diffusers.models.attention:JointTransformerBlock"
     arguments = ("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs")
-    dims: Mapping[str, Dims] = {"temb": VECTOR}
+    dims: Mapping[str, Dims | Members] = {"temb": VECTOR}
     attentions = ("attn", "attn2")
 
     def is_returned(self, block: Any, name: str) -> bool:
@@ -105,7 +105,7 @@ class SD3SingleFamily(_OneStreamFamily):
     label = "SD3SingleTransformerBlock"
     path = "diffusers.models.transformers.transformer_sd3:SD3SingleTransformerBlock"
     arguments = ("hidden_states", "temb")
-    dims: Mapping[str, Dims] = {"temb": VECTOR}
+    dims: Mapping[str, Dims | Members] = {"temb": VECTOR}
 
 
 class FluxFamily(_TokenFamily):
@@ -120,7 +120,7 @@ class FluxFamily(_TokenFamily):
         "image_rotary_emb",
         "joint_attention_kwargs",
     )
-    dims: Mapping[str, Dims] = {"temb": VECTOR, "image_rotary_emb": _JOINT_TABLE}
+    dims: Mapping[str, Dims | Members] = {"temb": VECTOR, "image_rotary_emb": _JOINT_TABLE}
 
 
 class FluxSingleFamily(FluxFamily):
@@ -130,7 +130,154 @@ class FluxSingleFamily(FluxFamily):
     path = "diffusers.models.transformers.transformer_flux:FluxSingleTransformerBlock"
 
 
-TOKEN_FAMILIES = (JointFamily(), SD3SingleFamily(), FluxFamily(), FluxSingleFamily())
+class ChromaFamily(_TokenFamily):
+    """Chroma's block with two streams."""
+
+    label = "ChromaTransformerBlock"
+    path = "diffusers.models.transformers.transformer_chroma:ChromaTransformerBlock"
+    arguments = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "temb",
+        "image_rotary_emb",
+        "attention_mask",
+        "joint_attention_kwargs",
+    )
+    dims: Mapping[str, Dims | Members] = {
+        "temb": _VECTORS,
+        "image_rotary_emb": _JOINT_TABLE,
+        "attention_mask": _JOINT_MASK,
+    }
+
+
+class ChromaSingleFamily(_OneStreamFamily):
+    """Chroma's block on the tokens of text and image."""
+
+    label = "ChromaSingleTransformerBlock"
+    path = "diffusers.models.transformers.transformer_chroma:ChromaSingleTransformerBlock"
+    arguments = (
+        "hidden_states",
+        "temb",
+        "image_rotary_emb",
+        "attention_mask",
+        "joint_attention_kwargs",
+    )
+    dims: Mapping[str, Dims | Members] = {
+        "temb": _VECTORS,
+        "image_rotary_emb": _TABLE,
+        "attention_mask": _MASK,
+    }
+
+
+class Flux2Family(_TokenFamily):
+    """Flux.2's block with two streams."""
+
+    label = "Flux2TransformerBlock"
+    path = "diffusers.models.transformers.transformer_flux2:Flux2TransformerBlock"
+    arguments = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "temb_mod_img",
+        "temb_mod_txt",
+        "image_rotary_emb",
+        "joint_attention_kwargs",
+    )
+    dims: Mapping[str, Dims | Members] = {
+        "temb_mod_img": VECTOR,
+        "temb_mod_txt": VECTOR,
+        "image_rotary_emb": _JOINT_TABLE,
+    }
+
+
+class Flux2SingleFamily(_OneStreamFamily):
+    """Flux.2's block on the tokens of text and image."""
+
+    label = "Flux2SingleTransformerBlock"
+    path = "diffusers.models.transformers.transformer_flux2:Flux2SingleTransformerBlock"
+    arguments = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "temb_mod",
+        "image_rotary_emb",
+        "joint_attention_kwargs",
+        "split_hidden_states",
+        "text_seq_len",
+    )
+    dims: Mapping[str, Dims | Members] = {"temb_mod": VECTOR, "image_rotary_emb": _TABLE}
+
+
+class QwenImageFamily(_TokenFamily):
+    """Qwen-Image's block."""
+
+    label = "QwenImageTransformerBlock"
+    path = "diffusers.models.transformers.transformer_qwenimage:QwenImageTransformerBlock"
+    arguments = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "temb",
+        "image_rotary_emb",
+        "joint_attention_kwargs",
+        "modulate_index",
+    )
+    dims: Mapping[str, Dims | Members] = {
+        "encoder_hidden_states_mask": ("batch", "context"),
+        "temb": VECTOR,
+        "image_rotary_emb": Members((_TABLE, ("context", None))),  # of image and text
+    }
+
+
+class ZImageFamily(_OneStreamFamily):
+    """Z-Image's block: of the model, and of the refiners of image and text."""
+
+    label = "ZImageTransformerBlock"
+    path = "diffusers.models.transformers.transformer_z_image:ZImageTransformerBlock"
+    arguments = (
+        "x",
+        "attn_mask",
+        "freqs_cis",
+        "adaln_input",
+        "noise_mask",
+        "adaln_noisy",
+        "adaln_clean",
+    )
+    streams: Mapping[str, Dims] = {"x": TOKENS}
+    outputs = ("x",)
+    dims: Mapping[str, Dims | Members] = {
+        "attn_mask": _MASK,
+        "freqs_cis": _TABLES,
+        "adaln_input": VECTOR,
+    }
+    attentions = ("attention",)
+    redundant_attrs = DiffusersBlocks.redundant_attrs | {"layer_id"}
+
+
+class Lumina2Family(_OneStreamFamily):
+    """Lumina 2's block: of the model, and of the refiners of image and text."""
+
+    label = "Lumina2TransformerBlock"
+    path = "diffusers.models.transformers.transformer_lumina2:Lumina2TransformerBlock"
+    arguments = ("hidden_states", "attention_mask", "image_rotary_emb", "temb")
+    dims: Mapping[str, Dims | Members] = {
+        "attention_mask": _MASK,
+        "image_rotary_emb": _TABLES,
+        "temb": VECTOR,
+    }
+
+
+TOKEN_FAMILIES = (
+    JointFamily(),
+    SD3SingleFamily(),
+    FluxFamily(),
+    FluxSingleFamily(),
+    ChromaFamily(),
+    ChromaSingleFamily(),
+    Flux2Family(),
+    Flux2SingleFamily(),
+    QwenImageFamily(),
+    ZImageFamily(),
+    Lumina2Family(),
+)
 
 
 @cache

@@ -12,7 +12,7 @@ from onediff_ext.core.components import Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.compile import compiled_state
-from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
+from onediff_ext.hosts.diffusers.probe import denoiser_inputs, probe
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_report import WarmUpListener
 
@@ -31,29 +31,32 @@ def pipe_warm_up(
         shapes, listen, give_way, measured_before: See `WarmUp`.
 
     Raises:
-        OptionError: The pipeline is not compiled.
+        OptionError: The pipeline is not compiled, or its denoiser is not known.
     """
     compiled = compiled_state(pipe)
     if compiled is None:
         raise OptionError("This pipeline is not compiled.", "Call compile_pipe(pipe) first.")
-    unets = [component for component in compiled.components if component.role is Role.UNET]
-    device = next(pipe.unet.parameters()).device
+    denoisers = [component for component in compiled.components if component.role.is_denoiser]
+    model = next(filter(None, (getattr(pipe, name, None) for name in ("unet", "transformer"))))
+    device = next(model.parameters()).device
+    if denoiser_inputs(model, torch.Generator()) is None:
+        raise OptionError(
+            f"{type(model).__name__} cannot be warmed up.", "Draw a picture of each size instead."
+        )
 
     def step(shape: BatchShape, noise: torch.Generator) -> None:
-        inputs = unet_inputs(
-            pipe.unet,
-            noise,
-            batch=2 * shape.batch,
-            height_latent=shape.height_px // 8,
-            width_latent=shape.width_px // 8,
+        height_px, width_px = shape.height_px, shape.width_px
+        inputs = denoiser_inputs(
+            model, noise, pictures=shape.batch, height_px=height_px, width_px=width_px
         )
+        assert inputs is not None
         with torch.no_grad():
-            pipe.unet(**inputs)
+            model(**inputs)
 
-    others = partial(probe, pipe, without=(Role.UNET,))
+    others = partial(probe, pipe, without=[role for role in Role if role.is_denoiser])
     return WarmUp(
         compiled.session,
-        unets,
+        denoisers,
         step,
         others,
         shapes,

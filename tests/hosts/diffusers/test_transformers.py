@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -13,16 +14,23 @@ from diffusers.models.attention_dispatch import attention_backend
 
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
+from onediff_ext.hosts.diffusers.probe import probe
+from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.session import Session
 from tests.support import transformer_models
 from tests.support.draw import relative_error
 from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.models import build
 from tests.support.transformer_models import MODELS
 
 MakeSession = Callable[..., Session]
+
+# A prompt's mask is an argument of its own, and whether it is there is part of a kind.
+_MASKED = ("chroma", "qwen_image", "z_image", "lumina2")
 
 # width, height in pixels, tokens of the prompt, batch
 SIZES = [
@@ -258,3 +266,62 @@ def test_undo_restores_a_transformer() -> None:
     assert vars(pipe.transformer.transformer_blocks[0]).keys() != before[1].keys()
     undo_compile(pipe)
     assert [dict(vars(module)) for module in modules] == before
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_warm_up_finds_every_kind(name: str, make_session: MakeSession) -> None:
+    """So a picture after it builds nothing."""
+    pipe, session = MODELS[name].make(), make_session()
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    report = pipe_warm_up(pipe, [BatchShape(64, 96), BatchShape(72, 64, 2)]).run()
+    assert [str(figures.shape) for figures in report.sizes] == ["64x96", "72x64@2"]
+    kinds = {kind for kind in session.kinds if kind.state is KindState.READY}
+    assert kinds == set(transformer_of(pipe).kinds())
+    draw(pipe, name, SIZES[0])
+    if name not in _MASKED:
+        assert set(session.kinds) == kinds
+    undo_compile(pipe)
+
+
+def test_the_probe_runs_controlnets_too(make_session: MakeSession) -> None:
+    for name, cls, controlnet, _ in PIPELINES.values():
+        if controlnet is None:
+            continue
+        pipe, session = MODELS[name].make(cls=cls, controlnet=controlnet()), make_session()
+        compile_pipe(pipe, session=session)
+        probe(pipe)
+        for component in compiled_state(pipe).components:
+            assert {runner.used is not None for runner in component.runners} == {True}
+        undo_compile(pipe)
+
+
+def test_a_model_of_unknown_blocks_says_so(make_session: MakeSession) -> None:
+    model = build(
+        diffusers.AuraFlowTransformer2DModel,
+        0,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
+        pos_embed_max_size=64,
+    )
+    pipe, session = SimpleNamespace(transformer=model), make_session()
+    inputs = {
+        "hidden_states": transformer_models.noise(1, 4, 8, 8),
+        "encoder_hidden_states": transformer_models.noise(1, 5, 16),
+        "timestep": torch.tensor([0.5]),
+    }
+    with torch.no_grad():
+        expected = model(**inputs).sample
+        compile_pipe(pipe, session=session)
+        with session.picture():
+            assert torch.equal(model(**inputs).sample, expected)
+    status = session.status()
+    assert status.running == "eager"
+    assert status.reasons == ("no graphs are known for the blocks of AuraFlowTransformer2DModel",)
+    undo_compile(pipe)
