@@ -75,7 +75,8 @@ def _took(status: Status, state: Headline, words: Phrases) -> str:
     if status.without_s is None:
         text = words.say(phrases.TOOK_ONLY, took=took)
         may_gain = state in (Headline.GRAPHS, Headline.PART) or status.captures
-        return f"{text} {words.say(phrases.MEASURE_IT)}" if may_gain else text
+        how = phrases.DRAW_AGAIN if status.size_is_measured else phrases.MEASURE_IT
+        return f"{text} {words.say(how)}" if may_gain else text
     without = words.duration(status.without_s, tenths=True)
     saved_s = status.without_s - status.picture_s
     if status.without_s < LEAST_GAIN * status.picture_s:

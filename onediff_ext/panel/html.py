@@ -113,8 +113,9 @@ def _row(group: GraphGroup, words: Phrases) -> str:
         f"{', imported' if graph.header.origin == 'imported' else ''}</li>"
         for graph in group.graphs
     )
-    for note in _notes(group, words):
-        label += f'<br><span class="onediff-note">{escape(note)}</span>'
+    notes = "<br>".join(map(escape, _notes(group, words)))
+    if notes:
+        notes = f'<tr class="onediff-notes"><td colspan="6">{notes}</td></tr>'
     speedup = "–" if group.speedup is None else f"{group.speedup:.1f}x"
     if group.speedup is not None and group.speedup < LEAST_GAIN:
         speedup = escape(words.say(phrases.NO_GAIN_ROW))
@@ -122,7 +123,7 @@ def _row(group: GraphGroup, words: Phrases) -> str:
         f"<tr><td><details><summary>{label}</summary><ul>{items}</ul></details></td>"
         f'<td class="n">{len(group.graphs)}</td><td class="n">{size_text(group.size_bytes)}</td>'
         f'<td class="n">{age_text(group.built_at)}</td><td class="n">{age_text(group.used_at)}</td>'
-        f'<td class="n">{speedup}</td></tr>'
+        f'<td class="n">{speedup}</td></tr>{notes}'
     )
 
 

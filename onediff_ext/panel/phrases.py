@@ -40,6 +40,7 @@ TOOK = "Last picture: {took}, about {without} without OneDiff: saved {saved} (es
 TOOK_AS_LONG = "Last picture: {took}, about {without} without OneDiff: no time saved (estimated)."
 TOOK_ONLY = "Last picture: {took}."
 MEASURE_IT = "Press Build now to see the time saved: it measures this size."
+DRAW_AGAIN = "This size is measured: the next picture shows the time saved."
 SAVED_TOTAL = "With this checkpoint, graphs saved {time} since {day}."
 FIRST_TIME = "Graphs are built once, in the background. Pictures come meanwhile."
 FIRST_TIME_FOR = "Graphs are built once, in the background: about {time}. Pictures come meanwhile."
@@ -50,9 +51,9 @@ ALL_WITHOUT = "Pictures are right, but drawn without graphs: {why}."
 PART_WITHOUT = "Pictures are right, but part of the model runs without graphs: {why}."
 SAVED = "saved {time} since {day}"
 NOTHING_SAVED = "no time saved so far"
-SAVED_LATER = "time saved: counts from the next picture at a measured size"
-SAVED_UNKNOWN = "time saved: press Build now once to have it measured"
-MORE_GRAPHS = "{n} more are built when a picture needs them"
+SAVED_LATER = "saved time: counts from the next picture at a measured size"
+SAVED_UNKNOWN = "saved time: press Build now to measure it"
+MORE_GRAPHS = "{n} not there yet: built when a picture needs them"
 NO_GAIN_ROW = "no gain"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 TODAY, YESTERDAY = "today", "yesterday"
@@ -63,7 +64,7 @@ TEMPLATES = (
     *(OFF, WITHOUT, BUILDING, PAUSED_AT, LOOKING, NEXT_IN_LINE, PREPARING, MEASURING, GRAPHS, PART),
     *(LEFT, SPEEDUP, NO_GAIN, BLOCKS, WHY, WHY_IN_BRACKETS, SECONDS, MINUTES, HOURS),
     *(NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY, TOOK, TOOK_AS_LONG, TOOK_ONLY, MEASURE_IT),
-    *(SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
+    *(DRAW_AGAIN, SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
     *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
     *(CHANGED_BY, TURN_OFF, *DAYS, TODAY, YESTERDAY),
 )

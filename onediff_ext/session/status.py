@@ -96,7 +96,8 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         machine, content_hash = machine_digest(kinds[0].device), session.checkpoint.content_hash
         steps = context.history.steps(machine, content_hash)
         saved = SavedTimes(context.library.folder).of(machine, content_hash)
-    mine = [step for step in steps if last is not None and step.size in last.sizes]
+    sizes = frozenset() if last is None else last.sizes
+    mine = [step for step in steps if step.size in sizes]
     return Status(
         running=running,
         kinds_ready=ready,
@@ -130,6 +131,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         first_builds_s=_first_builds_s(session, kinds) if building else None,
         picture_s=None if last is None else last.seconds,
         without_s=None if last is None else last.without_s,
+        size_is_measured=bool(sizes) and sizes == {step.size for step in mine},
         saved_s=None if saved is None else saved.seconds,
         saved_since=None if saved is None else saved.since,
     )

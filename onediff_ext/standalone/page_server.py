@@ -7,6 +7,7 @@ from starlette.middleware import Middleware
 from onediff_ext.panel.foreign_requests import RefuseForeign
 from onediff_ext.panel.gradio_versions import accepted
 from onediff_ext.standalone.page import Page, page_css, page_theme
+from onediff_ext.standalone.page_language import page_script
 from onediff_ext.standalone.serving import Serving
 
 _MAX_UPLOAD = "100mb"
@@ -22,7 +23,7 @@ def launch(page: Page, serving: Serving, *, wait: bool = True) -> None:
         wait: Block until the process ends; otherwise serve in the background.
     """
     blocks = page.blocks
-    look = accepted(blocks.launch, css=page_css(), theme=page_theme())
+    look = accepted(blocks.launch, css=page_css(), theme=page_theme(), js=page_script())
     # Gradio would take these from environment variables that were set for other programs.
     plain = accepted(
         blocks.launch, share=False, ssr_mode=False, mcp_server=False, enable_monitoring=False

@@ -12,10 +12,12 @@ from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.panel_host import PanelHost
+from onediff_ext.panel.phrases import Phrases
 from onediff_ext.panel.warm_up_run import WarmUpRun
 from onediff_ext.session.warm_up_passes import WarmUpControl, in_passes
 from onediff_ext.session.warm_up_report import WarmUpReport
 from onediff_ext.standalone.app import StandaloneApp
+from onediff_ext.standalone.page_language import visitors_phrases
 from onediff_ext.store import GraphLibrary
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ class StandalonePanelHost(PanelHost):
         if self._is_local:
             return None
         return "Import is off because others can reach this page: use `onediff-ext graphs import`."
+
+    def phrases(self) -> Phrases:
+        return visitors_phrases()
 
     def library(self) -> GraphLibrary:
         return self.standalone_app.library

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onediff_ext.core.headline import Headline
+from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.status import Status
+from onediff_ext.store import CheckpointRecords, GraphLibrary
 from tests.support.browser import (
     GRADIOS_OWN_RULES,
     assert_looks_like,
@@ -101,15 +104,35 @@ def test_the_header_stays_in_its_box_at_any_width(panel_page: PanelPage) -> None
 def test_everything_stays_in_the_panel_with_all_folds_open(panel_page: PanelPage) -> None:
     page = panel_page.page
     panel_page.show(LONG)
+    store_a_graph(panel_page.folder / "store")
     for name in FOLDS:
         panel_page.fold(name)
+    panel_page.until(lambda: "sd1" in panel_page.text("library_table"), "the table")
     panel_page.press("copy_report")
     panel_page.until(lambda: page.locator(f"#{ACCORDION}_report textarea").count(), "the report")
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 1000})
         page.wait_for_timeout(100)
         assert outside(page, f"#{ACCORDION}") == [], width
+        scroll, inner = page.evaluate(_HEAD)["page"]
+        assert scroll <= inner, width
     page.set_viewport_size({"width": 650, "height": 1000})
+    shutil.rmtree(panel_page.folder / "store")
+
+
+def store_a_graph(root: Path) -> None:
+    """One graph of a checkpoint with a long name, and one that is missing."""
+    library = GraphLibrary(root, 10**9)
+    graph = library.put(
+        KindKey({"class": "One"}), b"x", label="One", backend="eager", build_seconds=1, details={}
+    )
+    CheckpointRecords(library.folder).record(
+        "a" * 64,
+        name="a-checkpoint-with-a-name-" * 3,
+        path="/model.safetensors",
+        architecture="sd1",
+        kinds={graph.digest: 1, "f" * 64: 1},
+    )
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

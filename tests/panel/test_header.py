@@ -165,6 +165,9 @@ def test_what_the_last_picture_gained() -> None:
     assert first(picture_s=1.8) == (
         "Last picture: 1.8 s. Press Build now to see the time saved: it measures this size."
     )
+    assert first(picture_s=1.8, size_is_measured=True) == (
+        "Last picture: 1.8 s. This size is measured: the next picture shows the time saved."
+    )
     eager = Status("eager", picture_s=4.1, blocks_needed=70)
     assert detail_lines(eager, True, [NEGPIP], ENGLISH)[0] == "Last picture: 4.1 s."
     assert detail_lines(replace(GRAPHS, picture_s=1.8), False, [], ENGLISH) == []

@@ -37,8 +37,8 @@ def test_text(seconds: float, since: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "is_measured", "text"),
     [
-        (None, False, "time saved: press Build now once to have it measured"),
-        (None, True, "time saved: counts from the next picture at a measured size"),
+        (None, False, "saved time: press Build now to measure it"),
+        (None, True, "saved time: counts from the next picture at a measured size"),
         (SavedTime(-20.0, 3, NOW), True, "no time saved so far"),
     ],
 )
