@@ -81,7 +81,8 @@ def write_slim_models(folder: Path) -> None:
     weights = load_file(str(folder / "Stable-diffusion" / "slim-a.safetensors"))
     for name in ("loha", "lokr"):
         _save(files.network(name, weights), folder / "Lora" / f"tiny-{name}.safetensors")
-    controlnet = to_ldm_controlnet(files.controlnet(first["unet"]), first["unet"].config)
+    # Strong enough to be seen where it works in the middle steps only.
+    controlnet = to_ldm_controlnet(files.controlnet(first["unet"], 1.0), first["unet"].config)
     _save(controlnet, folder / "ControlNet" / "slim-controlnet.safetensors")
 
 
