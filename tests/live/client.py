@@ -133,6 +133,8 @@ class WebUI:
         body = {**DEFAULTS, **job, "alwayson_scripts": always_on}
         if body.get("enable_hr") and self.host() in ("forge", "neo"):
             body["hr_additional_modules"] = ["Use same choices"]  # its API fails without
+            if self.host() == "neo":
+                body["hr_upscaler"] = "None"  # it has no latent one
         if "init_images" in body:
             body["init_images"] = [encode(picture) for picture in body["init_images"]]
         if "mask" in body:

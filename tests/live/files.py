@@ -203,7 +203,7 @@ def save_sdxl(path: Path) -> None:
     )
 
 
-def controlnet(unet: Any) -> dict[str, torch.Tensor]:
+def controlnet(unet: Any, strength: float = 0.3) -> dict[str, torch.Tensor]:
     """A ControlNet with a UNet's encoder and random outputs, in diffusers' layout."""
     model = models.controlnet_for(unet)
     # The widths that the original layout's hint encoder has at every size of UNet.
@@ -214,7 +214,7 @@ def controlnet(unet: Any) -> dict[str, torch.Tensor]:
     for name in ("time_embedding", "down_blocks", "mid_block"):
         getattr(fitting, name).load_state_dict(getattr(unet, name).state_dict(), strict=False)
     for conv in (*fitting.controlnet_down_blocks, fitting.controlnet_mid_block):
-        conv.weight.data.mul_(0.3)
+        conv.weight.data.mul_(strength)
     return {key: weight.contiguous() for key, weight in fitting.state_dict().items()}
 
 

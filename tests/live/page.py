@@ -63,7 +63,10 @@ class Page:
         sent[: 1 + len(leading)] = [f"task(live-{self._session})", *leading]
         body = {"fn_index": index, "data": sent, "session_hash": self._session}
         answer = self._webui.post("/run/predict", body)
-        return [self._fetch(item) for item in answer["data"][0] or ()]
+        gallery = answer["data"][0]
+        if isinstance(gallery, dict):  # Neo changes the component, not its value alone
+            gallery = gallery.get("value")
+        return [self._fetch(item) for item in gallery or ()]
 
     def _submit(self, elem_id: str) -> tuple[int, dict[str, Any]]:
         """Press a button; of several actions, as in Forge, take the one with the most inputs."""

@@ -18,7 +18,7 @@ def forge_only(webui: WebUI) -> None:
 
 
 @pytest.fixture(scope="module")
-def controlled(webui: WebUI) -> Any:
+def controlled(webui: WebUI, photo: np.ndarray) -> Any:
     """Draws with a ControlNet: `controlled(accelerated, photo, unit fields, **job)`."""
     if not webui.has("/controlnet/model_list"):
         pytest.skip("the WebUI has no ControlNet")
@@ -35,6 +35,8 @@ def controlled(webui: WebUI) -> Any:
         } | unit
         return webui.draw(accelerated, scripts={"ControlNet": {"args": [unit]}}, **job)
 
+    # A host that cannot load a network says so in its log only, and draws without it.
+    assert_different(draw(False, photo, {}), webui.draw(False))
     return draw
 
 

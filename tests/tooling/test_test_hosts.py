@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.live import files
+from tests.support import models
 from tools.hosts.__main__ import live_environment, main
 from tools.hosts.checkout import (
     CheckoutError,
@@ -17,6 +19,7 @@ from tools.hosts.checkout import (
     fit_to_slim_models,
     version_note,
 )
+from tools.hosts.models import to_ldm_controlnet
 from tools.hosts.packages import requirements
 from tools.hosts.webuis import VAE_WIDTHS, WEBUIS, WebUI
 
@@ -151,3 +154,22 @@ def test_the_live_tests_are_run_here_with_further_arguments(
     assert everything[-3:] == ["tests/live", "-k", "xyz"]
     assert url == "http://127.0.0.1:9"  # what is set already stays
     assert one[-2:] == ["pytest", "tests/live/test_page.py::test_batch_tab"]
+
+
+def test_a_controlnet_in_the_original_layout() -> None:
+    unet: Any = dict(models.sd15().components)["unet"]
+    weights = files.controlnet(unet)
+    renamed = to_ldm_controlnet(weights, unet.config)
+    assert len(renamed) == len(weights)
+    for theirs, ours in {
+        "input_hint_block.0.weight": "controlnet_cond_embedding.conv_in.weight",
+        "input_hint_block.2.bias": "controlnet_cond_embedding.blocks.0.bias",
+        "input_hint_block.14.weight": "controlnet_cond_embedding.conv_out.weight",
+        "zero_convs.0.0.weight": "controlnet_down_blocks.0.weight",
+        "middle_block_out.0.bias": "controlnet_mid_block.bias",
+        "input_blocks.0.0.weight": "conv_in.weight",
+        "time_embed.2.weight": "time_embedding.linear_2.weight",
+        "input_blocks.1.0.in_layers.2.weight": "down_blocks.0.resnets.0.conv1.weight",
+        "middle_block.2.out_layers.3.weight": "mid_block.resnets.1.conv2.weight",
+    }.items():
+        assert renamed[f"control_model.{theirs}"] is weights[ours], theirs

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_vae
+from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_unet, to_ldm_vae
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from tests.live import files
@@ -25,6 +25,7 @@ from tools.hosts.webuis import TEXT_LAYERS, VAE_WIDTHS
 
 _CLIP_L, _CLIP_G = 768, 1280
 _WIDTH = 320
+_HINT = "controlnet_cond_embedding"
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -80,7 +81,9 @@ def write_slim_models(folder: Path) -> None:
     weights = load_file(str(folder / "Stable-diffusion" / "slim-a.safetensors"))
     for name in ("loha", "lokr"):
         _save(files.network(name, weights), folder / "Lora" / f"tiny-{name}.safetensors")
-    _save(files.controlnet(first["unet"]), folder / "ControlNet" / "slim-controlnet.safetensors")
+    # Strong enough to be seen where it works in the middle steps only.
+    controlnet = to_ldm_controlnet(files.controlnet(first["unet"], 1.0), first["unet"].config)
+    _save(controlnet, folder / "ControlNet" / "slim-controlnet.safetensors")
 
 
 def sd1(seed: int, in_channels: int = 4) -> dict[str, Any]:
@@ -127,6 +130,35 @@ def sdxl(seed: int) -> dict[str, Any]:
 def vae(seed: int, scaling_factor: float = 0.18215) -> Any:
     """A VAE of a quarter of the usual width."""
     return models.vae(VAE_WIDTHS, seed=seed, layers=2, scaling_factor=scaling_factor)
+
+
+def to_ldm_controlnet(weights: Tensors, unet_config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Rename a diffusers ControlNet's tensors: hosts read widths from the original layout only.
+
+    Args:
+        weights: Its state dict.
+        unet_config: The config of the UNet that it is made for.
+
+    Returns:
+        Keys of the original layout, with ``control_model.``, → tensors.
+    """
+    renamed, encoder = {}, {}
+    hints = sum(key.startswith(f"{_HINT}.blocks.") for key in weights) // 2
+    for key, weight in weights.items():
+        *path, kind = key.split(".")
+        if path[0] == "controlnet_down_blocks":
+            renamed[f"zero_convs.{path[1]}.0.{kind}"] = weight
+        elif path[0] == "controlnet_mid_block":
+            renamed[f"middle_block_out.0.{kind}"] = weight
+        elif path[0] == _HINT:  # between two convolutions is an activation
+            numbers = {"conv_in": 0, "conv_out": hints + 1}
+            number = int(path[2]) + 1 if path[1] == "blocks" else numbers[path[1]]
+            renamed[f"input_hint_block.{2 * number}.{kind}"] = weight
+        else:
+            encoder[key] = weight
+    for key, weight in to_ldm_unet(encoder, unet_config).items():
+        renamed[key.removeprefix(files.UNET)] = weight
+    return {f"control_model.{key}": weight for key, weight in renamed.items()}
 
 
 def _components(pipe: Any) -> dict[str, Any]:

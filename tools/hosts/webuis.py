@@ -119,6 +119,8 @@ WEBUIS: Mapping[str, WebUI] = {
         packages=(CLIP, OPENCV, JOBLIB),
         flags=_FORGE_FLAGS,
         preparing_flags=_PREPARING,
+        # Its SDXL reads the 12th hidden state of a text encoder, which the slim one lacks.
+        checkpoints={k: v for k, v in _SLIM_CHECKPOINTS.items() if k != "ONEDIFF_WEBUI_OTHER"},
         slim_configs=_REFORGE_CONFIGS,
         slim_sources={"ldm_patched/modules/sd.py": ("'ch': 128,", f"'ch': {VAE_WIDTHS[0]},")},
     ),
