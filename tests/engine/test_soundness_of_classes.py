@@ -136,3 +136,33 @@ def test_a_class_that_is_patched_under_deepcache(monkeypatch: pytest.MonkeyPatch
         )
     torch.testing.assert_close(found, expected)
     disable_deepcache(ours)
+
+
+def test_a_patched_helper_of_a_helper(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FreeU's `apply_freeu` calls `fourier_filter`, in a module of no model."""
+    from diffusers.utils import torch_utils
+
+    twins = Twins(session, lambda unet: unet.enable_freeu(s1=0.9, s2=0.2, b1=1.4, b2=1.6))
+    own = torch_utils.fourier_filter
+    monkeypatch.setattr(torch_utils, "fourier_filter", lambda x, **more: own(x, **more) * 0.5)
+    assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["ResnetBlock2D", "Downsample2D"])
+def test_code_that_is_replaced_in_place(
+    session: Session, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from diffusers.models import downsampling, resnet
+
+    cls = getattr({"ResnetBlock2D": resnet, "Downsample2D": downsampling}[name], name)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.kept(*args, **kwargs) * 0.5
+
+    own = cls.forward
+    copied = type(own)(own.__code__, own.__globals__, "kept", own.__defaults__, own.__closure__)
+    twins = Twins(session)
+    monkeypatch.setattr(cls, "kept", copied, raising=False)
+    assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+    monkeypatch.setattr(own, "__code__", forward.__code__)
+    assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4

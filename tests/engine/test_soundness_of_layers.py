@@ -183,3 +183,91 @@ def test_a_lora_in_another_order_at_its_address(
     session: Session, change: Callable[[Any], None]
 ) -> None:
     Twins(session, wrap).assert_right_after(change)
+
+
+class HalfLinear(nn.Linear):
+    """Of another package, and it counts its calls."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(input) * (1 + self.calls % 5)
+
+
+def a_foreign_layer_under_a_lora(unet: Any) -> None:
+    layer = block(unet).attn1.to_q
+    layer.base_layer.__class__ = HalfLinear
+
+
+def test_a_foreign_layer_under_a_lora_runs_at_each_call(session: Session) -> None:
+    Twins(session, wrap).assert_right_after(a_foreign_layer_under_a_lora)
+
+
+def test_a_function_among_the_attributes_may_change_its_closure(session: Session) -> None:
+    factors = [1.0]
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) * factors[0]
+
+    def change(unet: Any) -> None:
+        del unet.mid_block.resnets[0].nonlinearity
+        unet.mid_block.resnets[0].nonlinearity = scaled
+
+    twins = Twins(session)
+    twins.assert_right_after(change)
+    factors[0] = 2.0
+    assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
+
+
+@pytest.mark.parametrize("where", ["in a block", "in none"])
+def test_a_plain_tensor_in_the_place_of_a_parameter(session: Session, where: str) -> None:
+    def layer(unet: Any) -> Any:
+        return block(unet).attn1.to_v if where == "in a block" else unet.conv_in
+
+    def replace(unet: Any) -> None:
+        weight = layer(unet).weight.detach() * 2
+        del layer(unet).weight
+        layer(unet).weight = weight
+
+    def move(unet: Any) -> None:
+        layer(unet).weight.data = layer(unet).weight.data * 3
+
+    twins = Twins(session)
+    twins.assert_right_after(replace)
+    twins.assert_right_after(move)
+
+
+# As of a pipeline within diffusers: its functions know only that module.
+_PIPELINE = """
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+class Counting:
+    def __init__(self):
+        self.plain, self.calls = AttnProcessor2_0(), 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.plain(*args, **kwargs) * (1 + self.calls % 5)
+"""
+
+
+def test_a_processor_of_a_pipeline_keeps_state(session: Session) -> None:
+    pipeline: dict[str, Any] = {"__name__": "diffusers.pipelines.counting"}
+    exec(_PIPELINE, pipeline)
+    processors = []
+
+    def change(unet: Any) -> None:
+        processors.append(pipeline["Counting"]())
+        block(unet).attn1.set_processor(processors[-1])
+
+    Twins(session).assert_right_after(change)
+    assert processors[0].calls == processors[1].calls
+
+
+def test_attributes_behind_a_configs_dictionary(session: Session) -> None:
+    def change(unet: Any) -> None:
+        assert not unet.config.center_input_sample
+        object.__setattr__(unet.config, "center_input_sample", True)
+
+    Twins(session).assert_right_after(change)

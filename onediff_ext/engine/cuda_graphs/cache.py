@@ -12,6 +12,7 @@ import torch
 
 from onediff_ext.core.words import counted
 from onediff_ext.engine.checking.spot_checks import SpotChecks
+from onediff_ext.engine.cuda_graphs.argument_containers import Changes
 from onediff_ext.engine.cuda_graphs.model_tracker import FrozenState
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
@@ -39,6 +40,7 @@ class CapturedGraph:
         checks: How many comparisons with the model's own forward it has passed.
         share: Which part of a model's forward it is, above 0 and up to 1.
         replays: How often it was replayed for a call.
+        argument_changes: What the forward takes out of lists and dictionaries of its call.
     """
 
     recording: Recording
@@ -51,6 +53,7 @@ class CapturedGraph:
     checks: int = 0
     share: float = 1.0
     replays: int = 0
+    argument_changes: Changes = ()
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors of a call into the inputs.

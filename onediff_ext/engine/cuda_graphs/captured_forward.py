@@ -93,7 +93,7 @@ class CapturedForward:
                 replayed = self._try_replay(key, form, call, captured)
                 if replayed is not None:
                     run = partial(self._within_memory, *args, **kwargs)
-                    return self._checked(key, form, captured, replayed[0], run)
+                    return self._checked(key, form, call, captured, replayed[0], run)
                 captured = None  # releases the text KV graphs and all else that it owned
             compared = self._tracker.comparisons()
             output = self._within_memory(*args, **kwargs)
@@ -189,6 +189,7 @@ class CapturedForward:
         self,
         key: Hashable,
         form: Hashable,
+        call: ForwardCall,
         captured: CapturedGraph,
         output: Any,
         run: Callable[[], Any],
@@ -200,6 +201,7 @@ class CapturedForward:
         if self._checks.is_done(captured):
             self.reason, self.replayed = "", True
             if spot_checks.chosen is None or spot_checks.chosen not in self._runners:
+                call.containers.apply(captured.argument_changes)
                 return output
             with spot_checks.comparing():
                 expected = run()
@@ -249,6 +251,9 @@ class CapturedForward:
         if reason is not None:
             self.reason = reason
             return
+        if call.containers.changes() is None:
+            self._refuse(key, "it changes lists or dictionaries among its arguments")
+            return
         self.reason = ""
         frozen = self._tracker.frozen(self.variant)
         if frozen.snapshot.refusal_reason is not None:  # the model has changed a moment ago
@@ -274,6 +279,7 @@ class CapturedForward:
             buffers = self._cuda_graphs.static_buffers
             made = self._recorder.record(recorder, buffers, call, output, frozen, self.variant)
             made.keeps, made.share = self.keeps, self._share
+            made.argument_changes = call.containers.changes() or ()
             return made
 
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
 from onediff_ext.engine.torch_versions import (
     autocast_dtype,
     cudnn_attention_enabled,
@@ -33,6 +34,7 @@ class ForwardCall:
         device: Of the largest tensor, which lies on the model's device.
         modes: The part of torch's global state that a CUDA graph freezes; part of `key`.
         form: `key` without the sizes of tensors.
+        containers: The lists and dictionaries among the arguments.
     """
 
     key: Hashable
@@ -40,6 +42,7 @@ class ForwardCall:
     device: torch.device
     modes: Hashable
     form: Hashable
+    containers: ArgumentContainers
     _leaves: tuple[Any, ...]
     _structure: pytree.TreeSpec
 
@@ -93,7 +96,10 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     modes = _modes(device)
     form = (str(structure), tuple(forms), modes)
     key = (form, tuple(sizes))
-    return ForwardCall(key, tuple(tensors), device, modes, form, tuple(leaves), structure)
+    containers = ArgumentContainers(args, kwargs)
+    return ForwardCall(
+        key, tuple(tensors), device, modes, form, containers, tuple(leaves), structure
+    )
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:

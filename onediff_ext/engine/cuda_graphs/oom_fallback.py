@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import read_call
 from onediff_ext.engine.cuda_graphs.half_batches import run_in_halves
@@ -57,6 +58,7 @@ class OomFallback:
         self._retry, self._eager = retry, eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        containers = ArgumentContainers(args, kwargs)
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
@@ -67,10 +69,12 @@ class OomFallback:
         retry = self._retry(args, kwargs)
         if retry is Retry.NOT:
             raise error
+        containers.restore()
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
             error = _without_frames(exc)
+        containers.restore()
         try:
             if retry is not Retry.IN_HALVES:
                 raise error
@@ -79,6 +83,7 @@ class OomFallback:
             if self._eager is None:
                 raise
             _without_frames(exc)
+        containers.restore()
         logger.info("Memory is short: trying again without graphs")
         _free_caches()
         with self._eager():

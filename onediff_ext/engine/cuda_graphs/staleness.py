@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
-from onediff_ext.engine.validity.python_code import PythonCode
+from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
 
 _DYNAMIC_WEIGHTS = "a layer changes its weights at each call"
 
@@ -106,7 +108,7 @@ class Snapshot:
         modules = list(model.modules())
         processors = attention_processors(modules)
         wrappers = [(r, m) for m in modules if (r := rule_of(m, known.rules)) is not None]
-        wrapped = {id(inner) for _, m in wrappers for inner in m.modules()}
+        wrapped = {id(inner): _package(m) for _, m in wrappers for inner in m.modules()}
         left = [(m, *found) for m in modules for found in left_wrappers(m).items()]
         passing = {(id(m), name) for m, name, wrapper in left if wrapper.passes()}
         self._state = ModelState(
@@ -177,7 +179,7 @@ def _refusal(
     module: nn.Module,
     model: nn.Module,
     known: TrustedModules,
-    wrapped: Collection[int],
+    wrapped: Mapping[int, str],
     passing: Collection[tuple[int, str]],
 ) -> str | None:
     """Say why a module must not be recorded, or None.
@@ -186,14 +188,18 @@ def _refusal(
         module: A module of the model.
         model: The host's module.
         known: The host's modules that are known.
-        wrapped: Ids of modules inside of known wrappers of layers.
+        wrapped: By ids of the modules inside of known wrappers, the wrapper's package.
         passing: Id of a module and name of its method, where a left wrapper passes calls through.
     """
     cls = type(module)
-    if id(module) not in wrapped and not f"{cls.__module__}.{cls.__qualname__}".startswith(
-        known.prefixes
-    ):
+    prefixes = known.prefixes
+    if id(module) in wrapped:
+        prefixes += (wrapped[id(module)],)
+    if not f"{cls.__module__}.{cls.__qualname__}".startswith(prefixes):
         return f"{cls.__qualname__} is not known as free of side effects"
+    name = _foreign_function(module, (*prefixes, *known.trusted_patchers), known.ignored_attrs)
+    if name is not None:
+        return f"a {cls.__qualname__} has a function of another extension ({name})"
     if module is model:
         # Its own hooks run around the capture; its forward is `foreign_forward`'s to judge.
         replaced = [name for name in replaced_methods(module) if name != "forward"]
@@ -206,10 +212,36 @@ def _refusal(
     return None
 
 
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0] + "."
+
+
+def _foreign_function(
+    module: nn.Module, prefixes: tuple[str, ...], ignored: Collection[str]
+) -> str | None:
+    """Name an attribute that holds a function of another extension, which may keep state.
+
+    Replaced methods are left to `replaced_methods`.
+    """
+    cls = type(module)
+    for name, value in vars(module).items():
+        if (
+            isinstance(value, (FunctionType, MethodType, partial))
+            and name not in ignored
+            and not hasattr(cls, name)
+            and reads_attribute(cls, name)
+            and not f"{defining_module(value) or 'torch'}.".startswith(("torch.", *prefixes))
+        ):
+            return name
+    return None
+
+
 def _processor_refusal(processor: object, known: TrustedModules) -> str | None:
     if processor is None or isinstance(processor, nn.Module):
         return None
     cls = type(processor)
-    if f"{cls.__module__}.{cls.__qualname__}".startswith(known.prefixes):
+    # Those of pipelines keep attention maps and counts between calls.
+    of_pipeline = ".pipelines." in f"{cls.__module__}."
+    if f"{cls.__module__}.{cls.__qualname__}".startswith(known.prefixes) and not of_pipeline:
         return None
     return f"{cls.__qualname__} is not known as free of side effects"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath as Path
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def functional_names() -> list[str]:
 
 
 def defining_module(value: object) -> str:
-    """Full name of the module that defines a callable.
+    """Full name of the module that defines a callable, or the file that its code was taken from.
 
     A wrapper made by `functools.wraps` has its original's ``__module__``. Its globals name the
     module that it was written in.
@@ -81,12 +82,17 @@ def defining_module(value: object) -> str:
             break
     globals_ = getattr(value, "__globals__", None)
     if isinstance(globals_, dict):
-        return str(globals_.get("__name__", "?"))
+        return _other_file(value, globals_) or str(globals_.get("__name__", "?"))
     if isinstance(value, type):
         return value.__module__
     if isinstance(value, (types.BuiltinFunctionType, *_SLOTS)):
         return ""
     return type(value).__module__
+
+
+def is_called_by_no_forward(name: str) -> bool:
+    """Whether a method of this name has nothing to do with what a module computes."""
+    return name in _IGNORED or name.startswith(_IGNORED_PREFIXES)
 
 
 def is_ours(value: object) -> bool:
@@ -109,7 +115,7 @@ def patched_class_reason(cls: type, trusted: Sequence[str] = ()) -> str | None:
         own = base.__module__.partition(".")[0] + "."
         for name in names:
             method = vars(base).get(name)
-            if method is None or name in _IGNORED or name.startswith(_IGNORED_PREFIXES):
+            if method is None or is_called_by_no_forward(name):
                 continue
             if not (callable(method) or isinstance(method, (staticmethod, classmethod, property))):
                 continue
@@ -128,7 +134,7 @@ def replaced_methods(module: object) -> dict[str, object]:
     """
     cls, found = type(module), {}
     for name, value in getattr(module, "__dict__", {}).items():
-        if name in _IGNORED or name.startswith(_IGNORED_PREFIXES) or not callable(value):
+        if is_called_by_no_forward(name) or not callable(value):
             continue
         if isinstance(value, nn.Module) or not callable(getattr(cls, name, None)):
             continue
@@ -178,6 +184,17 @@ def global_hook_reason() -> str | None:
             if not (getattr(mode, "observes_only", False) or _is_known_mode(type(mode))):
                 return f"a {type(mode).__qualname__} of another extension sees each operator"
     return None
+
+
+def _other_file(function: Any, globals_: Mapping[str, Any]) -> str | None:
+    """The file that a function's code is from, if its ``__code__`` was replaced by another's."""
+    own, code = globals_.get("__file__"), getattr(function, "__code__", None)
+    if not isinstance(own, str) or code is None:
+        return None
+    file = code.co_filename
+    if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
+        return None  # code that was generated, as dataclasses do
+    return None if Path(file).stem == Path(own).stem else file
 
 
 def _is_own(method: object, module: object, name: str) -> bool:

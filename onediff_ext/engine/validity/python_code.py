@@ -20,9 +20,11 @@ from onediff_ext.engine.validity.foreign_code import (
     functional_names,
     replaced_torch_function_reason,
 )
+from onediff_ext.engine.validity.helper_functions import helpers_of
 from onediff_ext.engine.validity.values import is_equal
 
 _KEPT_READINGS = 4
+_CODE = operator.attrgetter("__code__")
 
 _names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -61,6 +63,7 @@ class PythonCode:
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
         self._add(vars(torch.Tensor), list(vars(torch.Tensor)), whole=True)
+        self._functions = self._python_functions()
         self._readings[0] = self._read()
 
     def watch(self, classes: Iterable[type]) -> None:
@@ -76,6 +79,9 @@ class PythonCode:
         for name in modules:
             namespace = getattr(sys.modules.get(name), "__dict__", {})
             self._add(namespace, [n for n, v in namespace.items() if callable(v)])
+        for namespace, names in helpers_of(new):
+            self._add(namespace, names)
+        self._functions = self._python_functions()
         self._readings = {self._generation: self._read()}
 
     def current_generation(self, moment: Hashable = None) -> int:
@@ -127,4 +133,16 @@ class PythonCode:
                 found.append(None)
             if whole is not None:
                 found.append(len(namespace))
+        found.append(list(map(_CODE, self._functions)))  # may be replaced in place
         return found
+
+    def _python_functions(self) -> list[types.FunctionType]:
+        """The watched functions that have Python code, each once."""
+        found: dict[types.FunctionType, None] = {}
+        for namespace, getter, _ in self._getters:
+            values = getter(namespace)
+            for value in values if isinstance(values, tuple) else (values,):
+                function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if isinstance(function, types.FunctionType):
+                    found[function] = None
+        return list(found)

@@ -36,9 +36,9 @@ class _Same:
 def is_mutable(value: object) -> bool:
     """Return whether a value can change in place.
 
-    Modules and tensors do not count; they are watched in other ways.
+    Modules do not count; they are watched in other ways.
     """
-    if isinstance(value, (*_PLAIN, *_FIXED, nn.Module, torch.Tensor)):
+    if isinstance(value, (*_PLAIN, *_FIXED, nn.Module)):
         return False
     if type(value).__module__.startswith("onediff_ext."):
         return False
@@ -64,7 +64,8 @@ def value_of(value: object, depth: int = _DEPTH) -> object:
     if depth == 0 or isinstance(value, (*_FIXED, nn.Module)):
         return _Same(value)
     if isinstance(value, dict):
-        return type(value), [(key, value_of(held, depth - 1)) for key, held in dict.items(value)]
+        items = [(key, value_of(held, depth - 1)) for key, held in dict.items(value)]
+        return type(value), items, _behind(value, depth)
     if isinstance(value, Mapping):  # reading it would call code of another package
         return _Same(value)
     if isinstance(value, (list, tuple)):
@@ -80,6 +81,14 @@ def value_of(value: object, depth: int = _DEPTH) -> object:
     if isinstance(attributes, dict) and not type(value).__module__.startswith("onediff_ext."):
         return type(value), [(name, value_of(held, depth - 1)) for name, held in attributes.items()]
     return _Same(value)
+
+
+def _behind(value: dict[Any, Any], depth: int) -> object:
+    """The attributes of a dictionary, such as those in which diffusers' configs repeat entries."""
+    attributes = getattr(value, "__dict__", None)
+    if not attributes or type(value).__module__.startswith("onediff_ext."):
+        return None
+    return [(name, value_of(held, depth - 1)) for name, held in attributes.items()]
 
 
 def _tensor_value(tensor: torch.Tensor) -> object:
