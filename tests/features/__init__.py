@@ -1,1 +1,1 @@
-"""How each feature of diffusers' UNet pipelines is accelerated; `docs/features.md` is its table."""
+"""How each feature of diffusers' pipelines is accelerated; `docs/features.md` is its table."""

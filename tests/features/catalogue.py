@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-from tests.features.feature import Options, feature, plain, small_sd15, small_sdxl
-from tests.support import models
+from tests.features.feature import (
+    Options,
+    feature,
+    plain,
+    small_flux,
+    small_sd3,
+    small_sd15,
+    small_sdxl,
+)
+from tests.support import models, transformer_models
 
 _PIPELINES = "Pipelines"
 _ARGUMENTS = "Arguments of a call"
@@ -94,6 +102,10 @@ def _quiet(pipe: Any) -> Any:
 
 plain(_PIPELINES, "text to image, SD 1.x", options=_SIZE)
 plain(_PIPELINES, "text to image, SDXL", make=small_sdxl, options=_SIZE)
+_SD3 = {"prompt": None, **transformer_models.sd3_embeddings(7), **_SIZE}
+_FLUX = {"prompt": None, **transformer_models.flux_embeddings(7), **_SIZE}
+plain(_PIPELINES, "text to image, SD3.5", make=small_sd3, options=_SD3)
+plain(_PIPELINES, "text to image, Flux.1", make=small_flux, options=_FLUX)
 plain(_PIPELINES, "latent consistency models", make=_lcm, options=_SIZE)
 plain(
     _PIPELINES,

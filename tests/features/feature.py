@@ -1,4 +1,4 @@
-"""One feature of diffusers' UNet pipelines, and the registry of all of them."""
+"""One feature of diffusers' pipelines, and the registry of all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support import models
+from tests.support import models, transformer_models
 
 Options = Mapping[str, Any]
 # Switches a feature on. Returns further arguments of the pipeline's call.
@@ -21,6 +21,16 @@ def small_sd15(seed: int = 0) -> Any:
 def small_sdxl(seed: int = 0) -> Any:
     """Return an SDXL pipeline with two narrow levels."""
     return models.sdxl(seed, widths=(32, 64), attention=(False, True), heads=(1, 2), depths=(1, 2))
+
+
+def small_sd3(seed: int = 0) -> Any:
+    """Return an SD3.5 pipeline, whose calls take embeddings."""
+    return transformer_models.sd3(seed)
+
+
+def small_flux(seed: int = 0) -> Any:
+    """Return a Flux.1 pipeline, whose calls take embeddings."""
+    return transformer_models.flux(seed)
 
 
 @dataclass(frozen=True)

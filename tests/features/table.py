@@ -10,15 +10,15 @@ from tests.features.trial import Outcome
 _HEAD = """\
 # Features of diffusers
 
-How OneDiff runs each feature of diffusers' UNet pipelines. Pictures equal eager's with every one
+How OneDiff runs each feature of diffusers' pipelines. Pictures equal eager's with every one
 of them. This page is made from tests: `python -m tests.features` draws with each feature on a CPU,
 compares the picture with eager's, and writes what ran. `tests/features` fails when a row is out of
 date.
 
 - **Graphs:** the blocks of the picture that ran through compiled graphs, of all its blocks. VAE and
   ControlNet count.
-- **CUDA graph:** whether the UNet's whole forward is replayed. The tests' recorder stands for CUDA
-  graphs on a CPU.
+- **CUDA graph:** whether the whole forward of the UNet or transformer is replayed. The tests'
+  recorder stands for CUDA graphs on a CPU.
 """
 
 

@@ -36,8 +36,8 @@ class Outcome:
     Args:
         blocks: Blocks of the picture that ran through graphs.
         of_blocks: Blocks of the picture.
-        is_captured: Whether the UNet's forward was replayed from a recording.
-        reason: Why blocks ran eager, or why the UNet was not captured; else ``""``.
+        is_captured: Whether the denoiser's forward was replayed from a recording.
+        reason: Why blocks ran eager, or why the denoiser was not captured; else ``""``.
         error: norm(x - y) / norm(y) to eager's picture.
     """
 

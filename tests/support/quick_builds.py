@@ -15,6 +15,7 @@ import torch
 from onediff_ext.backends.eager import EagerBackend
 from onediff_ext.building.build_progress import BuildProgress, ProgressListener
 from onediff_ext.building.builder import Builder
+from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -55,7 +56,11 @@ def quick_builds() -> Iterator[None]:
             return
         for done, kind in enumerate(kinds, 1):
             if kind.key.digest not in _BUILT:
-                _BUILT[kind.key.digest] = kind.export()
+                try:
+                    _BUILT[kind.key.digest] = kind.export()
+                except ExportError as exc:
+                    context.outcomes.fail_kind(kind, exc, attempts=1, lasting=False)
+                    continue
             payload = _BUILT[kind.key.digest]
             context.outcomes.store_built_graph(kind, payload, 0.0)
             kind.accept(context.load(payload, kind.device), "built")

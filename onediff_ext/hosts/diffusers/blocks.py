@@ -125,7 +125,7 @@ class AttentionFamily(ImageBlocks, DiffusersBlocks):
     label = "Attention"
     path = "diffusers.models.attention_processor:Attention"
     arguments = ("hidden_states", "encoder_hidden_states", "attention_mask", "temb")
-    no_image = Refusal("attention outside a VAE's middle block runs inside its transformer")
+    no_image = Refusal("no graphs are known for the block of this attention")
 
     def describe(self, block: Any) -> str:
         return f"{self.label} {block.query_dim}"

@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_ROLES = {
-    "ControlNetModel": Role.CONTROLNET,
-    "Encoder": Role.VAE_ENCODER,
-    "Decoder": Role.VAE_DECODER,
-}
+_ROLES = {"Encoder": Role.VAE_ENCODER, "Decoder": Role.VAE_DECODER}
 # Sessions of modules that were compiled without one, by their options, and the modules.
 _sessions: weakref.WeakValueDictionary[CompileOptions, Session] = weakref.WeakValueDictionary()
 _users: weakref.WeakKeyDictionary[Session, weakref.WeakSet[CompiledModule]] = (
@@ -43,7 +39,7 @@ class CompiledModule:
     """The state of one compiled module.
 
     Args:
-        module: A UNet, a ControlNet, a VAE, or one half of a VAE.
+        module: A UNet, a transformer, a ControlNet, a VAE, or one half of a VAE.
         session: Has the kinds, graphs and counts.
 
     Attributes:
@@ -159,4 +155,11 @@ def _parts(module: nn.Module) -> list[tuple[ComponentId, nn.Module]]:
         )
         if name.startswith("Autoencoder") and isinstance(model, nn.Module)
     ]
-    return halves or [(ComponentId(_ROLES.get(name, Role.UNET)), module)]
+    return halves or [(ComponentId(_role_of(name)), module)]
+
+
+def _role_of(name: str) -> Role:
+    """The role of a model by the name of its class."""
+    if name.endswith("ControlNetModel"):
+        return Role.CONTROLNET
+    return _ROLES.get(name, Role.TRANSFORMER if "Transformer" in name else Role.UNET)

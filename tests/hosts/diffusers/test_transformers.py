@@ -18,6 +18,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
+from onediff_ext.hosts.diffusers.compile_module import compile_module
 from onediff_ext.hosts.diffusers.probe import probe
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.session import Session
@@ -53,7 +54,7 @@ SIZES = [
     (64, 1024, 77, 1),
     (1024, 64, 17, 2),
     (512, 256, 128, 1),
-    (1024, 1024, 9, 1),
+    (1024, 512, 9, 1),
 ]
 
 
@@ -86,7 +87,8 @@ def transformer_of(pipe: Any) -> Any:
 def test_any_size_batch_and_prompt(name: str, make_session: MakeSession) -> None:
     pipe, twin, session = MODELS[name].make(), MODELS[name].make(), make_session()
     compile_pipe(pipe, session=session, ignores=("vae",))
-    draw(pipe, name, SIZES[0])
+    for size in SIZES[:3]:  # with masks and without
+        draw(pipe, name, size)
     kinds = list(session.kinds)
     for size in SIZES:
         found = draw(pipe, name, size, num_inference_steps=1)
@@ -202,6 +204,18 @@ def test_loras_need_no_other_graph(name: str, make_session: MakeSession) -> None
     undo_compile(pipe)
 
 
+def test_a_transformer_by_itself(make_session: MakeSession) -> None:
+    pipe, twin, session = transformer_models.sd3(), transformer_models.sd3(), make_session()
+    pipe.transformer = compile_module(pipe.transformer, session=session)
+    for _ in range(3):
+        found = draw(pipe, "sd3", SIZES[4])
+    assert relative_error(found, draw(twin, "sd3", SIZES[4])) < 1e-4
+    (component,) = compiled_state(pipe.transformer).components
+    assert component.role is Role.TRANSFORMER
+    assert all(runner.eager_reason is None for runner in component.runners)
+    undo_compile(pipe.transformer)
+
+
 class Halved(diffusers.models.attention_processor.JointAttnProcessor2_0):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         image, text = super().__call__(*args, **kwargs)
@@ -295,7 +309,22 @@ def test_the_probe_runs_controlnets_too(make_session: MakeSession) -> None:
         undo_compile(pipe)
 
 
+class Denoiser(torch.nn.Linear):
+    """A model of somebody else's."""
+
+
 def test_a_model_of_unknown_blocks_says_so(make_session: MakeSession) -> None:
+    model, session = Denoiser(4, 4), make_session()
+    pipe = SimpleNamespace(transformer=model)
+    compile_pipe(pipe, session=session)
+    with torch.no_grad(), session.picture():
+        model(torch.ones(1, 4))
+    assert session.status().running == "eager"
+    assert session.status().reasons == ("no graphs are known for the blocks of Denoiser",)
+    undo_compile(pipe)
+
+
+def test_attention_of_unknown_blocks_says_so(make_session: MakeSession) -> None:
     model = build(
         diffusers.AuraFlowTransformer2DModel,
         0,
@@ -321,7 +350,7 @@ def test_a_model_of_unknown_blocks_says_so(make_session: MakeSession) -> None:
         compile_pipe(pipe, session=session)
         with session.picture():
             assert torch.equal(model(**inputs).sample, expected)
-    status = session.status()
-    assert status.running == "eager"
-    assert status.reasons == ("no graphs are known for the blocks of AuraFlowTransformer2DModel",)
+    assert session.status().running == "eager"
+    (reason,) = session.status().reasons
+    assert reason == "Attention: no graphs are known for the block of this attention"
     undo_compile(pipe)
