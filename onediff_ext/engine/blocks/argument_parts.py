@@ -111,7 +111,7 @@ def put_together(form: Form, tensors: Iterator[torch.Tensor], text: int, image: 
         return _whole(form, next(tensors))
     parts = next(tensors), next(tensors)
     for part, length in zip(parts, (text, image), strict=True):
-        torch._check(part.shape[form.axis] == length)
+        torch._check(part.shape[form.axis] == length)  # type: ignore[no-untyped-call]
     return _whole(form.members[0], torch.cat(parts, form.axis))
 
 
