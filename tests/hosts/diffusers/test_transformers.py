@@ -12,17 +12,19 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 
+from onediff_ext.building.worker.trial import try_out
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.export.exporter import load_program
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.compile_module import compile_module
 from onediff_ext.hosts.diffusers.probe import probe
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.session import Session
-from tests.support import transformer_models
+from tests.support import quick_builds, transformer_models
 from tests.support.draw import relative_error
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.models import build
@@ -295,6 +297,10 @@ def test_warm_up_finds_every_kind(name: str, make_session: MakeSession) -> None:
     if name not in _MASKED:
         assert set(session.kinds) == kinds
     undo_compile(pipe)
+    # A worker's trial chooses a size for each symbol: equal dims must be one symbol.
+    for kind in kinds:
+        program = load_program(quick_builds._BUILT[kind.key.digest])
+        assert try_out(program, kind.graph, kind.device) is None
 
 
 def test_the_probe_runs_controlnets_too(make_session: MakeSession) -> None:
