@@ -1,17 +1,38 @@
-"""Lists and dictionaries among a call's arguments, from which a forward may take things out.
+"""Lists and dictionaries among a call's arguments, which a forward may change.
 
-diffusers' UNet pops the residuals of a T2I-Adapter from the caller's own list, and Forge's those of
-a ControlNet. A replay runs no Python, so the same is done to the containers of its call. A forward
-that runs twice gets them as they were.
+diffusers' UNet pops the residuals of a T2I-Adapter from the caller's own list, Forge's those of a
+ControlNet, and Forge's notes the number of each block in its ``transformer_options``. A replay runs
+no Python, so the same is done to the containers of its call. A forward that runs twice gets them as
+they were.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-# For each changed container: its number, and the indices or keys that are left in it.
-Changes = tuple[tuple[int, tuple[Hashable, ...]], ...]
+import torch
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+class Entry(NamedTuple):
+    """One entry of a container after a forward.
+
+    Args:
+        key: The key of a dictionary, or the index in a list.
+        came_from: Its index or key before the forward; None for a new value.
+        value: The new value: plain, or a list, tuple or dictionary of plain values.
+    """
+
+    key: Hashable
+    came_from: tuple[Hashable, ...] | None
+    value: Any = None
+
+
+# For each changed container: its number and its entries after the forward.
+Changes = tuple[tuple[int, tuple[Entry, ...]], ...]
 
 
 class ArgumentContainers:
@@ -27,29 +48,58 @@ class ArgumentContainers:
         self._before = [_contents(container) for container in self._containers]
 
     def changes(self) -> Changes | None:
-        """Return what was taken out of them since; None if they were changed in another way."""
+        """Return how they were changed since.
+
+        Returns:
+            None if something came in that another call would have to compute, such as a tensor.
+        """
         found = []
-        for number, (container, before) in enumerate(
-            zip(self._containers, self._before, strict=True)
-        ):
-            left = {id(item) for item in _contents(container).values()}
-            kept = tuple(key for key, item in before.items() if id(item) in left)
-            now = [id(item) for item in _contents(container).values()]
-            if now != [id(before[key]) for key in kept]:
+        for number, container in enumerate(self._containers):
+            before, now = self._before[number], _contents(container)
+            if list(before) == list(now) and all(now[key] is before[key] for key in now):
+                continue
+            entries = [_entry(key, value, before) for key, value in now.items()]
+            known = tuple(entry for entry in entries if entry is not None)
+            if len(known) < len(entries):
                 return None
-            if len(kept) < len(before):
-                found.append((number, kept))
+            found.append((number, known))
         return tuple(found)
 
     def apply(self, changes: Changes) -> None:
-        """Take out what another call of the same form has taken out."""
-        for number, kept in changes:
-            _fill(self._containers[number], {key: self._before[number][key] for key in kept})
+        """Change them as another call of the same form did."""
+        for number, entries in changes:
+            before = self._before[number]
+            _fill(
+                self._containers[number],
+                {
+                    entry.key: copy.deepcopy(entry.value)
+                    if entry.came_from is None
+                    else before[entry.came_from[0]]
+                    for entry in entries
+                },
+            )
 
     def restore(self) -> None:
         """Give them the contents from before the call."""
         for container, before in zip(self._containers, self._before, strict=True):
             _fill(container, before)
+
+
+def _entry(key: Hashable, value: Any, before: dict[Any, Any]) -> Entry | None:
+    """Say where a value comes from, or None."""
+    if key in before and before[key] is value:
+        return Entry(key, (key,))
+    if _is_plain(value):
+        return Entry(key, None, copy.deepcopy(value))
+    return next((Entry(key, (old,)) for old, item in before.items() if item is value), None)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -40,7 +40,7 @@ class CapturedGraph:
         checks: How many comparisons with the model's own forward it has passed.
         share: Which part of a model's forward it is, above 0 and up to 1.
         replays: How often it was replayed for a call.
-        argument_changes: What the forward takes out of lists and dictionaries of its call.
+        argument_changes: How the forward changes lists and dictionaries of its call.
     """
 
     recording: Recording

@@ -252,7 +252,7 @@ class CapturedForward:
             self.reason = reason
             return
         if call.containers.changes() is None:
-            self._refuse(key, "it changes lists or dictionaries among its arguments")
+            self._refuse(key, "it puts new tensors into lists or dictionaries of its call")
             return
         self.reason = ""
         frozen = self._tracker.frozen(self.variant)

@@ -71,8 +71,9 @@ def test_a_second_try_gets_the_whole_list() -> None:
         (lambda a: a["list"].pop(0), ["y", "z"]),
         (lambda a: a["list"].pop(), ["x", "y"]),
         (lambda a: a["list"].clear(), []),
-        (lambda a: a["list"].append("w"), None),
-        (lambda a: a["list"].reverse(), None),
+        (lambda a: a["list"].append("w"), ["x", "y", "z", "w"]),
+        (lambda a: a["list"].reverse(), ["z", "y", "x"]),
+        (lambda a: a["list"].append(torch.zeros(1)), None),
     ],
 )
 def test_what_is_taken_out_is_taken_out_of_the_next_call(
@@ -93,3 +94,21 @@ def test_what_is_taken_out_is_taken_out_of_the_next_call(
     assert second == {**call(), "list": left} == first
     containers.restore()
     assert first == call()
+
+
+def test_what_is_noted_in_a_dictionary_is_noted_in_that_of_the_next_call() -> None:
+    """Forge's UNet writes sizes and the numbers of blocks into ``transformer_options``."""
+
+    def call() -> dict[str, Any]:
+        return {"cond_or_uncond": [0, 1], "block": ("input", 0), "patches": {}}
+
+    first, second = call(), call()
+    containers = ArgumentContainers((first,), {})
+    first.update(block=("output", 2), original_shape=[2, 4, 16, 24], patches_of=first["patches"])
+    changes = containers.changes()
+    assert changes is not None
+    ArgumentContainers((second,), {}).apply(changes)
+    assert second == first
+    assert second["original_shape"] is not first["original_shape"]
+    first["mask"] = torch.ones(2)
+    assert containers.changes() is None
