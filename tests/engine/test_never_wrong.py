@@ -26,7 +26,7 @@ def _spoiled(session, monkeypatch, spoil):
 
     def load_spoiled(payload, device):
         graph = load(payload, device)
-        return lambda arguments: spoil(graph(arguments))
+        return lambda arguments: tuple(spoil(output) for output in graph(arguments))
 
     monkeypatch.setattr(session.backend, "load", load_spoiled)
 

@@ -93,26 +93,22 @@ def take_apart(value: Any, dims: Dims | Members, text: int) -> tuple[Form, list[
     ]
 
 
-def put_together(form: Form, tensors: Iterator[torch.Tensor], text: int, image: int) -> Any:
+def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
     """Return the argument that `take_apart` took apart.
 
     Args:
         form: From `take_apart`.
         tensors: Its tensors, in order; those of this argument are consumed.
-        text, image: Numbers of tokens. Joint parts must have them: tracing would only learn that
-            the sums are equal, and take each part's length for a symbol of its own.
 
     Returns:
         The argument. In place of a complex tensor it has a `ComplexPair`.
     """
     if form.kind == "tuple":
-        return tuple(put_together(member, tensors, text, image) for member in form.members)
+        return tuple(put_together(member, tensors) for member in form.members)
     if form.kind != "joint":
         return _whole(form, next(tensors))
-    parts = next(tensors), next(tensors)
-    for part, length in zip(parts, (text, image), strict=True):
-        torch._check(part.shape[form.axis] == length)  # type: ignore[no-untyped-call]
-    return _whole(form.members[0], torch.cat(parts, form.axis))
+    text, image = next(tensors), next(tensors)
+    return _whole(form.members[0], torch.cat([text, image], form.axis))
 
 
 def _whole(form: Form, tensor: torch.Tensor) -> Any:

@@ -128,17 +128,17 @@ class BlockTree:
             code,
         )
 
-    def holds(self, moment: Hashable = None) -> bool:
+    def holds(self, moment: Hashable = None, epoch: Hashable = None) -> bool:
         """Return whether the block is what it was: modules, hooks, attributes, code.
 
         What a wrapper decides is part of the weights (`WrapperRule.state`). A wrapper that refuses
         the block is asked again.
 
         Args:
-            moment: As for `PythonCode.current_generation`.
+            moment, epoch: As for `PythonCode.current_generation`.
         """
         return (
-            self._state.holds(moment)
+            self._state.holds(moment, epoch)
             and all(holder.get(name) is None for holder, name in self._absent)
             and all(rule.refusal_reason(w) == reason for rule, w, reason in self._refusing)
         )

@@ -84,11 +84,7 @@ class TokenStreamBlocks(BlockFamily):
 
     def run(self, block: Any, tensors: Tensors, statics: Statics) -> Any:
         given, forms = iter(tensors), statics["arguments"]
-        image, text = tensors[0].shape[1], tensors[len(self.streams) - 1].shape[1]
-        arguments = {
-            name: put_together(form, given, text, image)
-            for name, form in forms  # type: ignore[attr-defined]
-        }
+        arguments = {name: put_together(form, given) for name, form in forms}  # type: ignore[attr-defined]
         for name, parameter in inspect.signature(block.forward).parameters.items():
             if parameter.default is parameter.empty:
                 arguments.setdefault(name, None)

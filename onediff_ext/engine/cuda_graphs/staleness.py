@@ -148,14 +148,14 @@ class Snapshot:
         """Return whether nothing has changed.
 
         Args:
-            epoch: Equal for the calls of one image; the layouts of weights are read once for them.
-                None reads them each time.
+            epoch: Equal for the calls of one image; layouts of weights and code objects are read
+                once for them. None reads them each time.
         """
         return (
             self._where() == self._places
             and self._known.current_settings() == self._settings
             and self._has_its_layouts(epoch)
-            and self._state.holds()
+            and self._state.holds(epoch=epoch)
         )
 
     def places(self) -> set[int]:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -39,6 +40,8 @@ class BlockFunction(nn.Module):
         statics: As `BlockCall.statics`, by name.
         autocast: The autocast to trace with.
         quantization: Which weights are 8-bit copies; None for none.
+        dims: Names of the dims of the inputs. Dims of one name are one symbol of the graph, also
+            where the block itself does not require it: attention takes as many values as keys.
     """
 
     def __init__(
@@ -49,17 +52,19 @@ class BlockFunction(nn.Module):
         statics: Mapping[str, Hashable],
         autocast: Autocast,
         quantization: Quantization | None = None,
+        dims: Sequence[Dims] = (),
     ) -> None:
         super().__init__()
         caller = _Caller(block, family, statics)
         object.__setattr__(self, "_caller", caller)
         self._caller: nn.Module
         self._names = [f"block.{name}" for name in names]
-        self._autocast, self._quantization = autocast, quantization
+        self._autocast, self._quantization, self._dims = autocast, quantization, dims
 
     def forward(
         self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        _tie(tensors, self._dims)
         linears: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._quantization is not None:
             computes_in = None if self._autocast is None else self._autocast[1]
@@ -72,6 +77,15 @@ class BlockFunction(nn.Module):
                 self._caller, named, tensors
             )
             return outputs
+
+
+def _tie(tensors: Sequence[torch.Tensor], dims: Sequence[Dims]) -> None:
+    """Tell tracing that dims of one name are equal."""
+    sizes: dict[str, Any] = {}
+    for tensor, names in zip(tensors, dims, strict=False):
+        for size, name in zip(tensor.shape, names, strict=True):
+            if name is not None:
+                torch._check(size == sizes.setdefault(name, size))  # type: ignore[no-untyped-call]
 
 
 class _Caller(nn.Module):
@@ -120,7 +134,8 @@ def export_block(
     import torch.fx.experimental._config as symbolic_config  # adds `patch` when imported
 
     dynamic = tuple(_dynamic_dims(dims) for dims in call.dims)
-    pure = BlockFunction(block, family, names, dict(call.statics), autocast, quantization)
+    statics = dict(call.statics)
+    pure = BlockFunction(block, family, names, statics, autocast, quantization, call.dims)
     try:
         with (
             torch.inference_mode(False),  # hosts build in the middle of their sampling

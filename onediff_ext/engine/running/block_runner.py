@@ -309,7 +309,7 @@ class BlockRunner:
         if self.replaced is not None and not (self._left is not None and self._left.passes()):
             return Refusal("it has a hook or a replaced forward of another extension")
         tree = self.tree
-        if tree is None or not tree.holds(self._registry.moment):
+        if tree is None or not tree.holds(self._registry.moment, self.epoch):
             tree = self._read_block()
         if tree.is_training:
             return Refusal("the model is in training mode")

@@ -79,14 +79,14 @@ class ModelState:
                 return reason
         return self._code.torch_reason(trusted) or self._global_hook_reason
 
-    def holds(self, moment: Hashable = None) -> bool:
+    def holds(self, moment: Hashable = None, epoch: Hashable = None) -> bool:
         """Return whether everything is what it was.
 
         Args:
-            moment: As for `PythonCode.current_generation`.
+            moment, epoch: As for `PythonCode.current_generation`.
         """
         return (
-            self._code.current_generation(moment) == self._generation
+            self._code.current_generation(moment, epoch) == self._generation
             and global_hook_reason() == self._global_hook_reason
             and (
                 not self._dynamic_weight_attrs

@@ -58,13 +58,14 @@ class PythonCode:
         self._getters: list[tuple[Mapping[str, Any], Callable[[Any], Any], int | None]] = []
         self._readings: dict[int, list[Any]] = {}  # by generation, the latest last
         self._moment: Hashable = None
+        self._epoch: Hashable = None  # the last one in which code objects were read
         self._torch_reasons: dict[Sequence[str], str | None] = {}
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
         self._add(vars(torch.Tensor), list(vars(torch.Tensor)), whole=True)
         self._functions = self._python_functions()
-        self._readings[0] = self._read()
+        self._readings[0] = [*self._read(), self._codes()]
 
     def watch(self, classes: Iterable[type]) -> None:
         """Watch these classes too, with their bases and the functions of their modules."""
@@ -82,17 +83,24 @@ class PythonCode:
         for namespace, names in helpers_of(new):
             self._add(namespace, names)
         self._functions = self._python_functions()
-        self._readings = {self._generation: self._read()}
+        self._readings = {self._generation: [*self._read(), self._codes()]}
 
-    def current_generation(self, moment: Hashable = None) -> int:
+    def current_generation(self, moment: Hashable = None, epoch: Hashable = None) -> int:
         """Return the number of the code's present state.
 
         Args:
             moment: Equal for calls between which no code is replaced, such as those of one
                 forward; the code is read once for them. None reads the code each time.
+            epoch: Equal for the calls of one image. ``function.__code__`` is read once for them,
+                since each reading is an audit event. None reads it each time.
         """
         if moment is None or moment != self._moment:
             found = self._read()
+            if epoch is not None and epoch == self._epoch:
+                found.append(self._readings[self._generation][-1])
+            else:
+                found.append(self._codes())
+            self._epoch = epoch
             if not is_equal(found, self._readings[self._generation]):
                 self._torch_reasons.clear()
                 self._generation = self._generation_of(found)
@@ -133,8 +141,11 @@ class PythonCode:
                 found.append(None)
             if whole is not None:
                 found.append(len(namespace))
-        found.append(list(map(_CODE, self._functions)))  # may be replaced in place
         return found
+
+    def _codes(self) -> list[types.CodeType]:
+        """The code objects of all functions, which may be replaced in place."""
+        return list(map(_CODE, self._functions))
 
     def _python_functions(self) -> list[types.FunctionType]:
         """The watched functions that have Python code, each once."""

@@ -50,7 +50,7 @@ def test_an_argument_comes_back(value: Any, dims: Any, names: list[Any]) -> None
     assert [part.dims for part in parts] == names
     assert not any(part.tensor.is_complex() for part in parts)
     given = iter([part.tensor for part in parts])
-    again = put_together(form, given, TEXT, 5)
+    again = put_together(form, given)
     assert next(given, None) is None
     assert all(map(torch.equal, flat(again), flat(value)))
 

@@ -449,7 +449,7 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
     """And compares a recording on other inputs than those that it was made with."""
     stages: Counter[tuple[str, BatchShape]] = Counter()
     given: list[torch.Tensor] = []
-    make_inputs = warmup.unet_inputs
+    make_inputs = warmup.denoiser_inputs
 
     def make_and_note(*args: Any, **size: int) -> dict[str, Any]:
         made = make_inputs(*args, **size)
@@ -457,7 +457,7 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
         given.append(torch.cat([tensor.flatten()[:9].float() for tensor in tensors]))
         return made
 
-    monkeypatch.setattr(warmup, "unet_inputs", make_and_note)
+    monkeypatch.setattr(warmup, "denoiser_inputs", make_and_note)
     shapes = [BatchShape(128, 128), BatchShape(192, 64), BatchShape(64, 192)]
     warm_up = warmup.pipe_warm_up(pipe, shapes)
     step = warm_up._forward
@@ -492,9 +492,12 @@ def listen(event, arguments):
     count += 1
 
 
+assert snapshot.holds("picture")
 sys.addaudithook(listen)
-assert snapshot.holds()
+assert snapshot.holds("picture")
 print(count)
+assert snapshot.holds("next picture")
+assert count > 0  # code that is replaced in place is looked for once in each picture
 model[3].weight = torch.nn.Parameter(torch.ones(2, 2))
 assert not snapshot.holds()
 """

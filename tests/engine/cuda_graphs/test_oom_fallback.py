@@ -206,7 +206,7 @@ def test_a_comparison_that_does_not_fit_waits(
     if short == "graph":
         fill(kinds, 0)
     else:
-        monkeypatch.setattr(graph_check, "compare", _no_room)
+        monkeypatch.setattr(graph_check, "compare_all", _no_room)
     assert torch.allclose(decode(pipe, latents()), expected, atol=1e-4)
     assert {kind.state for kind in kinds} == {KindState.UNCHECKED}
     assert {f.reason for f in session.fallbacks()} == {

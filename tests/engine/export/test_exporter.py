@@ -1,0 +1,30 @@
+"""Exported programs, whatever the backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.export.exporter import export_block, input_fakes
+from tests.support.contract_blocks import BLOCKS, CPU
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_dims_of_one_name_are_one_symbol(name: str) -> None:
+    """Attention does not require as many values as keys; with fewer it reads what is not there."""
+    family, make_block, make_inputs = BLOCKS[name]
+    block = make_block()
+    tree = BlockTree(block, ("diffusers.",))
+    call = family.graph_call(block, family.bind(block, make_inputs(2, 8, 8), {}))
+    traced = tree.copy()
+    family.prepare(traced)
+    program = export_block(traced, family, tree.names, tree.weights(), call, CPU)
+    symbols: dict[str, set[object]] = {}
+    for fake, dims in zip(input_fakes(program)[-len(call.tensors) :], call.dims, strict=True):
+        for size, dim in zip(fake.shape, dims, strict=True):
+            if dim is not None:
+                assert isinstance(size, torch.SymInt)
+                symbols.setdefault(dim, set()).add(size.node.expr)
+    assert {dim: len(found) for dim, found in symbols.items()} == dict.fromkeys(symbols, 1)
+    assert len(set().union(*symbols.values())) == len(symbols)
