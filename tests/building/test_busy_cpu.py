@@ -46,4 +46,5 @@ def test_all_kinds_come_while_a_pipeline_draws_without_a_pause(
         undo_compile(pipe)
     assert session.count("built") == len(session.kinds) > 2
     assert longest_pause_s < 1
-    assert any(estimates)  # the status has said when
+    # The status has said when; with so few kinds, all may come at once.
+    assert any(estimate is not None for estimate in estimates)
