@@ -86,6 +86,12 @@ class JobQueues:
         jobs = [*self.waiting, *self.working, *self.loading, *self.exporting.values()]
         return [*(job.kind for job in jobs), *self.elsewhere, *self.new]
 
+    @property
+    def kinds_before_workers(self) -> list[BlockKind]:
+        """All kinds that no worker has begun, those of other processes too."""
+        jobs = [*self.waiting, *self.exporting.values()]
+        return [*(job.kind for job in jobs), *self.elsewhere, *self.new]
+
     def add(self, kinds: Sequence[BlockKind]) -> None:
         """Add kinds; those that this run has seen before are left out."""
         for kind in kinds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ ProgressListener = Callable[[BuildProgress], None]
 
 
 def remaining_seconds(
-    jobs: Sequence[Job],
     running: Sequence[Job],
     expected_s: Sequence[float | None],
     finished_s: Sequence[float],
@@ -41,9 +41,9 @@ def remaining_seconds(
     """Estimate the remaining time if one job runs after the other.
 
     Args:
-        jobs: All unfinished jobs.
-        running: The jobs among them that a worker has begun.
-        expected_s: Seconds of each job from this machine's history; None where it has no figure.
+        running: The jobs that a worker has begun.
+        expected_s: Seconds from this machine's history of each of these jobs, then of each job that
+            no worker has begun; None where it has no figure.
         finished_s: Seconds of the builds so far. Their mean replaces a missing figure.
         pace: Share of full speed that pictures leave to the workers.
 
@@ -53,11 +53,11 @@ def remaining_seconds(
     """
     mean_s = sum(finished_s) / len(finished_s) if finished_s else None
     now, total_s = time.monotonic(), 0.0
-    for job, known_s in zip(jobs, expected_s, strict=True):
+    for job, known_s in itertools.zip_longest(running, expected_s):
         seconds = mean_s if known_s is None else known_s
         if seconds is None:
             return None
-        if job in running:
+        if job is not None:
             spent_s = pace * (now - job.started_at)
             if spent_s > _FAR_LONGER * seconds + _ALLOWANCE_S:
                 return None

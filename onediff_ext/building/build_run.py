@@ -106,15 +106,16 @@ class BuildRun:
     def seconds_left(self) -> float | None:
         """Estimate the time until everything is built; None when there is no history."""
         running = list(self.jobs.working)
-        jobs = [*running, *list(self.jobs.waiting), *list(self.jobs.exporting.values())]
-        if not jobs:
+        kinds = [*(job.kind for job in running), *self.jobs.kinds_before_workers]
+        if not kinds:
             return 0.0
-        machine = machine_digest(jobs[0].kind.device)
-        labels = [job.kind.label for job in jobs]
-        expected_s = self._context.history.build_seconds(machine, labels)
-        pace = self._pace(jobs[0].kind.device)
-        total_s = remaining_seconds(jobs, running, expected_s, self._build_times_s, pace)
-        return None if total_s is None else total_s / max(1, min(len(jobs), self._worker_limit()))
+        device = kinds[0].device
+        expected_s = self._context.history.build_seconds(
+            machine_digest(device), [kind.label for kind in kinds]
+        )
+        pace = self._pace(device)
+        total_s = remaining_seconds(running, expected_s, self._build_times_s, pace)
+        return None if total_s is None else total_s / max(1, min(len(kinds), self._worker_limit()))
 
     def _pace(self, device: torch.device) -> float:
         """The speed of workers now, 1 for full speed; as seen, once builds have come in."""

@@ -70,7 +70,8 @@ class Component:
             frozenset().union(*(family.ignored_attrs for family in families)),
             sorted({name for family in families for name in family.dynamic_weight_attrs}),
             frozenset(name for family in families for name in family.per_image),
-            [family.global_settings for family in families],
+            # Most families share one function, which each replay calls.
+            list({type(f).global_settings: f.global_settings for f in families}.values()),
             session.code,
         )
         self._patches = Patches()

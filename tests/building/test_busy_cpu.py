@@ -10,6 +10,7 @@ import torch
 
 from onediff_ext.core.priority import usable_cores
 from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.compile import compile_pipe, undo_compile
 from onediff_ext.session.session import Session
 from tests.support import models
@@ -40,11 +41,15 @@ def test_all_kinds_come_while_a_pipeline_draws_without_a_pause(
             found = draw_latents(pipe)
             ended = time.monotonic()
             assert relative_error(found, expected) < 1e-4
+            if not estimates:  # as if they had taken longer before
+                for kind in session.kinds:
+                    session.build_context.history.record_build(
+                        machine_digest(kind.device), kind.label, 60
+                    )
             estimates.append(session.status().seconds_left)
     finally:
         torch.set_num_threads(threads)
         undo_compile(pipe)
     assert session.count("built") == len(session.kinds) > 2
     assert longest_pause_s < 1
-    # The status has said when; with so few kinds, all may come at once.
-    assert any(estimate is not None for estimate in estimates)
+    assert any(estimates)  # the status has said when

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath as Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ def _other_file(function: Any, globals_: Mapping[str, Any]) -> str | None:
     file = code.co_filename
     if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
         return None  # code that was generated, as dataclasses do
-    return None if Path(file).stem == Path(own).stem else file
+    return None if PurePath(file).stem == PurePath(own).stem else file
 
 
 def _is_own(method: object, module: object, name: str) -> bool:
