@@ -1,4 +1,4 @@
-"""Ways to run a UNet step: eager, ours, and the peers."""
+"""Ways to run a step of a UNet or a transformer: eager, ours, and the peers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from onediff_ext.hosts.diffusers.compile import (
     one_picture,
 )
 from onediff_ext.hosts.diffusers.compile_module import compile_module
-from onediff_ext.hosts.diffusers.probe import probe, unet_inputs
+from onediff_ext.hosts.diffusers.probe import denoiser_inputs, probe
 from onediff_ext.session.session import Session
 
 Step = Any
-"""A callable that takes the UNet's arguments."""
+"""A callable that takes the model's arguments."""
 
 # By default Dynamo silently runs a code object eager after 8 graphs.
 PEER_RECOMPILE_LIMIT = 64
 
 
 class Contender(ABC):
-    """One way to run a UNet step.
+    """One way to run a step.
 
     Attributes:
         name: Its name in rows; ours begin with "ours-".
@@ -49,8 +49,8 @@ class Contender(ABC):
         return ""
 
     @abstractmethod
-    def make(self, unet: Any, store: Path) -> Step:
-        """Return a callable that takes the UNet's arguments; the weights are shared."""
+    def make(self, model: Any, store: Path) -> Step:
+        """Return a callable that takes the model's arguments; the weights are shared."""
 
     def figures(self) -> dict[str, Any]:
         """Return further figures, such as graphs built and CUDA graphs."""
@@ -58,13 +58,13 @@ class Contender(ABC):
 
 
 class Eager(Contender):
-    """The unchanged UNet."""
+    """The unchanged model."""
 
     name = "eager"
     is_peer = False
 
-    def make(self, unet: Any, store: Path) -> Step:
-        return unet
+    def make(self, model: Any, store: Path) -> Step:
+        return model
 
 
 class Ours(Contender):
@@ -75,9 +75,10 @@ class Ours(Contender):
     def __init__(self, name: str, **options: Any) -> None:
         self.name, self._options = name, options
 
-    def make(self, unet: Any, store: Path) -> Step:
+    def make(self, model: Any, store: Path) -> Step:
         self.session = new_session(CompileOptions(store=store, **self._options))
-        pipe = SimpleNamespace(unet=unet)
+        part = "transformer" if _is_transformer(model) else "unet"
+        pipe = SimpleNamespace(**{part: model})
         start = time.perf_counter()
         compile_pipe(pipe, session=self.session)
         probe(pipe)
@@ -87,7 +88,7 @@ class Ours(Contender):
         # once for each. All steps belong to one picture here.
         self._picture = one_picture(pipe)
         self._picture.__enter__()
-        return unet
+        return model
 
     def figures(self) -> dict[str, Any]:
         return figures_of(self.session, self._ready_s)
@@ -104,23 +105,27 @@ class Plain(Contender):
         self._timestep: torch.Tensor | None = None
         self._schedule: list[torch.Tensor] = []
 
-    def make(self, unet: Any, store: Path) -> Step:
+    def make(self, model: Any, store: Path) -> Step:
         start = time.perf_counter()
-        compile_module(unet, options={"store": store, **self._options})
-        state = compiled_state(unet)
+        compile_module(model, options={"store": store, **self._options})
+        state = compiled_state(model)
         assert state is not None
         self.session = state.session
-        small = unet_inputs(unet, torch.Generator().manual_seed(0))
+        small = denoiser_inputs(model, torch.Generator().manual_seed(0))
+        assert small is not None
         for _ in range(2):  # finds and builds the kinds, and compares them
-            unet(**small)
+            model(**small)
             self.session.wait_for_builds()
         self._ready_s = time.perf_counter() - start
 
         def step(**inputs: Any) -> Any:
-            of_size = inputs["timestep"]
+            name = "timestep" if "timestep" in inputs else "t"
+            of_size = inputs[name]
             if not self._schedule or of_size is not self._timestep:  # as `set_timesteps`
-                self._timestep, self._schedule = of_size, list(of_size.repeat(self._STEPS))
-            return unet(**{**inputs, "timestep": self._schedule.pop(0)})
+                self._timestep = of_size
+                steps = torch.stack([of_size] * self._STEPS)
+                self._schedule = list(steps.unbind())
+            return model(**{**inputs, name: self._schedule.pop(0)})
 
         return step
 
@@ -146,15 +151,15 @@ class _Dynamo(Contender):
 
 
 class Compiled(_Dynamo):
-    """`torch.compile` of the whole UNet."""
+    """`torch.compile` of the whole model."""
 
     def __init__(self, name: str, *, dynamic: bool = False, **arguments: Any) -> None:
         self.name, self.static = name, not dynamic
         self._arguments: dict[str, Any] = {"dynamic": dynamic, **arguments}
 
-    def make(self, unet: Any, store: Path) -> Step:
+    def make(self, model: Any, store: Path) -> Step:
         self._raise_limits()
-        compiled = torch.compile(unet, **self._arguments)
+        compiled = torch.compile(model, **self._arguments)
 
         def step(**inputs: Any) -> Any:
             torch.compiler.cudagraph_mark_step_begin()
@@ -164,14 +169,54 @@ class Compiled(_Dynamo):
 
 
 class RepeatedBlocks(_Dynamo):
-    """diffusers' own regional compilation."""
+    """diffusers' own regional compilation, also for models that diffusers names no blocks of.
 
-    name = "compile_repeated_blocks"
+    Args:
+        name: Its name in rows.
+        dynamic: As for `torch.compile`; None is what diffusers' documentation shows.
+        captured: A CUDA graph of the whole forward for each size, recorded by hand.
+    """
 
-    def make(self, unet: Any, store: Path) -> Step:
+    def __init__(
+        self,
+        name: str = "compile_repeated_blocks",
+        *,
+        dynamic: bool | None = True,
+        captured: bool = False,
+    ) -> None:
+        self.name, self._dynamic, self._captured = name, dynamic, captured
+
+    def make(self, model: Any, store: Path) -> Step:
         self._raise_limits()
-        unet.compile_repeated_blocks(dynamic=True)
-        return unet
+        if getattr(model, "_repeated_blocks", None):
+            model.compile_repeated_blocks(dynamic=self._dynamic)
+        else:
+            for module in model.modules():
+                if type(module).__name__.endswith("TransformerBlock"):
+                    module.compile(dynamic=self._dynamic)
+        return _RecordedForward(model) if self._captured else model
+
+
+class _RecordedForward:
+    """Replays one CUDA graph for each set of inputs, which it reads where they are."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._inputs: dict[str, Any] | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        if self._inputs is None or any(inputs[k] is not v for k, v in self._inputs.items()):
+            self._inputs, self._graph = None, None
+            for _ in range(3):
+                self._model(**inputs)
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._output = self._model(**inputs)
+            self._inputs = inputs
+        assert self._graph is not None
+        self._graph.replay()
+        return self._output
 
 
 class StableFast(Contender):
@@ -183,14 +228,14 @@ class StableFast(Contender):
     def missing(self) -> str:
         return _cannot_import("sfast.compilers.diffusion_pipeline_compiler")
 
-    def make(self, unet: Any, store: Path) -> Step:
+    def make(self, model: Any, store: Path) -> Step:
         from sfast.compilers.diffusion_pipeline_compiler import CompilationConfig, compile_unet
 
         config = CompilationConfig.Default()
         config.enable_xformers = not _cannot_import("xformers")
         config.enable_triton = True
         config.enable_cuda_graph = True
-        return compile_unet(unet, config)
+        return compile_unet(model, config)
 
 
 class TorchTensorRT(_Dynamo):
@@ -202,14 +247,14 @@ class TorchTensorRT(_Dynamo):
     def missing(self) -> str:
         return _cannot_import("torch_tensorrt")
 
-    def make(self, unet: Any, store: Path) -> Step:
+    def make(self, model: Any, store: Path) -> Step:
         import torch_tensorrt  # noqa: F401  (registers the backend)
 
         self._raise_limits()
-        precisions = {torch.float32, next(unet.parameters()).dtype}
+        precisions = {torch.float32, next(model.parameters()).dtype}
         options: dict[str, Any] = {"truncate_double": True, "enabled_precisions": precisions}
         return torch.compile(
-            unet,
+            model,
             backend="torch_tensorrt",
             dynamic=False,
             options=options,
@@ -235,13 +280,33 @@ def figures_of(session: Session, ready_s: float) -> dict[str, Any]:
     }
 
 
-def all_contenders(*, channels_last: bool = True) -> list[Contender]:
-    """Return all contenders in the order of measurement.
+def unet_contenders(*, channels_last: bool = True) -> list[Contender]:
+    """Return all contenders for a UNet, in the order of measurement.
 
     Args:
         channels_last: Ours convert weights to NHWC.
     """
-    layout = {"channels_last": channels_last}
+    return [
+        *_ours(channels_last=channels_last),
+        RepeatedBlocks(),
+        *_whole_model(),
+        StableFast(),
+        TorchTensorRT(),
+    ]
+
+
+def transformer_contenders() -> list[Contender]:
+    """Return all contenders for a transformer, in the order of measurement."""
+    return [
+        *_ours(),
+        RepeatedBlocks("compile_repeated_blocks as shown", dynamic=None),
+        RepeatedBlocks(),
+        RepeatedBlocks("compile_repeated_blocks captured", captured=True),
+        *_whole_model(),
+    ]
+
+
+def _ours(**layout: Any) -> list[Contender]:
     return [
         Eager(),
         Ours("ours-captured-eager", build="never", **layout),
@@ -250,25 +315,30 @@ def all_contenders(*, channels_last: bool = True) -> list[Contender]:
         Ours("ours-fp8", build="wait", precision="fp8", **layout),
         Plain("plain", **layout),
         Plain("plain-fp8", precision="fp8", **layout),
-        RepeatedBlocks(),
+    ]
+
+
+def _whole_model() -> list[Contender]:
+    return [
         Compiled("torch.compile dynamic", dynamic=True),
         Compiled("torch.compile"),
         Compiled("torch.compile reduce-overhead", mode="reduce-overhead"),
         Compiled("torch.compile max-autotune", mode="max-autotune"),
-        StableFast(),
-        TorchTensorRT(),
     ]
 
 
-def chosen_contenders(names: str, *, channels_last: bool = True) -> list[Contender]:
+def choose(names: str, known: list[Contender]) -> list[Contender]:
     """Return the contenders of a comma-separated list of names and sets.
 
     The sets are "all", "ours" (with eager) and "peers".
 
+    Args:
+        names: The list.
+        known: All contenders of the benchmark.
+
     Raises:
         SystemExit: A name is unknown.
     """
-    known = all_contenders(channels_last=channels_last)
     wanted: set[str] = set()
     for name in (part.strip() for part in names.split(",")):
         of_set = {
@@ -283,6 +353,10 @@ def chosen_contenders(names: str, *, channels_last: bool = True) -> list[Contend
             )
         wanted |= {c.name for c in of_set}
     return [c for c in known if c.name in wanted]
+
+
+def _is_transformer(model: Any) -> bool:
+    return not hasattr(model.config, "cross_attention_dim")
 
 
 def _cannot_import(module: str) -> str:
