@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 SCRIPT = ROOT / "benchmarks" / "plain_script.py"
 PAGES = ("README.md", "docs/benchmarks.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
-SIZES = ((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512))
-UNET_COLUMNS = {
+SIZES = (
+    *((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512)),
+    (1536, 1024),
+)
+TRANSFORMERS = ("flux", "sd35-medium", "sd35-large", "z-image", "qwen-image")
+COLUMNS = {
     "eager": "eager",
     "ours-captured-eager": "eager, captured",
-    "compile_repeated_blocks": "repeated blocks",
+    "compile_repeated_blocks as shown": "repeated blocks",
+    "compile_repeated_blocks": "repeated blocks, dynamic",
+    "compile_repeated_blocks captured": "repeated blocks, captured",
     "torch.compile dynamic": "compile, dynamic",
     "torch.compile": "compile",
     "torch.compile reduce-overhead": "compile, captured",
@@ -90,14 +97,18 @@ def with_tables(text: str, results: Path) -> str:
             raise NotMeasured(name)
         return figures
 
+    def dit_table(model: str) -> str:
+        return forward_table(result(f"dit-{model}-h200"), "bfloat16")
+
     sections: dict[str, Callable[[], str]] = {
         "a user's script": lambda: f"```python\n{SCRIPT.read_text(encoding='utf-8')}```",
-        "unet sdxl short": lambda: unet_table(result("unet-sdxl-h200"), columns=SHORT_COLUMNS),
-        "unet sdxl": lambda: unet_table(result("unet-sdxl-h200")),
-        "unet sd1": lambda: unet_table(result("unet-sd1-h200")),
-        "unet sdxl bf16": lambda: unet_table(result("unet-sdxl-h200"), "bfloat16"),
+        "unet sdxl short": lambda: forward_table(result("unet-sdxl-h200"), columns=SHORT_COLUMNS),
+        "unet sdxl": lambda: forward_table(result("unet-sdxl-h200")),
+        "unet sd1": lambda: forward_table(result("unet-sd1-h200")),
+        "unet sdxl bf16": lambda: forward_table(result("unet-sdxl-h200"), "bfloat16"),
         "unet sdxl first": lambda: first_steps(result("unet-sdxl-h200")),
         "unet sd1 first": lambda: first_steps(result("unet-sd1-h200")),
+        **{f"dit {model}": partial(dit_table, model) for model in TRANSFORMERS},
         "vae": lambda: vae_table(result("vae-sdxl-h200")),
         "vae encode": lambda: vae_table(result("vae-sdxl-h200"), "encode"),
         "pipeline sdxl": lambda: pipeline_table(result("pipeline-sdxl-h200")),
@@ -130,13 +141,13 @@ def with_tables(text: str, results: Path) -> str:
     return text
 
 
-def unet_table(
-    figures: Figures, dtype: str = "float16", columns: Collection[str] = tuple(UNET_COLUMNS)
+def forward_table(
+    figures: Figures, dtype: str = "float16", columns: Collection[str] = tuple(COLUMNS)
 ) -> str:
-    """Milliseconds of a UNet step by size, and how many times faster than eager OneDiff is.
+    """Milliseconds of a forward by size, and how many times faster than eager OneDiff is.
 
     Args:
-        figures: A result file of `benchmarks.unet`.
+        figures: A result file of `benchmarks.unet` or `benchmarks.dit`.
         dtype: Rows of this dtype.
         columns: Contenders, each a column when it was measured.
     """
@@ -147,11 +158,12 @@ def unet_table(
     ms = {(r["contender"], r["width"], r["height"]): r["ms_median"] for r in rows}
     titles = {
         name: title
-        for name, title in UNET_COLUMNS.items()
+        for name, title in COLUMNS.items()
         if name in columns and any(key[0] == name for key in ms)
     }
     lines = []
-    for width, height in SIZES:
+    measured = dict.fromkeys((row["width"], row["height"]) for row in rows)
+    for width, height in [size for size in SIZES if size in measured]:
         of_size = {name: ms.get((name, width, height)) for name in titles}
         eager, ours = of_size.get("eager"), of_size.get("ours-exact")
         gain = f"{eager / ours:.1f}" if eager and ours else "-"
@@ -167,7 +179,7 @@ def first_steps(figures: Figures, dtype: str = "float16") -> str:
     measured = [r for r in figures["rows"] if r["dtype"] == dtype and "measured" in r]
     if not measured:
         raise NotMeasured(dtype)
-    for name, title in UNET_COLUMNS.items():
+    for name, title in COLUMNS.items():
         found = figures.get("contenders", {}).get(name, {})
         rows = [r for r in measured if r["contender"] == name]
         first = [row["first_s"] for row in rows if "first_s" in row]
