@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("gradio", reason="the page needs gradio, which is not installed")
 pytest.importorskip("diffusers", reason="the page draws with diffusers, which is not installed")
 
 import torch

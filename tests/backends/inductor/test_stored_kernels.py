@@ -26,7 +26,8 @@ from onediff_ext.backends.inductor.backend import InductorBackend
 folder = Path(sys.argv[1])
 arguments = torch.load(folder / "arguments.pt", weights_only=True)
 graph = InductorBackend().load((folder / "graph.bin").read_bytes(), torch.device("cuda"))
-torch.save(graph(arguments), folder / "output.pt")
+(output,) = graph(arguments)
+torch.save(output, folder / "output.pt")
 """
 
 
