@@ -7,8 +7,8 @@ the fast ones.
 
 int8 needs a scale for each output channel and for each token.
 
-Only the linear layers inside transformer blocks are quantized. Convolutions, time embeddings and
-layers between blocks keep the host's precision.
+Only the linear layers inside transformer blocks are quantized, as the block's family says.
+Convolutions, time embeddings and layers between blocks keep the host's precision.
 """
 
 from __future__ import annotations
@@ -27,11 +27,21 @@ EIGHT_BIT_TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127
 PRECISIONS = tuple(EIGHT_BIT_TYPES)
 SMALLEST_SCALE = 1e-12
 _MULTIPLE = 16  # the libraries' 8-bit products need both dims to be multiples of it
-# Attention's output would need a pass of its own to become 8-bit, which takes longer than the
-# product saves.
-_KEPT = ("to_out.0",)
-# Layers that read one input become one product.
-_TOGETHER = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
+
+
+@dataclass(frozen=True)
+class EightBitLinears:
+    """Which linear layers of a family's blocks may compute in 8 bits.
+
+    Args:
+        together: Names of layers that read one input; they become one product.
+        exact: Layers that keep the host's precision, by the ends of their names.
+        precisions: Those of `PRECISIONS` in which the blocks were tried.
+    """
+
+    together: tuple[tuple[str, ...], ...] = ()
+    exact: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ def plan(
     names: Sequence[str],
     weights: Sequence[torch.Tensor],
     precision: str,
+    linears: EightBitLinears,
     without: Sequence[str] = (),
 ) -> Quantization | None:
     """Choose the weights of a block that become 8-bit copies.
@@ -80,6 +91,7 @@ def plan(
     Args:
         names, weights: The weights of the block.
         precision: One of `PRECISIONS`.
+        linears: Of the block's family.
         without: Names of layers that the graph does not run.
 
     Returns:
@@ -90,11 +102,11 @@ def plan(
         for i, (name, weight) in enumerate(zip(names, weights, strict=True))
         if (layer := name.removesuffix(".weight")) != name
         and layer not in without
-        and not layer.endswith(_KEPT)
+        and not layer.endswith(linears.exact)
         and _fits(weight)
     }
     groups = []
-    for together in _TOGETHER:
+    for together in linears.together:
         members = tuple(index[name] for name in together if name in index)
         if len(members) == len(together) and len({weights[i].shape[1] for i in members}) == 1:
             groups.append(members)

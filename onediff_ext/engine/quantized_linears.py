@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from onediff_ext.engine.magnitude_bounds import MagnitudeBounds
 from onediff_ext.engine.quantization import EIGHT_BIT_TYPES, SMALLEST_SCALE, Quantization
 
 
@@ -54,7 +55,7 @@ class QuantizedLinears(TorchFunctionMode):
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, int, int]] = {}
         self._inputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._outputs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._normed: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._bounds = MagnitudeBounds()
         if quantization.precision == "fp8":
             *weights, self._unit = weights
         scales = weights[len(weights) - len(quantization.groups) :]
@@ -75,15 +76,16 @@ class QuantizedLinears(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.nn.functional.layer_norm:
-            return self._layer_norm(func, args, kwargs or {})
         if func is torch.Tensor.to and id(args[0]) in self._layers:
             return args[0]  # the layer casts its weight itself
         layer = None
         if func is torch.nn.functional.linear and len(args) > 1:
             layer = self._layers.get(id(args[1]))
         if layer is None:
-            return func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
+            if self._precision == "fp8":
+                self._bounds.note(func, args, kwargs or {}, output)
+            return output
         weight, scale, start, end = layer
         bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
         if (start, end) == (0, weight.shape[0]):
@@ -95,26 +97,10 @@ class QuantizedLinears(TorchFunctionMode):
         output = known[1][..., start:end]
         return output if bias is None else output + bias
 
-    def _layer_norm(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        output = func(*args, **kwargs)
-        named = dict(zip(("input", "normalized_shape", "weight", "bias"), args, strict=False))
-        named |= kwargs
-        weight, bias = named.get("weight"), named.get("bias")
-        if weight is not None and bias is not None and weight.ndim == 1:
-            self._normed[id(output)] = (output, weight, bias)
-        return output
-
     def _in_8_bits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply `quantize_rows` once for all layers that read x [..., K]."""
         if id(x) not in self._inputs:
-            bound = None
-            if self._precision == "fp8" and id(x) in self._normed:
-                _, weight, bias = self._normed[id(x)]
-                # Of n numbers with mean 0 and variance 1, none exceeds the root of n.
-                root = weight.shape[0] ** 0.5
-                bound = (weight.float().abs() * root + bias.float().abs()).amax(0, keepdim=True)
+            bound = self._bounds.of(x)
             rows = x.reshape(-1, x.shape[-1])
             self._inputs[id(x)] = (x, *quantize_rows(rows, self._precision, bound))
         _, rows, scales = self._inputs[id(x)]

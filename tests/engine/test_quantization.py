@@ -12,6 +12,7 @@ from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall
 from onediff_ext.engine.export.exporter import export_block, load_program, save_program
 from onediff_ext.engine.quantization import (
+    EightBitLinears,
     Quantization,
     QuantizedWeights,
     outlines,
@@ -24,6 +25,7 @@ from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.hosts.diffusers.blocks import TransformerFamily
 
 CPU = torch.device("cpu")
+LINEARS = TransformerFamily.eight_bits or EightBitLinears()
 # Relative error of a whole block, measured on the block below: 1.2e-2 (fp8) and 4e-3 (int8).
 ERROR = {"fp8": 3e-2, "int8": 1e-2}
 
@@ -52,7 +54,7 @@ def _traced(
     tree = BlockTree.of(_block(), family)
     weights = tree.weights()
     assert weights is not None
-    quantization = plan(tree.names, weights, precision)
+    quantization = plan(tree.names, weights, precision, LINEARS)
     assert quantization is not None
     program = export_block(
         tree.copy(), family, tree.names, outlines(weights, quantization), call, CPU, autocast,
@@ -121,7 +123,7 @@ def test_layers_that_cast_their_weights_by_hand(precision: str) -> None:
     torch.manual_seed(0)
     block, x = _Projections(), torch.randn(3, 7, 32)
     names, weights = zip(*block.named_parameters(), strict=True)
-    quantization = plan(names, weights, precision)
+    quantization = plan(names, weights, precision, LINEARS)
     assert quantization is not None
     assert sorted(map(len, quantization.groups)) == [1, 3]
     taken = QuantizedWeights(quantization).apply(weights, 0)
@@ -137,7 +139,7 @@ def test_layers_with_one_input_are_one_product() -> None:
     tree = BlockTree.of(_block(), TransformerFamily())
     weights = tree.weights()
     assert weights is not None
-    quantization = plan(tree.names, weights, "fp8")
+    quantization = plan(tree.names, weights, "fp8", LINEARS)
     assert quantization is not None
     groups = [tuple(tree.names[i] for i in group) for group in quantization.groups]
     assert ("attn1.to_q.weight", "attn1.to_k.weight", "attn1.to_v.weight") in groups
@@ -151,11 +153,11 @@ def test_layers_with_one_input_are_one_product() -> None:
 def test_layers_whose_sizes_do_not_fit_stay_exact() -> None:
     weights = [torch.randn(64, 30), torch.randn(64), torch.randn(64, 32, 3, 3)]
     names = ["proj.weight", "norm.weight", "conv.weight"]
-    assert plan(names, weights, "fp8") is None
+    assert plan(names, weights, "fp8", LINEARS) is None
 
 
 def _copies(weights: list[torch.Tensor]) -> tuple[QuantizedWeights, list[torch.Tensor]]:
-    quantization = plan(["a.weight", "b.weight"], weights, "fp8")
+    quantization = plan(["a.weight", "b.weight"], weights, "fp8", LINEARS)
     assert quantization is not None
     copies = QuantizedWeights(quantization)
     return copies, copies.apply(weights, generation=1)
@@ -215,7 +217,7 @@ def test_an_input_with_a_bound_has_one_scale_and_never_runs_over() -> None:
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_copies_are_the_weights_within_8_bits(precision: str) -> None:
     weight = torch.randn(32, 64)
-    quantization = plan(["a.weight"], [weight], precision)
+    quantization = plan(["a.weight"], [weight], precision, LINEARS)
     assert quantization is not None
     rows, scales, *_ = QuantizedWeights(quantization).apply([weight], 0)
     most = weight.abs().amax() if precision == "fp8" else weight.abs().amax(-1, keepdim=True)

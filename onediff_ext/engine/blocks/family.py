@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.blocks.arguments import named_arguments
+from onediff_ext.engine.quantization import EightBitLinears
 
 # Inclusive bounds of the dims that may vary, in latent cells and tokens. Below 64 images the code
 # paths of Inductor and of the hosts' packages do not change.
@@ -90,7 +91,7 @@ class BlockFamily(ABC):
         per_image: Full names of models that consist of such blocks and whose images of one batch
             do not depend on each other. The OOM fallback may halve their batches.
         mutates_inputs: Whether the block's own forward writes into its inputs. `run` must not.
-        quantizable: Whether the block's linear layers may compute in 8 bits.
+        eight_bits: Which linear layers may compute in 8 bits; None for none.
         prompt_layers: Names of the layers that read only the prompt. They run ahead of the graph
             and make the text KV cache.
     """
@@ -106,7 +107,7 @@ class BlockFamily(ABC):
     trusted_patchers: tuple[str, ...] = ()
     per_image: tuple[str, ...] = ()
     mutates_inputs = False
-    quantizable = False
+    eight_bits: EightBitLinears | None = None
     prompt_layers: tuple[str, ...] = ()
 
     @abstractmethod

@@ -21,6 +21,7 @@ from onediff_ext.engine.blocks.family import (
     Statics,
     Tensors,
 )
+from onediff_ext.engine.quantization import EightBitLinears
 
 # The value of the static "context" in a call with a text KV cache. It is part of stored keys.
 _PROJECTED = "projected"
@@ -29,7 +30,12 @@ _PROJECTED = "projected"
 class TransformerBlocks(BlockFamily):
     """Self-attention, cross-attention ``attn2`` to a context, and a feed-forward network."""
 
-    quantizable = True
+    # Attention's output would need a pass of its own to become 8-bit, which takes longer than the
+    # product saves.
+    eight_bits: EightBitLinears | None = EightBitLinears(
+        together=(("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
+        exact=("to_out.0",),
+    )
     prompt_layers = ("attn2.to_k", "attn2.to_v")
 
     @abstractmethod

@@ -95,10 +95,12 @@ def _quantization(
 ) -> Quantization | None:
     """Plan the 8-bit copies for the user's precision; None for none."""
     precision = registry.precision
-    if not family.quantizable or precision not in PRECISIONS:
+    if family.eight_bits is None or precision not in PRECISIONS:
         return None
     reason = unavailable_reason(precision, device)
+    if reason is None and precision not in family.eight_bits.precisions:
+        reason = f"{family.label} has {' and '.join(family.eight_bits.precisions)} only"
     if reason is not None:
         registry.fell_back(f"the {precision} precision", reason)
         return None
-    return plan(tree.names, weights, precision, ahead)
+    return plan(tree.names, weights, precision, family.eight_bits, ahead)

@@ -16,6 +16,7 @@ from torch import nn
 from onediff_ext.engine.blocks.argument_parts import JOINT, Members
 from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Arguments, Dims
 from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
+from onediff_ext.engine.quantization import EightBitLinears
 from onediff_ext.hosts.diffusers.attention_processors import (
     active_backend,
     backend_eager_reason,
@@ -31,6 +32,13 @@ _TABLE: Dims = ("tokens", None)
 _TABLES: Dims = ("batch", "tokens", None)
 _JOINT_MASK: Dims = ("batch", JOINT)
 _MASK: Dims = ("batch", "tokens")
+
+# Blocks whose attention and feed-forward network read the same tokens.
+_ONE_INPUT = EightBitLinears(
+    together=(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),),
+    exact=("norm.linear",),
+    precisions=("fp8",),
+)
 
 _PROCESSORS = frozenset(
     f"diffusers.models.{name}"
@@ -53,6 +61,18 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
     streams: Mapping[str, Dims] = {"hidden_states": TOKENS, "encoder_hidden_states": CONTEXT}
     outputs: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     attentions: tuple[str, ...] = ("attn",)
+    # Products of one vector for a picture stay exact: they cost nothing. int8 was not tried: its
+    # products need more than 16 rows, and a short prompt has less.
+    eight_bits: EightBitLinears | None = EightBitLinears(
+        together=(
+            ("attn.to_q", "attn.to_k", "attn.to_v"),
+            ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+            ("feed_forward.linear_1", "feed_forward.linear_3"),
+        ),
+        exact=("norm.linear", "norm1.linear", "norm1_context.linear", "img_mod.1", "txt_mod.1"),
+        precisions=("fp8",),
+    )
 
     def block_class(self) -> type[nn.Module] | None:
         found: Any = super().block_class()
@@ -128,6 +148,7 @@ class FluxSingleFamily(FluxFamily):
 
     label = "FluxSingleTransformerBlock"
     path = "diffusers.models.transformers.transformer_flux:FluxSingleTransformerBlock"
+    eight_bits = _ONE_INPUT
 
 
 class ChromaFamily(_TokenFamily):
@@ -153,6 +174,7 @@ class ChromaFamily(_TokenFamily):
 class ChromaSingleFamily(_OneStreamFamily):
     """Chroma's block on the tokens of text and image."""
 
+    eight_bits = _ONE_INPUT
     label = "ChromaSingleTransformerBlock"
     path = "diffusers.models.transformers.transformer_chroma:ChromaSingleTransformerBlock"
     arguments = (
@@ -249,6 +271,14 @@ class ZImageFamily(_OneStreamFamily):
         "adaln_input": VECTOR,
     }
     attentions = ("attention",)
+    eight_bits = EightBitLinears(
+        together=(
+            ("attention.to_q", "attention.to_k", "attention.to_v"),
+            ("feed_forward.w1", "feed_forward.w3"),
+        ),
+        exact=("adaLN_modulation.0",),
+        precisions=("fp8",),
+    )
     redundant_attrs = DiffusersBlocks.redundant_attrs | {"layer_id"}
 
 
