@@ -113,7 +113,7 @@ def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
 
 def _whole(form: Form, tensor: torch.Tensor) -> Any:
     if form.kind == "complex":
-        return ComplexPair(*tensor.reshape(*tensor.shape[:-1], -1, 2).unbind(-1))
+        return ComplexPair(tensor.reshape(*tensor.shape[:-1], -1, 2))
     return tensor
 
 

@@ -14,24 +14,25 @@ from torch.overrides import TorchFunctionMode
 
 
 class ComplexPair:
-    """A complex tensor as its real and its imaginary part.
+    """A complex tensor as pairs of its real and its imaginary part.
 
     Args:
-        real, imaginary: Tensors of one shape.
+        pairs: [..., 2].
     """
 
-    def __init__(self, real: torch.Tensor, imaginary: torch.Tensor) -> None:
-        self.real, self.imaginary = real, imaginary
+    def __init__(self, pairs: torch.Tensor) -> None:
+        self.pairs = pairs
 
     def unsqueeze(self, dim: int) -> ComplexPair:
         """As the tensor's method."""
-        return ComplexPair(self.real.unsqueeze(dim), self.imaginary.unsqueeze(dim))
+        return ComplexPair(self.pairs.unsqueeze(dim if dim >= 0 else dim - 1))
 
     def __mul__(self, other: ComplexPair) -> ComplexPair:
-        return ComplexPair(
-            self.real * other.real - self.imaginary * other.imaginary,
-            self.real * other.imaginary + self.imaginary * other.real,
-        )
+        # (a + bi)(c + di) = (ac - bd) + (bc + ad)i. To swap a pair is another index for a compiler,
+        # where stacking two halves is a pass of its own.
+        real, imaginary = other.pairs[..., :1], other.pairs[..., 1:]
+        sign = torch.arange(-1, 3, 2, device=imaginary.device, dtype=imaginary.dtype)
+        return ComplexPair(self.pairs * real + self.pairs.flip(-1) * (imaginary * sign))
 
     @classmethod
     def __torch_function__(
@@ -42,7 +43,7 @@ class ComplexPair:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.view_as_real:
-            return torch.stack([args[0].real, args[0].imaginary], -1)
+            return args[0].pairs
         return NotImplemented
 
 
@@ -57,5 +58,5 @@ class RealArithmetic(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.view_as_complex:
-            return ComplexPair(*args[0].unbind(-1))
+            return ComplexPair(args[0])
         return func(*args, **(kwargs or {}))

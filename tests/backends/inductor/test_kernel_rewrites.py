@@ -12,11 +12,16 @@ from torch import nn
 from torch.nn import functional
 
 from onediff_ext.engine.export.autocast import CudaAutocast
-from onediff_ext.engine.quantization import QuantizedWeights, plan
+from onediff_ext.engine.quantization import EightBitLinears, QuantizedWeights, plan
 from onediff_ext.engine.quantized_linears import QuantizedLinears
 from tests.support.ldm_stand_in import BasicTransformerBlock, CrossAttention, ResBlock
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, is not installed")
+
+LINEARS = EightBitLinears(
+    together=(("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
+    exact=("to_out.0",),
+)
 
 
 class GroupNorm32(nn.GroupNorm):
@@ -161,7 +166,7 @@ def test_a_transformer_under_autocast_casts_nothing() -> None:
 def test_8_bits_come_from_the_kernels_before_them(precision: str, autocast: bool) -> None:
     block = BasicTransformerBlock(32, 2, 48).half().requires_grad_(False)
     names, weights = zip(*block.named_parameters(), strict=True)
-    quantization = plan(names, weights, precision)
+    quantization = plan(names, weights, precision, LINEARS)
     assert quantization is not None
 
     class Quantized(nn.Module):
@@ -216,3 +221,34 @@ def test_a_weight_that_is_really_cast_stands_behind_the_sum() -> None:
     graph = rewritten(block, half(2, 9, 32))
     assert calls(graph) == {"layer_norm": 1}  # not the sum's, which comes before the cast
     graph.graph.lint()
+
+
+class Rotated(nn.Module):
+    """RoPE on pairs of neighbours, as Flux has it."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        rotated = torch.stack([-imaginary, real], dim=-1).flatten(3)
+        return (x.float() * cos + rotated.float() * sin).to(x.dtype)
+
+
+def test_rotated_pairs_are_a_swap_of_neighbours() -> None:
+    x, tables = torch.randn(2, 5, 3, 8).bfloat16(), torch.randn(2, 5, 1, 8).unbind()
+    graph = rewritten(Rotated(), x, *tables)
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert "aten.flip.default" in targets
+    assert not targets & {"aten.stack.default", "aten.neg.default", "aten.unbind.int"}
+    (found,) = graph(x, *tables)
+    torch.testing.assert_close(found, Rotated()(x, *tables), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("halves", [lambda a, b: (a, -b), lambda a, b: (-a, b)])
+def test_other_stacks_stay(halves: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    class Stacked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack(halves(*x.unbind(-1)), dim=-1)
+
+    x = torch.randn(2, 5, 2)
+    graph = rewritten(Stacked(), x)
+    assert "aten.stack.default" in {str(node.target) for node in graph.graph.nodes}
+    torch.testing.assert_close(graph(x)[0], Stacked()(x))

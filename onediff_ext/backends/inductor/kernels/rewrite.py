@@ -16,6 +16,7 @@ from onediff_ext.backends.inductor.kernels.rewrite_norms import (
     rewrite_group_norm,
     rewrite_layer_norm,
 )
+from onediff_ext.backends.inductor.kernels.rewrite_rope import rewrite_rotated_pairs
 from onediff_ext.backends.inductor.kernels.simplify import (
     drop_cast_to_itself,
     drop_division_by_one,
@@ -31,6 +32,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     ATEN.mul.Tensor: rewrite_geglu,
     ATEN.group_norm.default: rewrite_group_norm,
     ATEN.layer_norm.default: rewrite_layer_norm,
+    ATEN.stack.default: rewrite_rotated_pairs,
 }
 
 
