@@ -54,7 +54,7 @@ def test_a_section_is_replaced_and_stays_the_same(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_at_a_size_is_a_dash() -> None:
-    table = tables.unet_table(
+    table = tables.forward_table(
         unet(
             row("eager", 512, 512, 44.0),
             row("torch.compile", 1024, 1024, 30.0),
@@ -69,10 +69,10 @@ def test_what_was_not_measured_at_a_size_is_a_dash() -> None:
 
 def test_rows_of_another_dtype_stay_out() -> None:
     rows = (row("eager", 512, 512, 44.0), row("eager", 512, 512, 99.0) | {"dtype": "bfloat16"})
-    assert "99.0" not in tables.unet_table(unet(*rows))
-    assert "99.0" in tables.unet_table(unet(*rows), "bfloat16")
+    assert "99.0" not in tables.forward_table(unet(*rows))
+    assert "99.0" in tables.forward_table(unet(*rows), "bfloat16")
     with pytest.raises(tables.NotMeasured):
-        tables.unet_table(unet(*rows), "float32")
+        tables.forward_table(unet(*rows), "float32")
 
 
 def test_the_vaes_parts_are_tables_of_their_own() -> None:

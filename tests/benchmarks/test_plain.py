@@ -88,6 +88,6 @@ def test_both_are_shown_where_they_differ() -> None:
     assert [r["contender"] for r in as_used(slow)] == [
         *["ours-exact" + ANNOUNCED] * 2, "ours-exact", "eager", "ours-exact",
     ]  # fmt: skip
-    header, _, *lines = tables.unet_table({"rows": slow}).splitlines()
+    header, _, *lines = tables.forward_table({"rows": slow}).splitlines()
     assert header == "| size | eager | OneDiff | OneDiff, announced | times faster |"
     assert lines[0] == "| 512x512 | 1.0 | 10.0 | 10.0 | 0.1 |"
