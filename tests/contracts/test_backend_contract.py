@@ -33,6 +33,10 @@ def built(request):
     traced = tree.copy()
     family.prepare(traced)
     program = export_block(traced, family, tree.names, tree.weights(), call, CPU)
+    if name == "oneflow" and kind == "two streams":
+        with pytest.raises(BackendError, match="one output"):
+            backend.build(program, CPU)
+        pytest.skip("OneFlow's graphs have one output")
     payload = backend.build(load_program(save_program(program)), CPU)
     return backend, family, block, make_inputs, payload
 

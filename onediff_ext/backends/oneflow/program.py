@@ -30,12 +30,12 @@ class FlowProgram:
     def __init__(self, graph_module: GraphModule) -> None:
         self.number = next(_NUMBERS)
         self._graph_module = graph_module
-        missing = sorted({name for node in graph_module.graph.nodes if (name := _missing(node))})
-        if missing:
-            raise BackendError(f"OneFlow has no operator for {', '.join(missing)}")
         outputs = graph_module.graph.output_node().args[0]
         if isinstance(outputs, (tuple, list)) and len(outputs) > 1:
             raise BackendError("OneFlow's graphs have one output")
+        missing = sorted({name for node in graph_module.graph.nodes if (name := _missing(node))})
+        if missing:
+            raise BackendError(f"OneFlow has no operator for {', '.join(missing)}")
 
     def run(self, flow: Any, arguments: list[Any]) -> Any:
         """Run on OneFlow tensors, eager or of a graph under construction."""

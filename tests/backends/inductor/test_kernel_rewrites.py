@@ -252,3 +252,23 @@ def test_other_stacks_stay(halves: Callable[[torch.Tensor, torch.Tensor], Any]) 
     graph = rewritten(Stacked(), x)
     assert "aten.stack.default" in {str(node.target) for node in graph.graph.nodes}
     torch.testing.assert_close(graph(x)[0], Stacked()(x))
+
+
+def test_an_inferred_size_that_is_always_the_same_is_a_number() -> None:
+    class Paired(nn.Module):
+        def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([text, image], dim=1)
+            pairs = both.reshape(*both.shape[:-1], -1, 2)
+            return pairs.reshape(both.shape[0], -1, 8)  # this one depends on the tokens
+
+    from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
+
+    batch, few, many = (torch.export.Dim(name, min=1, max=512) for name in ("b", "few", "many"))
+    given = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    program = torch.export.export(
+        Paired(), given, dynamic_shapes=({0: batch, 1: few}, {0: batch, 1: many}), strict=False
+    )
+    graph = with_kernels(program.graph_module)
+    sizes = [node.args[1] for node in graph.graph.nodes if "reshape" in str(node.target)]
+    assert [size[-2:] for size in sizes] == [[4, 2], [-1, 8]]
+    torch.testing.assert_close(graph(*given)[0], Paired()(*given))

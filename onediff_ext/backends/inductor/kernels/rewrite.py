@@ -21,6 +21,7 @@ from onediff_ext.backends.inductor.kernels.simplify import (
     drop_cast_to_itself,
     drop_division_by_one,
     drop_dropout,
+    name_inferred_size,
     swish_to_silu,
 )
 
@@ -47,6 +48,7 @@ def with_kernels(graph_module: GraphModule) -> GraphModule:
         drop_cast_to_itself(node)
         drop_dropout(node)
         swish_to_silu(node)
+        name_inferred_size(node)
     for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
             rewrite(node)

@@ -48,3 +48,36 @@ def drop_division_by_one(node: Any) -> None:
         value = x.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype == node.meta["val"].dtype:
             node.replace_all_uses_with(x)
+
+
+def name_inferred_size(node: Any) -> None:
+    """Replace the -1 of a reshape by its number where that is the same for all inputs.
+
+    Torch infers a size as a quotient of products of symbols. Where batch times a sum of token counts
+    is divided by itself times a number, it keeps the quotient, and kernels divide by it at each
+    element.
+    """
+    if node.target not in (ATEN.reshape.default, ATEN.view.default):
+        return
+    x, sizes = node.args
+    if -1 not in sizes:
+        return
+    place = list(sizes).index(-1)
+    number = _constant(node.meta["val"].shape[place])
+    if number is not None:
+        node.args = (x, [*sizes[:place], number, *sizes[place + 1 :]])
+
+
+def _constant(size: Any) -> int | None:
+    """Return the value of a size that does not depend on its symbols, or None."""
+    if isinstance(size, int):
+        return size
+    import sympy  # type: ignore[import-untyped]
+    from torch.utils._sympy.functions import FloorDiv
+
+    def divided(whole: Any, part: Any) -> Any:
+        quotient = sympy.cancel(whole / part)
+        return quotient if quotient.is_Integer else FloorDiv(whole, part)
+
+    expression = sympy.expand(size.node.expr.replace(FloorDiv, divided))
+    return int(expression) if expression.is_Integer else None
