@@ -1,8 +1,8 @@
-"""Autocast's rules for CUDA as explicit casts, to trace a block on the CPU.
+"""Autocast's rules for CUDA as explicit casts, to trace a block on any device.
 
 Autocast has rules for each device type: on a CPU, LayerNorm stays in 16 bits and some products
-stay in float32. A forked child cannot use the GPU. It traces on the CPU, and inserts the casts that
-autocast would make on the GPU.
+stay in float32. A forked child cannot use the GPU: it traces on the CPU. A graph that calls
+autocast itself cannot be saved. So tracing inserts the casts that autocast would make on the GPU.
 
 Source: torch's ATen/autocast_mode.h (2.8 to 2.13), limited to the functions that blocks call.
 """
@@ -56,7 +56,9 @@ AS_THEY_ARE = frozenset(
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Does what ``torch.autocast("cuda", dtype)`` would do, while a block is traced on the CPU.
+    """Does what ``torch.autocast("cuda", dtype)`` would do, while a block is traced.
+
+    Code under ``torch.autocast("cuda", enabled=False)`` is left as it is.
 
     Args:
         dtype: The dtype of products, ``torch.float16`` or ``torch.bfloat16``.
@@ -68,6 +70,21 @@ class CudaAutocast(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+        self._outer: tuple[bool, torch.dtype] | None = None
+
+    def __enter__(self) -> CudaAutocast:
+        # `torch.autocast` would be recorded as a call of another graph; these settings are not.
+        self._outer = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", self._dtype)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        assert self._outer is not None
+        torch.set_autocast_enabled("cuda", self._outer[0])
+        torch.set_autocast_dtype("cuda", self._outer[1])
 
     def __torch_function__(
         self,
@@ -77,6 +94,8 @@ class CudaAutocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if not torch.is_autocast_enabled("cuda"):
+            return func(*args, **kwargs)
         if name in LOWER_PRECISION:
             args, kwargs = _cast((args, kwargs), self._dtype)
         elif name in FLOAT32 or (name in FLOAT32_RESULT and kwargs.get("dtype") is None):

@@ -17,6 +17,7 @@ from onediff_ext.core.words import first_line
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall, BlockFamily, Dims
 from onediff_ext.engine.blocks.weight_slots import Layout, layout_of
 from onediff_ext.engine.export.autocast import CudaAutocast
+from onediff_ext.engine.export.disabled_autocast import inline_disabled_autocast
 from onediff_ext.engine.quantization import Quantization
 from onediff_ext.engine.quantized_linears import QuantizedLinears
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
@@ -72,7 +73,7 @@ class BlockFunction(nn.Module):
             weights = weights[: len(self._names)]  # the rest are scales
         named = dict(zip(self._names, weights, strict=True))
         # Tracing does not record an outer autocast, so it is entered here.
-        with _autocast_context(self._autocast, tensors[0].device), linears:
+        with _autocast_context(self._autocast), linears:
             outputs: tuple[torch.Tensor, ...] = torch.func.functional_call(
                 self._caller, named, tensors
             )
@@ -155,6 +156,7 @@ def export_block(
     except Exception as exc:  # torch.export raises dozens of unrelated types
         reason = f"{type(exc).__name__}: {first_line(str(exc))}"[:300]
         raise ExportError(f"The block cannot be traced: {reason}") from exc
+    inline_disabled_autocast(program.graph_module)
     _check_dims_vary(program, call, len(weights))
     program._example_inputs = None  # would save the weights with the program
     return program
@@ -300,12 +302,10 @@ def _check_dims_vary(
                 raise ExportError(f"Tracing narrowed {name} to {bounds.lower}..{bounds.upper}.")
 
 
-def _autocast_context(
-    autocast: Autocast, device: torch.device
-) -> contextlib.AbstractContextManager[object]:
+def _autocast_context(autocast: Autocast) -> contextlib.AbstractContextManager[object]:
     if autocast is None:
         return contextlib.nullcontext()
     device_type, dtype = autocast
-    if device_type == "cuda" and device.type == "cpu":  # traced for the GPU
+    if device_type == "cuda":  # traced on the CPU or not: a graph with a real one cannot be saved
         return CudaAutocast(dtype)
     return torch.autocast(device_type, dtype=dtype)

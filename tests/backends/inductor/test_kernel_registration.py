@@ -27,7 +27,9 @@ def test_each_module_with_an_operator_is_imported(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(importlib, "import_module", imported.append)
         kernels.register_kernels()
-    operators = {name for name, text in sources.items() if re.search(r"^@triton_op\(", text, re.M)}
+    operators = {
+        name for name, text in sources.items() if re.search(r"^@(triton|custom)_op\(", text, re.M)
+    }
     assert len(operators) >= 5
     assert set(imported) == operators
 

@@ -272,3 +272,68 @@ def test_an_inferred_size_that_is_always_the_same_is_a_number() -> None:
     sizes = [node.args[1] for node in graph.graph.nodes if "reshape" in str(node.target)]
     assert [size[-2:] for size in sizes] == [[4, 2], [-1, 8]]
     torch.testing.assert_close(graph(*given)[0], Paired()(*given))
+
+
+class Feeds(nn.Module):
+    """A feed-forward network of tokens that two streams join in, and are cut from again."""
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16, elementwise_affine=False)
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(16 + 64, 16)
+        self.act = nn.GELU(approximate=approximate)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor, gate: torch.Tensor) -> Any:
+        both = torch.cat([text, image], dim=1)
+        normed = self.norm(both) * (1 + gate)
+        fed = self.narrow(torch.cat([normed, self.act(self.wide(normed))], dim=2))
+        out = both + gate * fed
+        return out[:, : text.shape[1]], out[:, text.shape[1] :]
+
+
+def feeds(approximate: str = "tanh") -> tuple[Any, Any, list[torch.Tensor]]:
+    from onediff_ext.backends.inductor.kernels.rewrite import with_kernels
+
+    torch.manual_seed(0)
+    block = Feeds(approximate).bfloat16().eval().requires_grad_(False)
+    batch, few, many = (torch.export.Dim(name, min=1, max=512) for name in ("b", "few", "many"))
+    given = [torch.randn(2, n, 16).bfloat16() for n in (3, 5, 1)]
+    shapes = ({0: batch, 1: few}, {0: batch, 1: many}, {0: batch})
+    program = torch.export.export(block, tuple(given), dynamic_shapes=shapes, strict=False)
+    return block, with_kernels(program.graph_module), given
+
+
+def targets_of(graph: Any) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.graph.nodes)
+
+
+def test_gelu_is_part_of_its_product_and_nothing_is_joined_for_one() -> None:
+    block, graph, given = feeds()
+    found = targets_of(graph)
+    assert found["aten._addmm_activation.default"] == 1
+    assert not found["aten.gelu.default"]
+    assert found["aten.cat.default"] == 1  # of text and image; not of the channels
+    assert found["aten.linear.default"] == 2  # one for each part of the channels
+    for mine, theirs in zip(graph(*block.parameters(), *given), block(*given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_what_products_read_is_written_once() -> None:
+    _, graph, _ = feeds()
+    (written,) = [n for n in graph.graph.nodes if str(n.target) == "onediff.written.default"]
+    assert len(written.users) >= 2  # both products read it
+
+
+def test_each_part_of_an_output_is_computed_by_itself() -> None:
+    _, graph, _ = feeds()
+    texts, images = next(n for n in graph.graph.nodes if n.op == "output").args[0]
+    for part, place in ((texts, 0), (images, 1)):
+        assert part.target is torch.ops.aten.add.Tensor
+        joined = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.cat.default)
+        assert part.args[0] is joined.args[0][place]
+
+
+def test_the_exact_gelu_stays_outside_of_its_product() -> None:
+    found = targets_of(feeds("none")[1])
+    assert found["aten.gelu.default"] == 1
+    assert not found["aten._addmm_activation.default"]

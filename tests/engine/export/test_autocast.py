@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.export import autocast
 from onediff_ext.engine.export.autocast import CudaAutocast
+from onediff_ext.engine.export.disabled_autocast import inline_disabled_autocast
 from onediff_ext.engine.export.exporter import export_block, load_program, save_program
 from onediff_ext.engine.torch_versions import RELEASE
 from onediff_ext.hosts.diffusers.blocks import ResnetFamily, TransformerFamily
@@ -123,6 +125,46 @@ def test_a_function_without_a_rule_is_an_error() -> None:
     points = torch.zeros(2, 3)
     with CudaAutocast(torch.float16), pytest.raises(ExportError, match="cdist"):
         torch.cdist(points, points)
+
+
+class Rotated(nn.Module):
+    """A block with a region that its author keeps out of autocast, as Z-Image's RoPE is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, under_autocast: bool) -> torch.Tensor:
+        with CudaAutocast(torch.bfloat16) if under_autocast else nullcontext():
+            y = self.linear(x)
+            with torch.autocast("cuda", enabled=False):
+                z = (y.float() @ y.float().mT).cos()
+                w = z + 1
+            return self.linear((z @ w).mT @ x)
+
+
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_a_region_without_autocast_is_part_of_the_graph(under_autocast: bool) -> None:
+    block, x = Rotated().eval(), torch.randn(2, 8, 8)
+    with torch.no_grad():
+        expected = block(x, under_autocast)
+        program = torch.export.export(block, (x, under_autocast), strict=False)
+        graph = program.graph_module
+        assert any("wrap_with_autocast" in str(node.target) for node in graph.graph.nodes)
+        inline_disabled_autocast(graph)
+        assert not any("wrap_with_autocast" in str(node.target) for node in graph.graph.nodes)
+        weights = [value for _, value in block.named_parameters()]
+        (found,) = graph(*weights, x, under_autocast)
+    assert torch.equal(found, expected)
+
+
+def test_code_without_autocast_keeps_its_types() -> None:
+    x = torch.ones(4, 4)
+    with CudaAutocast(torch.bfloat16):
+        with torch.autocast("cuda", enabled=False):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cuda")
 
 
 def transformer() -> tuple[BlockFamily, nn.Module, BlockCall]:

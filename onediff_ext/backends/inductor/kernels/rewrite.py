@@ -16,7 +16,13 @@ from onediff_ext.backends.inductor.kernels.rewrite_norms import (
     rewrite_group_norm,
     rewrite_layer_norm,
 )
+from onediff_ext.backends.inductor.kernels.rewrite_products import (
+    rewrite_gelu_product,
+    rewrite_joined_product,
+    write_inputs_once,
+)
 from onediff_ext.backends.inductor.kernels.rewrite_rope import rewrite_rotated_pairs
+from onediff_ext.backends.inductor.kernels.rewrite_slices import rewrite_sliced_sum
 from onediff_ext.backends.inductor.kernels.simplify import (
     drop_cast_to_itself,
     drop_division_by_one,
@@ -24,6 +30,7 @@ from onediff_ext.backends.inductor.kernels.simplify import (
     name_inferred_size,
     swish_to_silu,
 )
+from onediff_ext.backends.inductor.kernels.written import register_lowering
 
 _REWRITES: dict[object, Callable[[Node], None]] = {
     ATEN.div.Tensor: drop_division_by_one,
@@ -33,6 +40,9 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     ATEN.mul.Tensor: rewrite_geglu,
     ATEN.group_norm.default: rewrite_group_norm,
     ATEN.layer_norm.default: rewrite_layer_norm,
+    ATEN.gelu.default: rewrite_gelu_product,
+    ATEN.linear.default: rewrite_joined_product,
+    ATEN.slice.Tensor: rewrite_sliced_sum,
     ATEN.stack.default: rewrite_rotated_pairs,
 }
 
@@ -40,6 +50,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
 def with_kernels(graph_module: GraphModule) -> GraphModule:
     """Return a copy of an exported graph that calls our kernels where they help."""
     register_kernels()
+    register_lowering()
     rewritten = copy.deepcopy(graph_module)
     for node in list(rewritten.graph.nodes):
         if node.target is ATEN._assert_tensor_metadata.default:
@@ -52,6 +63,9 @@ def with_kernels(graph_module: GraphModule) -> GraphModule:
     for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
             rewrite(node)
+    for node in list(rewritten.graph.nodes):
+        if node.target in (ATEN.linear.default, ATEN._addmm_activation.default):
+            write_inputs_once(node)
     rewritten.graph.eliminate_dead_code()
     rewritten.recompile()
     return rewritten
