@@ -60,7 +60,6 @@ class Found:
         world: The seed of its models.
         steps: From the first operation to the last.
         mismatch: What differs after the last one.
-        trace: Where a pipeline's or an operation's error came from.
     """
 
     world: int
@@ -75,12 +74,22 @@ class Driver:
         device: "cpu" or "cuda".
         compiled: False has two eager pipelines, to try the operations.
         plant: The name of a fault to be put back.
+        store: A folder of graphs for all sequences; None gives each sequence its own. With a real
+            compiler, only the first sequence waits for it then.
+        model: As `World` takes it.
     """
 
     def __init__(
-        self, device: str = "cpu", *, compiled: bool = True, plant: str | None = None
+        self,
+        device: str = "cpu",
+        *,
+        compiled: bool = True,
+        plant: str | None = None,
+        store: Path | None = None,
+        model: str | None = None,
     ) -> None:
         self.device, self.compiled, self.plant = device, compiled, plant
+        self.store, self.model = store, model
         self.counts = Counts()
 
     def random_run(self, seed: int, steps: int, seconds: float = math.inf) -> Iterator[Found]:
@@ -119,7 +128,8 @@ class Driver:
 
     def is_planted(self, found: Found) -> bool:
         """Whether a sequence shows the planted fault: nothing differs without it."""
-        return Driver(self.device, compiled=self.compiled).run(found.world, found.steps) is None
+        plain = Driver(self.device, compiled=self.compiled, store=self.store, model=self.model)
+        return plain.run(found.world, found.steps) is None
 
     def shortest(self, found: Found, seconds: float) -> Found:
         """Leave out steps for as long as it still goes wrong, in so much time at most."""
@@ -166,7 +176,10 @@ class Driver:
             stand_ins(self.device) as figures,
             PLANTS[self.plant]() if self.plant else nullcontext(),
         ):
-            world = World(self.device, Path(folder), Random(seed), compiled=self.compiled)
+            store = self.store or Path(folder)
+            world = World(
+                self.device, store, Random(seed), compiled=self.compiled, model=self.model
+            )
             figures.world = world
             try:
                 mismatch = self._settle(world)

@@ -6,6 +6,8 @@ import gc
 from collections.abc import Callable
 from random import Random
 
+import torch
+
 from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache
 from tests.differential.registry import feature, operation
@@ -120,6 +122,8 @@ def graphs_forgotten(world: World, random: Random) -> None:
 def collect(world: World, random: Random) -> None:
     world.others[:] = [other for other in world.others if hasattr(other, "unet")]
     gc.collect()
+    if world.on_gpu:
+        torch.cuda.empty_cache()
 
 
 @feature(lambda w: "ip_adapter" not in w.on and not w.adapters)

@@ -36,7 +36,8 @@ def weight_in_place(world: World, random: Random) -> None:
     name, factor = random.choice(_names(world)), _factor(random)
     for unet in world.each_unet():
         weight = _weight(unet, name)[2]
-        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+        # Leaving inference mode switches gradients on, so `no_grad` comes second.
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
             weight.mul_(factor)
 
 
