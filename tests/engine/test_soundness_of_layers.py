@@ -67,7 +67,39 @@ def exchange_the_weight(unet: Any) -> None:
     assert layer.weight._version == version
 
 
-@pytest.mark.parametrize("change", [pad_in_a_circle, give_a_factor_a_bias])
+def patch_a_factors_convolution(unet: Any) -> None:
+    factor = unet.mid_block.resnets[0].conv1.lora_B["style"]
+    own = factor._conv_forward
+    factor._conv_forward = lambda x, weight, bias: 1.5 * own(x, weight, bias)
+
+
+def patch_a_factor(unet: Any) -> None:
+    factor = block(unet).attn1.to_q.lora_A["style"]
+    own = factor.forward
+    factor.forward = lambda x: 1.5 * own(x)
+
+
+def patch_the_wrapper(unet: Any) -> None:
+    wrapper = block(unet).attn1.to_q
+    own = wrapper.forward
+    wrapper.forward = lambda x, **more: 1.5 * own(x, **more)
+
+
+def pad_a_factor_in_a_circle(unet: Any) -> None:
+    unet.mid_block.resnets[0].conv1.lora_A["style"].padding_mode = "circular"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pad_in_a_circle,
+        give_a_factor_a_bias,
+        patch_a_factors_convolution,
+        patch_a_factor,
+        patch_the_wrapper,
+        pad_a_factor_in_a_circle,
+    ],
+)
 def test_the_layer_under_a_lora(session: Session, change: Callable[[Any], None]) -> None:
     Twins(session, wrap).assert_right_after(change)
 
