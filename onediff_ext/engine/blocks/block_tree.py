@@ -16,6 +16,7 @@ from onediff_ext.engine.blocks.weight_slots import (
     Layout,
     WeightSlot,
     WrapperRule,
+    is_plain,
     layout_of,
     rule_of,
 )
@@ -169,7 +170,7 @@ class BlockTree:
         found = []
         for slot in self.slots:
             weight = slot.read(generation)
-            if weight is None or slot.layout != layout_of(weight):
+            if weight is None or slot.layout != layout_of(weight) or not is_plain(weight):
                 return None
             found.append(weight)
         return found
@@ -254,7 +255,7 @@ class BlockTree:
             weight = None if self.refusal_reason else slot.unmerged()
             if weight is None:
                 continue
-            if type(weight) not in (torch.Tensor, nn.Parameter):
+            if not is_plain(weight):
                 self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
                 continue
             slot.layout = layout_of(weight)

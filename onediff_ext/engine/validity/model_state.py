@@ -73,7 +73,7 @@ class ModelState:
             trusted: Prefixes of modules whose patches are known.
         """
         for cls in sorted(self._classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
-            reason = patched_class_reason(cls, trusted)
+            reason = patched_class_reason(cls, trusted) or self._code.helper_reason(cls, trusted)
             if reason is not None:
                 return reason
         return self._code.torch_reason(trusted) or self._global_hook_reason
