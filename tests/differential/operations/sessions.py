@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 import torch
+from diffusers import DiffusionPipeline, FirstBlockCacheConfig
 
 from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache
@@ -120,13 +121,13 @@ def graphs_forgotten(world: World, random: Random) -> None:
 
 @operation()
 def collect(world: World, random: Random) -> None:
-    world.others[:] = [other for other in world.others if hasattr(other, "unet")]
+    world.others[:] = [other for other in world.others if isinstance(other, DiffusionPipeline)]
     gc.collect()
     if world.on_gpu:
         torch.cuda.empty_cache()
 
 
-@feature(lambda w: "ip_adapter" not in w.on and not w.adapters)
+@feature(lambda w: w.is_unet and "ip_adapter" not in w.on and not w.adapters)
 def deepcache(world: World, random: Random) -> Callable[[], None]:
     interval = random.choice((2, 3))
     pipes = world.both
@@ -134,3 +135,14 @@ def deepcache(world: World, random: Random) -> Callable[[], None]:
         enable_deepcache(pipe, interval)
     world.picture.steps = 4
     return lambda: [enable_deepcache(pipe, 1) for pipe in pipes]  # type: ignore[return-value]
+
+
+@feature(lambda w: hasattr(w.twin_denoiser, "enable_cache") and not w.adapters)
+def first_block_cache(world: World, random: Random) -> Callable[[], None]:
+    """diffusers' own step cache, by hooks on the blocks."""
+    threshold = random.choice((0.02, 10.0))
+    models = list(world.each_denoiser())
+    for model in models:
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    world.picture.steps, world.picture.way = 4, "pipe"
+    return lambda: [model.disable_cache() for model in models]  # type: ignore[return-value]
