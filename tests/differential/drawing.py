@@ -85,6 +85,7 @@ def _inputs(world: World, pipe: Any) -> dict[str, Any]:
         picture.width // 8,
         picture.tokens,
         picture.noise,
+        world.device,
     )
     if picture.lora_scale is not None:
         inputs["cross_attention_kwargs"] = {"scale": picture.lora_scale}

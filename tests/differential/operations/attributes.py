@@ -69,12 +69,15 @@ def norm_eps(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _one(world, random, cls), "eps", 0.5)
 
 
-@feature(lambda w: w.has("Attention"))
-def attention_scale(world: World, random: Random) -> Callable[[], None]:
-    return _set(world, _one(world, random, "Attention"), "scale", 0.05)
+@feature(lambda w: w.is_unet)
+def attention_heads(world: World, random: Random) -> Callable[[], None]:
+    """Twice as many heads, of half the width."""
+    names = _one(world, random, "Attention")
+    heads = world.twin_denoiser.get_submodule(names[0]).heads
+    return _set(world, names, "heads", 2 * heads)
 
 
-@feature(lambda w: w.has("Attention"))
+@feature(lambda w: w.is_unet)
 def attention_rescale(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _one(world, random, "Attention"), "rescale_output_factor", 2.5)
 

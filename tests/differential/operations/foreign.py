@@ -50,10 +50,14 @@ def hook(world: World, random: Random) -> Callable[[], None]:
 @feature()
 def pre_hook(world: World, random: Random) -> Callable[[], None]:
     name = _module(world, random)
+
+    def scaled(module: Any, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (_scaled(args[0], 0.8), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": 0.8 * kwargs["hidden_states"]}
+
     handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda m, args: (_scaled(args[0], 0.8), *args[1:]) if args else None
-        )
+        model.get_submodule(name).register_forward_pre_hook(scaled, with_kwargs=True)
         for model in world.each_denoiser()
     ]
     return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
@@ -145,7 +149,7 @@ class _Louder(TorchFunctionMode):
 class _Softer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        return 0.9 * output if "group_norm" in str(func) and torch.is_tensor(output) else output
+        return 0.9 * output if func is torch.ops.aten.addmm.default else output
 
 
 @feature()

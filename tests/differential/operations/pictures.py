@@ -40,7 +40,7 @@ def noise(world: World, random: Random) -> None:
     world.picture.noise = random.randrange(100)
 
 
-@operation()
+@operation(lambda w: "deepcache" not in w.on)  # it reuses nothing in few steps
 def steps(world: World, random: Random) -> None:
     world.picture.steps = random.randint(1, 4)
 

@@ -179,7 +179,7 @@ def function_replaced(world: World, random: Random) -> Callable[[], None]:
     return lambda: setattr(functional, name, before)
 
 
-@feature(lambda w: w.model != "z_image" and not w.adapters and _free(w))
+@feature(lambda w: w.model not in ("sd3", "z_image") and not w.adapters and _free(w))
 def qkv_fused(world: World, random: Random) -> Callable[[], None]:
     if not world.is_unet:
         for model in world.each_denoiser():

@@ -9,6 +9,7 @@ from random import Random
 import torch
 from diffusers import DiffusionPipeline, FirstBlockCacheConfig
 
+from onediff_ext.core.deepcache_options import MIN_STEPS
 from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache
 from tests.differential.registry import feature, operation
@@ -133,14 +134,20 @@ def deepcache(world: World, random: Random) -> Callable[[], None]:
     pipes = world.both
     for pipe in pipes:
         enable_deepcache(pipe, interval)
-    world.picture.steps = 4
-    return lambda: [enable_deepcache(pipe, 1) for pipe in pipes]  # type: ignore[return-value]
+    steps, world.picture.steps, world.picture.way = world.picture.steps, MIN_STEPS, "pipe"
+
+    def off() -> None:
+        for pipe in pipes:
+            enable_deepcache(pipe, 1)
+        world.picture.steps = steps
+
+    return off
 
 
 @feature(lambda w: hasattr(w.twin_denoiser, "enable_cache") and not w.adapters)
 def first_block_cache(world: World, random: Random) -> Callable[[], None]:
     """diffusers' own step cache, by hooks on the blocks."""
-    threshold = random.choice((0.02, 10.0))
+    threshold = random.choice((0.3, 10.0))
     models = list(world.each_denoiser())
     for model in models:
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))

@@ -112,6 +112,7 @@ def second_pipe(world: World, random: Random) -> None:
     """Another pipeline with the same UNet is compiled, and perhaps undone at once."""
     cls = type(world.pipe)
     other = cls(**world.pipe.components, **EXTRA.get(world.model, {}))
+    cls(**world.twin.components, **EXTRA.get(world.model, {}))  # it may correct the scheduler
     other.set_progress_bar_config(disable=True)
     compile_pipe(other, session=world.session, ignores=["vae"])
     if random.random() < 0.5:
@@ -127,7 +128,7 @@ def second_pipe_undone(world: World, random: Random) -> None:
     undo_compile(found)
 
 
-@feature(lambda w: not w.on_gpu and not w.adapters and not w.on, weight=0.5)
+@feature(lambda w: w.is_unet and not w.on_gpu and not w.adapters and not w.on, weight=0.5)
 def offloaded(world: World, random: Random) -> Callable[[], None]:
     """By accelerate's hooks: weights come for each layer's call and go."""
     from accelerate import cpu_offload
