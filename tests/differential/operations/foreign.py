@@ -149,7 +149,7 @@ class _Louder(TorchFunctionMode):
 class _Softer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        return 0.9 * output if func is torch.ops.aten.addmm.default else output
+        return 0.9 * output if func is torch.ops.aten.silu.default else output
 
 
 @feature()
