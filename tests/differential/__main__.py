@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -27,6 +28,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no step after these")
+    parser.add_argument(
+        "--store", type=Path, metavar="FOLDER", help="keep graphs for all sequences"
+    )
+    parser.add_argument(
+        "--model", help="of `MODELS` or `WIDE_MODELS`; a random one for each sequence"
+    )
     parser.add_argument("--plant", metavar="NAME", help='a known fault; "list" prints their names')
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--eager", action="store_true", help="compile nothing: try the operations")
@@ -52,7 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.programs is not None and options.programs.exists():
         quick_builds._BUILT.update(torch.load(options.programs))
-    driver = Driver(options.device, compiled=not options.eager, plant=options.plant)
+    driver = Driver(
+        options.device,
+        compiled=not options.eager,
+        plant=options.plant,
+        store=options.store,
+        model=options.model,
+    )
     began, found = time.monotonic(), list[Found]()
     if options.sequence is not None:
         steps = [Step.parse(text) for text in options.sequence.split()]
@@ -61,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             found.append(one)
             _say(one)
     else:
-        for each in driver.random_run(options.seed, options.steps):
+        for each in driver.random_run(options.seed, options.steps, options.seconds):
             if options.plant and not driver.is_planted(each):
                 continue
             found.append(driver.shortest(each, options.shrink_seconds))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.models import unet_inputs
+from tests.support.transformer_models import LATENT_CHANNELS
 
 if TYPE_CHECKING:
     from tests.differential.world import World
@@ -20,6 +22,8 @@ def draw(world: World, pipe: Any) -> torch.Tensor:
 def _options(world: World) -> dict[str, Any]:
     picture = world.picture
     prompts = dict(picture.prompts)
+    if "callback_on_step_end" in picture.extra:  # it may write them
+        prompts = tree_map(_copied, prompts)
     if picture.guidance <= 1:
         prompts = {k: v for k, v in prompts.items() if not k.startswith("negative")}
     options = {
@@ -30,8 +34,10 @@ def _options(world: World) -> dict[str, Any]:
         "output_type": "latent",
         "generator": torch.Generator(world.device).manual_seed(picture.noise),
     }
+    if world.model == "qwen_image":
+        options["true_cfg_scale"] = options.pop("guidance_scale")
     if picture.lora_scale is not None:
-        options["cross_attention_kwargs"] = {"scale": picture.lora_scale}
+        options[LORA_SCALE_IN[world.model]] = {"scale": picture.lora_scale}
     for name, value in picture.extra.items():
         options[name] = value(world) if callable(value) else value
     return options
@@ -44,22 +50,30 @@ def _pipe(world: World, pipe: Any) -> torch.Tensor:
 
 def _from_pipe(world: World, pipe: Any) -> torch.Tensor:
     """Image to image, by another pipeline of the same parts."""
-    from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
+    from diffusers import (
+        FluxImg2ImgPipeline,
+        StableDiffusion3Img2ImgPipeline,
+        StableDiffusionImg2ImgPipeline,
+        StableDiffusionXLImg2ImgPipeline,
+    )
 
     cls = {
         "sd15": StableDiffusionImg2ImgPipeline,
         "sdxl": StableDiffusionXLImg2ImgPipeline,
+        "sd3": StableDiffusion3Img2ImgPipeline,
+        "flux": FluxImg2ImgPipeline,
     }[world.model]
     parts = {**pipe.components}
-    if world.model == "sdxl":
-        other = cls(**parts, add_watermarker=False)
-    else:
-        other = cls(**parts, requires_safety_checker=False)
+    other = cls(**parts, **EXTRA.get(world.model, {}))
     other.set_progress_bar_config(disable=True)
     picture = world.picture
     generator = torch.Generator().manual_seed(picture.noise)
-    latent = torch.randn(1, 4, picture.height // 8, picture.width // 8, generator=generator)
-    return other(image=latent.to(world.device, world.dtype), strength=1.0, **_options(world)).images
+    channels = 4 if world.is_unet else LATENT_CHANNELS
+    latent = torch.randn(1, channels, picture.height // 8, picture.width // 8, generator=generator)
+    options = _options(world)
+    if not world.is_unet:
+        options.update(height=picture.height, width=picture.width)
+    return other(image=latent.to(world.device, world.dtype), strength=1.0, **options).images
 
 
 def _inputs(world: World, pipe: Any) -> dict[str, Any]:
@@ -71,6 +85,7 @@ def _inputs(world: World, pipe: Any) -> dict[str, Any]:
         picture.width // 8,
         picture.tokens,
         picture.noise,
+        world.device,
     )
     if picture.lora_scale is not None:
         inputs["cross_attention_kwargs"] = {"scale": picture.lora_scale}
@@ -155,9 +170,86 @@ def _residuals(world: World, pipe: Any) -> torch.Tensor:
     )
 
 
+class _Stop(Exception):  # noqa: N818
+    """Ends a picture whose first call was all that was wanted."""
+
+
+def _first_call(world: World) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the transformer's first call for the world's picture. No layer runs."""
+    found: list[Any] = []
+
+    def stop(module: Any, args: Any, kwargs: Any) -> None:
+        found.append((args, kwargs))
+        raise _Stop
+
+    handle = world.twin_denoiser.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        _pipe(world, world.twin)
+    except _Stop:
+        pass
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def _transformer(world: World, pipe: Any) -> torch.Tensor:
+    """The transformer alone, at several timesteps; earlier outputs are used later."""
+    args, kwargs = _first_call(world)
+    outputs = []
+    for i in range(world.picture.steps + 1):
+        if "timestep" in kwargs:
+            given = args, {**kwargs, "timestep": kwargs["timestep"] * 0.9**i}
+        else:
+            given = (args[0], args[1] * 0.9**i, *args[2:]), kwargs
+        outputs += tree_leaves(world.denoiser(pipe)(*given[0], **given[1])[0])
+    return torch.cat([output.flatten() for output in outputs])
+
+
+def _transformer_prompt_written(world: World, pipe: Any) -> torch.Tensor:
+    """The prompt is written in place between two calls."""
+    args, kwargs = _first_call(world)
+    args, kwargs = tree_map(_copied, (args, kwargs))
+    outputs = []
+    for i in range(world.picture.steps + 1):
+        outputs += tree_leaves(world.denoiser(pipe)(*args, **kwargs)[0])
+        for tensor in tree_leaves(kwargs.get("encoder_hidden_states", args[2:3])):
+            tensor.mul_(0.9 - 0.1 * i)
+    return torch.cat([output.flatten() for output in outputs])
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def ways(world: World) -> list[str]:
+    """The ways that the world's model can be drawn with."""
+    if world.is_unet:
+        return sorted(WAYS.keys() - _OF_TRANSFORMERS)
+    has_image_to_image = world.model in ("sd3", "flux")
+    return sorted({"pipe", *_OF_TRANSFORMERS, *(("from_pipe",) if has_image_to_image else ())})
+
+
+# More arguments of pipelines, and of their calls.
+EXTRA: dict[str, dict[str, Any]] = {
+    "sd15": {"requires_safety_checker": False},
+    "sd15-wide": {"requires_safety_checker": False},
+    "sdxl": {"add_watermarker": False},
+}
+LORA_SCALE_IN = {
+    "sd15": "cross_attention_kwargs",
+    "sd15-wide": "cross_attention_kwargs",
+    "sdxl": "cross_attention_kwargs",
+    "sd3": "joint_attention_kwargs",
+    "flux": "joint_attention_kwargs",
+    "qwen_image": "attention_kwargs",
+}
+_OF_TRANSFORMERS = {"transformer", "transformer_prompt_written"}
+
 WAYS = {
     "pipe": _pipe,
     "from_pipe": _from_pipe,
+    "transformer": _transformer,
+    "transformer_prompt_written": _transformer_prompt_written,
     "unet": _unet,
     "plain_timestep": _plain_timestep,
     "prompt_written": _prompt_written,

@@ -24,12 +24,14 @@ class Operation:
         apply: Does it; further choices are the generator's.
         fits: Whether it can be done now.
         weight: How often it is drawn, beside others.
+        group: The Python module that defines it.
     """
 
     name: str
     apply: Apply
     fits: Test
     weight: float = 1.0
+    group: str = ""
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -51,7 +53,7 @@ def operation(fits: Test = always, weight: float = 1.0) -> Callable[[Apply], App
     """Register a function under its name, as something that is done once."""
 
     def register(apply: Apply) -> Apply:
-        _add(Operation(apply.__name__, apply, fits, weight))
+        _add(Operation(apply.__name__, apply, fits, weight, apply.__module__))
         return apply
 
     return register
@@ -77,8 +79,10 @@ def feature(
                 on,
                 lambda w: name not in w.on and len(w.on) < MOST_ON and fits(w),
                 weight,
+                switch_on.__module__,
             )
         )
-        _add(Operation(f"{name}_off", off, lambda w: name in w.on, 4 * weight))
+        group = switch_on.__module__
+        _add(Operation(f"{name}_off", off, lambda w: name in w.on, 4 * weight, group))
 
     return register

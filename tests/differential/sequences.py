@@ -23,6 +23,10 @@ from tests.differential.world import Mismatch, World
 _IN_ANY_CASE = 12
 # Steps with one pair of models; then the next, so that what has gone wrong is forgotten.
 _LEAST, _MOST = 25, 70
+# Each sequence prefers two groups of operations ("swarm testing", Groce et al. 2012): if all were
+# drawn alike, a LoRA would rarely still be loaded when its weights are written.
+_GROUPS = sorted({operation.group for operation in OPERATIONS.values()})
+_PREFERRED = 6.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,6 @@ class Found:
         world: The seed of its models.
         steps: From the first operation to the last.
         mismatch: What differs after the last one.
-        trace: Where a pipeline's or an operation's error came from.
     """
 
     world: int
@@ -75,12 +78,22 @@ class Driver:
         device: "cpu" or "cuda".
         compiled: False has two eager pipelines, to try the operations.
         plant: The name of a fault to be put back.
+        store: A folder of graphs for all sequences; None gives each sequence its own. With a real
+            compiler, only the first sequence waits for it then.
+        model: As `World` takes it.
     """
 
     def __init__(
-        self, device: str = "cpu", *, compiled: bool = True, plant: str | None = None
+        self,
+        device: str = "cpu",
+        *,
+        compiled: bool = True,
+        plant: str | None = None,
+        store: Path | None = None,
+        model: str | None = None,
     ) -> None:
         self.device, self.compiled, self.plant = device, compiled, plant
+        self.store, self.model = store, model
         self.counts = Counts()
 
     def random_run(self, seed: int, steps: int, seconds: float = math.inf) -> Iterator[Found]:
@@ -95,11 +108,12 @@ class Driver:
             world_seed = random.randrange(2**32)
             most = min(random.randint(_LEAST, _MOST), steps - self.counts.steps)
             choices = Random(random.randrange(2**32))
+            preferred = choices.sample(_GROUPS, 2)
             done: list[Step] = []
             with self._world(world_seed) as (world, mismatch):
                 end = min(end, time.monotonic() + seconds)
                 while mismatch is None and len(done) < most and is_time():
-                    step = _choose(world, choices)
+                    step = _choose(world, choices, preferred)
                     done.append(step)
                     mismatch = self._step(world, step)
             if mismatch is not None:
@@ -119,7 +133,8 @@ class Driver:
 
     def is_planted(self, found: Found) -> bool:
         """Whether a sequence shows the planted fault: nothing differs without it."""
-        return Driver(self.device, compiled=self.compiled).run(found.world, found.steps) is None
+        plain = Driver(self.device, compiled=self.compiled, store=self.store, model=self.model)
+        return plain.run(found.world, found.steps) is None
 
     def shortest(self, found: Found, seconds: float) -> Found:
         """Leave out steps for as long as it still goes wrong, in so much time at most."""
@@ -166,7 +181,10 @@ class Driver:
             stand_ins(self.device) as figures,
             PLANTS[self.plant]() if self.plant else nullcontext(),
         ):
-            world = World(self.device, Path(folder), Random(seed), compiled=self.compiled)
+            store = self.store or Path(folder)
+            world = World(
+                self.device, store, Random(seed), compiled=self.compiled, model=self.model
+            )
             figures.world = world
             try:
                 mismatch = self._settle(world)
@@ -178,9 +196,10 @@ class Driver:
                 self.counts.replays += figures.replays
 
 
-def _choose(world: World, random: Random) -> Step:
+def _choose(world: World, random: Random, preferred: Sequence[str]) -> Step:
     fitting = [op for op in OPERATIONS.values() if op.fits(world)]
-    chosen = random.choices(fitting, [op.weight for op in fitting])[0]
+    weights = [op.weight * (_PREFERRED if op.group in preferred else 1) for op in fitting]
+    chosen = random.choices(fitting, weights)[0]
     return Step(chosen.name, random.randrange(2**20))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
@@ -21,8 +22,10 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_
 from onediff_ext.session.session import Session
 from tests.support import models
 from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.transformer_models import MODELS
 
 SIZES = ((64, 64), (64, 96), (96, 64), (72, 88), (104, 56))
+TRANSFORMER_SIZES = ((64, 64), (64, 96), (96, 64), (80, 112), (112, 48))
 # Of a whole latent picture, norm(x - y) / norm(y): twice what graphs and eager were seen to differ
 # by. On a CPU the graphs are run operator by operator; on a GPU they are Inductor's.
 TOLERANCES = {
@@ -36,11 +39,17 @@ TOLERANCES = {
 # Larger errors may still be rounding where a sequence of operations makes more of it: so many times
 # the twin's own, and up to a limit above which nothing is excused.
 _EXCUSED = {torch.float32: (8, 1e-3), torch.float16: (4, 0.1)}
-MODELS: dict[str, Callable[[int], Any]] = {
+UNETS: dict[str, Callable[[int], Any]] = {
     "sd15": lambda seed: models.sd15(seed, widths=(32, 64), attention=(True, False)),
     "sdxl": lambda seed: models.sdxl(
         seed, widths=(32, 64), attention=(False, True), heads=(1, 2), depths=(1, 2)
     ),
+}
+TRANSFORMERS = {name: MODELS[name] for name in ("sd3", "flux", "qwen_image", "z_image")}
+# Drawn only if asked for. Their merged weights take more than 10 MiB: memory of their own that goes
+# back to the GPU when it is freed, so that compute-sanitizer sees who still reads it.
+WIDE_MODELS: dict[str, Callable[[int], Any]] = {
+    "sd15-wide": lambda seed: models.sd15(seed, widths=(640, 1280), attention=(True, True)),
 }
 
 
@@ -63,7 +72,7 @@ class Picture:
     as_picture: bool = True
     mode: Any = None  # a context manager's class
     extra: dict[str, Any] = field(default_factory=dict)
-    prompts: dict[str, torch.Tensor] = field(default_factory=dict)
+    prompts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,8 @@ class World:
         store: A folder for graphs.
         random: Decides the model and its weights.
         compiled: False leaves both pipelines eager, to test the operations themselves.
+        model: One of `UNETS`, `TRANSFORMERS` or `WIDE_MODELS`; None for a random one of the first
+            two.
 
     Attributes:
         pipe, twin: The pipelines.
@@ -100,10 +111,24 @@ class World:
         hold: How many kinds a build may make; None for all of them.
     """
 
-    def __init__(self, device: str, store: Path, random: Random, *, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        device: str,
+        store: Path,
+        random: Random,
+        *,
+        compiled: bool = True,
+        model: str | None = None,
+    ) -> None:
         self.device, self.store, self.compiles = torch.device(device), store, compiled
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.model = random.choice(sorted(MODELS))
+        # As many sequences with UNets as with transformers.
+        kinds = random.choice((sorted(UNETS), sorted(TRANSFORMERS)))
+        self.model = random.choice(kinds) if model is None else model
+        self.is_unet = self.model not in TRANSFORMERS
+        self.part = "unet" if self.is_unet else "transformer"
+        makers = {name: each.make for name, each in TRANSFORMERS.items()}
+        self._make = {**UNETS, **WIDE_MODELS, **makers}[self.model]
         self.seed = random.randrange(1000)
         self.pipe, self.twin = self.make(self.seed), self.make(self.seed)
         self.on: dict[str, Callable[[], None]] = {}
@@ -126,8 +151,9 @@ class World:
 
     def make(self, seed: int) -> Any:
         """One more pipeline of this model."""
-        pipe = MODELS[self.model](seed)
-        pipe.vae.to(self.device)
+        pipe = self._make(seed)
+        if pipe.vae is not None:
+            pipe.vae.to(self.device)
         return pipe.to(self.device, self.dtype)
 
     @property
@@ -135,10 +161,23 @@ class World:
         """The compiled pipeline and its twin."""
         return self.pipe, self.twin
 
-    def each_unet(self) -> Iterator[Any]:
-        """The UNets of both."""
+    def denoiser(self, pipe: Any) -> Any:
+        """A pipeline's UNet or transformer."""
+        return getattr(pipe, self.part)
+
+    @property
+    def twin_denoiser(self) -> Any:
+        """The eager one."""
+        return self.denoiser(self.twin)
+
+    def each_denoiser(self) -> Iterator[Any]:
+        """Those of both."""
         for pipe in self.both:
-            yield pipe.unet
+            yield self.denoiser(pipe)
+
+    def has(self, *classes: str) -> bool:
+        """Whether the denoiser has modules of these classes, by their bare names."""
+        return any(type(module).__name__ in classes for module in self.twin_denoiser.modules())
 
     def compile(self) -> None:
         """Compile our pipeline with a session of its own."""
@@ -157,6 +196,12 @@ class World:
         self.session = session
         self.sessions.append(session)
         compile_pipe(self.pipe, session=session, ignores=["vae"])
+
+    @property
+    def prompt_tensors(self) -> list[torch.Tensor]:
+        """The tensors of the prompt, without masks."""
+        leaves = tree_leaves(self.picture.prompts)
+        return [leaf for leaf in leaves if leaf.is_floating_point()]
 
     @property
     def on_gpu(self) -> bool:
@@ -196,6 +241,10 @@ class World:
 
     def new_prompt(self, seed: int) -> None:
         """Other prompt embeddings."""
+        if not self.is_unet:
+            made = TRANSFORMERS[self.model].embeddings(self.picture.tokens, 1, seed)
+            self.picture.prompts = cast(made, self.dtype, self.device)
+            return
         generator = torch.Generator().manual_seed(seed)
         width, tokens = self.twin.unet.config.cross_attention_dim, self.picture.tokens
 
@@ -248,8 +297,8 @@ class World:
             return 0.0
         dtype, prompts = self.dtype, self.picture.prompts
         # SDXL's pipeline casts prompts to its second text encoder's dtype.
-        parts = [self.twin.unet, getattr(self.twin, "text_encoder_2", None)]
-        self.picture.prompts = {name: prompt.double() for name, prompt in prompts.items()}
+        parts = [self.twin_denoiser, getattr(self.twin, "text_encoder_2", None)]
+        self.picture.prompts = cast(prompts, torch.float64)
         self.dtype = torch.float64
         for part in filter(None, parts):
             part.double()
@@ -347,6 +396,15 @@ class World:
             if picture.in_thread and self.on_gpu:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
             yield
+
+
+def cast(prompts: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """Prompts in another dtype; masks stay what they are."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    return tree_map(one, prompts)
 
 
 class _SameNoise(TorchFunctionMode):

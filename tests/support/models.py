@@ -377,18 +377,20 @@ def unet_inputs(
     width_latent: int = 16,
     tokens: int = 77,
     seed: int = 0,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Random keyword arguments for one forward of any of these UNets."""
+    """Random keyword arguments for one forward of any of these UNets, on its device or another."""
+    device = unet.device if device is None else device
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=generator)
-        return values.to(unet.device, unet.dtype)
+        return values.to(device, unet.dtype)
 
     config = unet.config
     inputs: dict[str, Any] = {
         "sample": noise(batch, config.in_channels, height_latent, width_latent),
-        "timestep": torch.tensor(500, device=unet.device),
+        "timestep": torch.tensor(500, device=device),
         "encoder_hidden_states": noise(batch, tokens, config.cross_attention_dim),
     }
     if config.time_cond_proj_dim:
@@ -398,7 +400,7 @@ def unet_inputs(
         time_ids = torch.full((batch, spare // config.addition_time_embed_dim), 128.0)
         inputs["added_cond_kwargs"] = {
             "text_embeds": noise(batch, TEXT_2_WIDTH),
-            "time_ids": time_ids.to(unet.device, unet.dtype),
+            "time_ids": time_ids.to(device, unet.dtype),
         }
     return inputs
 

@@ -16,6 +16,7 @@ from onediff_ext.engine.blocks.weight_slots import (
     Layout,
     WeightSlot,
     WrapperRule,
+    is_plain,
     layout_of,
     rule_of,
 )
@@ -169,7 +170,7 @@ class BlockTree:
         found = []
         for slot in self.slots:
             weight = slot.read(generation)
-            if weight is None or slot.layout != layout_of(weight):
+            if weight is None or slot.layout != layout_of(weight) or not is_plain(weight):
                 return None
             found.append(weight)
         return found
@@ -193,17 +194,30 @@ class BlockTree:
         Tracing the live block would race with other threads, which would meet
         fake tensors, and would run other extensions' hooks.
         """
-        kept = [*self._block.parameters(), *self._block.buffers()]
+        shared: dict[int, Any] = {}  # by id: not copied
+        for value in (*self._block.parameters(), *self._block.buffers()):
+            shared[id(value)] = value
         for module in self._block.modules():
-            kept += [vars(module)[name] for name in self._ignored_attrs & vars(module).keys()]
-        block = copy.deepcopy(self._block, {id(value): value for value in kept}).eval()
+            for name, value in vars(module).items():
+                if self._is_foreign_note(module, name) and not isinstance(value, nn.Module):
+                    shared[id(value)] = value
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                shared[id(hooks)] = type(hooks)()
+        block = copy.deepcopy(self._block, shared).eval()
         self._unwrap(block)
         for module in block.modules():
             for name in ("forward", "_forward", *self._ignored_attrs):
                 vars(module).pop(name, None)
-            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-                getattr(module, hooks).clear()
         return block
+
+    def _is_foreign_note(self, module: nn.Module, name: str) -> bool:
+        """Whether no code of a module's class reads an attribute.
+
+        Others keep much behind one: diffusers' hooks of step caches hold the whole model.
+        """
+        if name in ("forward", "_forward") or name in self._ignored_attrs:
+            return True
+        return name not in INTERNAL and not reads_attribute(type(module), name)
 
     def _visit(
         self,
@@ -254,7 +268,7 @@ class BlockTree:
             weight = None if self.refusal_reason else slot.unmerged()
             if weight is None:
                 continue
-            if type(weight) not in (torch.Tensor, nn.Parameter):
+            if not is_plain(weight):
                 self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
                 continue
             slot.layout = layout_of(weight)

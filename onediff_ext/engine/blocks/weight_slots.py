@@ -17,6 +17,11 @@ from onediff_ext.engine.graph_calls import is_observed
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight has no Python code of its own, as subclasses of tensors have."""
+    return type(weight) in (torch.Tensor, nn.Parameter)
+
+
 def layout_of(weight: torch.Tensor) -> Layout:
     """Return a weight's dtype, shape and strides."""
     return weight.dtype, weight.shape, weight.stride()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
+
 
 def run_in_halves(
     forward: Callable[..., Any],
@@ -26,7 +28,8 @@ def run_in_halves(
         error: What the whole batch has raised.
 
     Returns:
-        The outputs of both halves, joined along the first dimension.
+        The outputs of both halves, joined along the first dimension. The lists and dictionaries of
+        the call are changed as the forward of the second half changed its own.
 
     Raises:
         torch.OutOfMemoryError: `error`, when the batch cannot be halved; or that of a half.
@@ -37,6 +40,7 @@ def run_in_halves(
     if batch < 2 or any(t.ndim and t.shape[0] not in (1, batch) for t in tensors):
         raise error
     torch.cuda.empty_cache()
+    containers, changes = ArgumentContainers(args, kwargs), None
     outputs = []
     for rows in (slice(0, batch // 2), slice(batch // 2, batch)):
         half = [
@@ -46,7 +50,10 @@ def run_in_halves(
             for leaf in leaves
         ]
         half_args, half_kwargs = pytree.tree_unflatten(half, structure)
+        halves = ArgumentContainers(half_args, half_kwargs)
         outputs.append(forward(*half_args, **half_kwargs))
+        changes = halves.changes()
+    containers.apply(changes or ())
     first, form = pytree.tree_flatten(outputs[0])
     second = pytree.tree_flatten(outputs[1])[0]
     joined = [

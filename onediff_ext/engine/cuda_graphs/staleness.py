@@ -18,6 +18,8 @@ from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
 
+# Packages with quantized tensors, whose operators have no state.
+_TENSOR_SOURCES = ("torchao.", "bitsandbytes.")
 _DYNAMIC_WEIGHTS = "a layer changes its weights at each call"
 
 
@@ -122,11 +124,12 @@ class Snapshot:
             left=[wrapper for _, _, wrapper in left],
         )
         self._tensors = [*model.parameters(), *model.buffers()]
-        self._places, self._layouts = self._where(), list(map(layout_of, self._tensors))
+        self._places, self._layouts = self._where(), list(map(_form_of, self._tensors))
         self._epoch: Hashable = None  # the last one in which the layouts were read
         self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
+            or next(filter(None, (_tensor_refusal(t, known) for t in self._tensors)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
             or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
         )
@@ -169,7 +172,7 @@ class Snapshot:
         """Whether weights lie as they did at their addresses: ``weight.data = weight.data.t()``."""
         if epoch is None or epoch != self._epoch:
             self._epoch = None
-            if list(map(layout_of, self._tensors)) != self._layouts:
+            if list(map(_form_of, self._tensors)) != self._layouts:
                 return False
             self._epoch = epoch
         return True
@@ -210,6 +213,18 @@ def _refusal(
     if replaced:
         return f"a {cls.__qualname__} has the {replaced[0]} of another extension"
     return None
+
+
+def _form_of(tensor: torch.Tensor) -> Hashable:
+    return type(tensor), layout_of(tensor)
+
+
+def _tensor_refusal(tensor: torch.Tensor, known: TrustedModules) -> str | None:
+    """Refuse weights of classes with Python code of their own, unless the code is known."""
+    cls = type(tensor)
+    if f"{cls.__module__}.".startswith(("torch.", *_TENSOR_SOURCES, *known.prefixes)):
+        return None
+    return f"a weight is stored as {cls.__qualname__}, not known as free of side effects"
 
 
 def _package(module: nn.Module) -> str:

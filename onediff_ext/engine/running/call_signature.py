@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall
+from onediff_ext.engine.blocks.weight_slots import is_plain
 from onediff_ext.engine.export.exporter import Autocast, is_channels_last
 from onediff_ext.engine.torch_versions import autocast_dtype
 
@@ -42,6 +43,8 @@ def boundary_reason(
     for tensor, dims in zip(inputs, call.dims, strict=True):
         if tensor.ndim != len(dims):
             return f"an input has {tensor.ndim} dims where {len(dims)} are expected"
+        if not is_plain(tensor):
+            return f"an input is a {type(tensor).__qualname__}"
         if tensor.device != device:
             return "inputs on different devices"
         for size, name in zip(tensor.shape, dims, strict=True):

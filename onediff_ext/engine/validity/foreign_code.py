@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -120,7 +121,7 @@ def patched_class_reason(cls: type, trusted: Sequence[str] = ()) -> str | None:
             if not (callable(method) or isinstance(method, (staticmethod, classmethod, property))):
                 continue
             module = defining_module(method)
-            if _is_foreign(module, (own, *trusted)):
+            if is_foreign(module, (own, *trusted)):
                 return f"{cls.__qualname__} is patched by {module} ({name})"
     return None
 
@@ -163,7 +164,7 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
     for owner, namespace, names in tables:
         for name in names:
             value = namespace.get(name)
-            if callable(value) and _is_foreign(module := defining_module(value), trusted):
+            if callable(value) and is_foreign(module := defining_module(value), trusted):
                 return f"{owner}.{name} is replaced by {module}"
     return None
 
@@ -177,6 +178,8 @@ def global_hook_reason() -> str | None:
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return "a hook of another extension runs in all modules"
     bindings: Any = torch._C
+    if transform_is_active():
+        return "a transform of torch.func or forward-mode AD is active"
     if bindings._len_torch_function_stack() or bindings._len_torch_dispatch_stack():
         functions: Any = _get_current_function_mode_stack  # has no type hints
         modes = [*functions(), *_get_current_dispatch_mode_stack()]
@@ -184,6 +187,15 @@ def global_hook_reason() -> str | None:
             if not (getattr(mode, "observes_only", False) or _is_known_mode(type(mode))):
                 return f"a {type(mode).__qualname__} of another extension sees each operator"
     return None
+
+
+def transform_is_active() -> bool:
+    """Whether tensors may be those of `torch.func`'s transforms, or carry tangents.
+
+    A graph reads their memory, and knows nothing of what else they are.
+    """
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _other_file(function: Any, globals_: Mapping[str, Any]) -> str | None:
@@ -207,7 +219,8 @@ def _is_known_mode(cls: type) -> bool:
     return f"{cls.__module__}.".startswith(("torch.", "onediff_ext."))
 
 
-def _is_foreign(module: str, trusted: Sequence[str]) -> bool:
+def is_foreign(module: str, trusted: Sequence[str]) -> bool:
+    """Whether a module is neither Python's, torch's, a known package's nor one of `trusted`."""
     if not module or module.partition(".")[0] in _STANDARD:
         return False
     return not f"{module}.".startswith((*_TRUSTED, *trusted))

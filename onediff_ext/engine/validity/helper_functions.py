@@ -1,4 +1,4 @@
-"""The functions that methods of classes call, and those that these call, by module and name."""
+"""What methods of classes read by name: functions, what these call in turn, modules, constants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from onediff_ext.engine.validity.foreign_code import is_called_by_no_forward
 
 Namespace = Mapping[str, Any]
 
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_CONSTANT = (type(None), bool, int, float, str)
+
 
 def helpers_of(classes: Iterable[type]) -> list[tuple[Namespace, list[str]]]:
-    """Return the names under which methods, and their helpers, find functions.
+    """Return the names of modules' globals that methods, and their helpers, read.
+
+    These are functions, classes, Python modules (``F`` may be replaced by an object of another
+    extension) and plain constants. Other values, such as tables and caches, may change at any call
+    for reasons of their own; they do not count.
 
     A helper is followed into other Python modules of the classes' own packages: diffusers' UNet
     blocks call `apply_freeu`, which calls `fourier_filter` in its own module.
@@ -21,7 +28,7 @@ def helpers_of(classes: Iterable[type]) -> list[tuple[Namespace, list[str]]]:
         classes: Classes of modules and attention processors.
 
     Returns:
-        Namespaces of Python modules, and the names of functions in each.
+        Namespaces of Python modules, and the names in each.
     """
     found: dict[int, tuple[Namespace, dict[str, None]]] = {}
     classes = list(classes)
@@ -39,7 +46,7 @@ def helpers_of(classes: Iterable[type]) -> list[tuple[Namespace, list[str]]]:
             if isinstance(value, types.FunctionType):
                 waiting.append(value)
         for cell in function.__closure__ or ():
-            held = _content(cell)
+            held = content_of_cell(cell)
             if isinstance(held, types.FunctionType):  # what a decorator has wrapped
                 waiting.append(held)
     return [(namespace, list(names)) for namespace, names in found.values()]
@@ -55,15 +62,15 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
 def _named_in(
     function: types.FunctionType, packages: Collection[str]
 ) -> Iterator[tuple[Namespace, str]]:
-    """The functions that a function's code names, directly or as attributes of a Python module."""
+    """What a function's code names, directly or as attributes of a Python module."""
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, (*_CODE, *_CONSTANT)) or _stands_in(value):
             yield function.__globals__, name
-        elif isinstance(value, types.ModuleType) and _package(vars(value)) in packages:
+        if isinstance(value, types.ModuleType) and _package(vars(value)) in packages:
             for inner in names & vars(value).keys():
-                if isinstance(vars(value)[inner], types.FunctionType):
+                if isinstance(vars(value)[inner], (types.FunctionType, *_CONSTANT)):
                     yield vars(value), inner
 
 
@@ -74,11 +81,17 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _stands_in(value: object) -> bool:
+    """Whether a value may have taken a Python module's place."""
+    return isinstance(value, types.SimpleNamespace) or "__getattr__" in vars(type(value))
+
+
 def _package(namespace: Namespace) -> str:
     return str(namespace.get("__name__", "")).partition(".")[0]
 
 
-def _content(cell: Any) -> object:
+def content_of_cell(cell: Any) -> object:
+    """Return what a closure's cell holds; None for nothing."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

@@ -31,8 +31,7 @@ class ModelState:
         ignored_attrs: Names of attributes that decide nothing.
         dynamic_weight_attrs: Names of attributes that make weights change at each call while they
             are there and not empty, such as a LoRA that is applied at each call.
-        bare: Modules of which only children and hooks count. Wrappers such as LoRA layers are
-            followed in another way.
+        bare: As for `ModuleAttributes`.
         parameters: Whether a replaced Parameter counts.
         left: Wrappers that an extension left on methods; whether they pass calls through counts.
     """
@@ -74,7 +73,7 @@ class ModelState:
             trusted: Prefixes of modules whose patches are known.
         """
         for cls in sorted(self._classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
-            reason = patched_class_reason(cls, trusted)
+            reason = patched_class_reason(cls, trusted) or self._code.helper_reason(cls, trusted)
             if reason is not None:
                 return reason
         return self._code.torch_reason(trusted) or self._global_hook_reason

@@ -27,7 +27,8 @@ class ModuleAttributes:
             count.
         ignored: Names of attributes that decide nothing.
         parameters: Whether a replaced Parameter counts.
-        bare: Modules of which only children and hooks count.
+        bare: Wrappers such as LoRA layers, and the layers that they brought. Of the wrappers only
+            children, hooks and replaced methods count; the rest is followed in another way.
     """
 
     def __init__(
@@ -42,8 +43,13 @@ class ModuleAttributes:
         self._modules, self._outer = list(modules), outer
         self._ignored = frozenset(ignored) | {"forward"}
         self._types = list(map(type, self._modules))
-        skipped = {id(module) for module in bare} | {id(outer)}
+        skipped = {id(m) for m in bare if not _is_torchs(m)} | {id(outer)}
         self._dicts: list[dict[str, Any]] = []
+        # A replaced method is one more attribute.
+        self._lengths_of = [
+            m.__dict__ for m in self._modules if id(m) in skipped and m is not outer
+        ]
+        self._lengths = list(map(len, self._lengths_of))
         for module in self._modules:
             if id(module) not in skipped:
                 self._dicts.append(module.__dict__)
@@ -52,15 +58,20 @@ class ModuleAttributes:
                 self._dicts += [module._forward_hooks, module._forward_pre_hooks]  # type: ignore[list-item]
             if parameters:
                 self._dicts += [module._parameters, module._buffers]
+        # Most modules have no hooks, no buffers and no children. These stay empty.
+        empty: list[Any] = [each for each in self._dicts if not each]
+        self._dicts = [each for each in self._dicts if each]
         self._names, self._values = self._read_names(), self._read()
         held = self._mutable_attributes(skipped - {id(outer)})
-        self._empty = [value for value in held if type(value) in (list, dict, set) and not value]
-        empty = set(map(id, self._empty))
-        self._contents = [(value, value_of(value)) for value in held if id(value) not in empty]
+        empty += [value for value in held if type(value) in (list, dict, set) and not value]
+        self._empty, known = empty, set(map(id, empty))
+        self._contents = [(value, value_of(value)) for value in held if id(value) not in known]
 
     def hold(self) -> bool:
         """Return whether they are what they were."""
         if list(map(type, self._modules)) != self._types or any(self._empty):
+            return False
+        if list(map(len, self._lengths_of)) != self._lengths:
             return False
         values = self._read()
         if not is_equal(values, self._values) and not self._decides_the_same(values):
@@ -106,6 +117,10 @@ class ModuleAttributes:
             for name, value in module.__dict__.items()
             if name not in ignored and is_mutable(value)
         ]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _same(ours: tuple[str, Any], theirs: tuple[str, Any]) -> bool:

@@ -20,11 +20,12 @@ from onediff_ext.engine.validity.foreign_code import (
     functional_names,
     replaced_torch_function_reason,
 )
-from onediff_ext.engine.validity.helper_functions import helpers_of
+from onediff_ext.engine.validity.helper_functions import content_of_cell, helpers_of
+from onediff_ext.engine.validity.replaced_helpers import replaced_helper_reason
 from onediff_ext.engine.validity.values import is_equal
 
 _KEPT_READINGS = 4
-_CODE = operator.attrgetter("__code__")
+_CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 
 _names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -60,6 +61,8 @@ class PythonCode:
         self._moment: Hashable = None
         self._epoch: Hashable = None  # the last one in which code objects were read
         self._torch_reasons: dict[Sequence[str], str | None] = {}
+        self._helpers: dict[type, list[tuple[Mapping[str, Any], list[str]]]] = {}
+        self._helper_reasons: dict[tuple[type, Sequence[str]], str | None] = {}
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
@@ -80,8 +83,13 @@ class PythonCode:
         for name in modules:
             namespace = getattr(sys.modules.get(name), "__dict__", {})
             self._add(namespace, [n for n, v in namespace.items() if callable(v)])
-        for namespace, names in helpers_of(new):
-            self._add(namespace, names)
+        known: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}
+        for base in new:
+            self._helpers[base] = helpers_of([base])
+            for namespace, names in self._helpers[base]:
+                known.setdefault(id(namespace), (namespace, {}))[1].update(dict.fromkeys(names))
+        for namespace, found in known.values():
+            self._add(namespace, list(found))
         self._functions = self._python_functions()
         self._readings = {self._generation: [*self._read(), self._codes()]}
 
@@ -91,8 +99,9 @@ class PythonCode:
         Args:
             moment: Equal for calls between which no code is replaced, such as those of one
                 forward; the code is read once for them. None reads the code each time.
-            epoch: Equal for the calls of one image. ``function.__code__`` is read once for them,
-                since each reading is an audit event. None reads it each time.
+            epoch: Equal for the calls of one image. What functions consist of is read once for
+                them, since each reading of ``function.__code__`` is an audit event. None reads it
+                each time.
         """
         if moment is None or moment != self._moment:
             found = self._read()
@@ -103,6 +112,7 @@ class PythonCode:
             self._epoch = epoch
             if not is_equal(found, self._readings[self._generation]):
                 self._torch_reasons.clear()
+                self._helper_reasons.clear()
                 self._generation = self._generation_of(found)
             self._moment = moment
         return self._generation
@@ -113,6 +123,25 @@ class PythonCode:
         if key not in self._torch_reasons:
             self._torch_reasons[key] = replaced_torch_function_reason(key)
         return self._torch_reasons[key]
+
+    def helper_reason(self, cls: type, trusted: Sequence[str] = ()) -> str | None:
+        """Return why what a class's methods call is another extension's, or None.
+
+        It is computed once for each generation.
+
+        Args:
+            cls: A watched class.
+            trusted: Prefixes of modules whose patches are known.
+        """
+        key = (cls, tuple(trusted))
+        if key not in self._helper_reasons:
+            found = (
+                replaced_helper_reason(namespace, names, trusted)
+                for base in cls.__mro__[:-1]
+                for namespace, names in self._helpers.get(base, ())
+            )
+            self._helper_reasons[key] = next(filter(None, found), None)
+        return self._helper_reasons[key]
 
     def _generation_of(self, found: list[Any]) -> int:
         """Return the number of an equal earlier reading, or a new one."""
@@ -143,9 +172,9 @@ class PythonCode:
                 found.append(len(namespace))
         return found
 
-    def _codes(self) -> list[types.CodeType]:
-        """The code objects of all functions, which may be replaced in place."""
-        return list(map(_CODE, self._functions))
+    def _codes(self) -> list[Any]:
+        """The code, default values and closures of all functions, which change in place."""
+        return list(map(_contents, self._functions))
 
     def _python_functions(self) -> list[types.FunctionType]:
         """The watched functions that have Python code, each once."""
@@ -157,3 +186,13 @@ class PythonCode:
                 if isinstance(function, types.FunctionType):
                     found[function] = None
         return list(found)
+
+
+def _contents(function: types.FunctionType) -> tuple[Any, ...]:
+    code, defaults, named, closure = _CODE(function)
+    return (
+        code,
+        defaults,
+        None if named is None else tuple(named.items()),
+        None if closure is None else tuple(map(content_of_cell, closure)),
+    )

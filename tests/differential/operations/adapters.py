@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from tests.differential.drawing import LORA_SCALE_IN
 from tests.differential.registry import feature, operation
-from tests.differential.world import World
+from tests.differential.world import TRANSFORMERS, World
 from tests.support import models
+from tests.support.transformer_models import lora_state
 
+_NAMES = ("x", "y", "z")
 _TARGETS = {
     "x": ["to_q", "to_k", "to_v", "to_out.0"],
     "y": ["conv1", "conv2", "ff.net.0.proj", "proj_in"],
@@ -28,25 +31,32 @@ def _fused(world: World) -> bool:
 
 
 def _names(world: World) -> list[str]:
-    return sorted(name for name in world.adapters if name in _TARGETS)
+    return sorted(name for name in world.adapters if name in _NAMES)
 
 
-def _layers(unet: Any, name: str) -> list[Any]:
-    return [m for m in unet.modules() if name in getattr(m, "lora_A", {})]
+def _targets(world: World, name: str) -> list[str]:
+    """Layers of a transformer, as `_TARGETS`."""
+    layers = TRANSFORMERS[world.model].lora_layers
+    return {"x": ["to_q", "to_k", "to_v"], "y": list(layers[1:]), "z": list(layers)}[name]
+
+
+def _layers(model: Any, name: str) -> list[Any]:
+    return [m for m in model.modules() if name in getattr(m, "lora_A", {})]
 
 
 @operation(lambda w: len(_names(w)) < 2 and not _fused(w) and not w.no_adapters, weight=3)
 def lora_add(world: World, random: Random) -> None:
     from peft import LoraConfig
 
-    name = random.choice(sorted(set(_TARGETS) - set(_names(world))))
+    name = random.choice(sorted(set(_NAMES) - set(_names(world))))
     rank, seed = random.choice((2, 4)), random.randrange(1000)
-    for unet in world.each_unet():
+    targets = _TARGETS[name] if world.is_unet else _targets(world, name)
+    for model in world.each_denoiser():
         torch.manual_seed(seed)
         config = LoraConfig(
-            r=rank, lora_alpha=rank, target_modules=_TARGETS[name], init_lora_weights=False
+            r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False
         )
-        unet.add_adapter(config, adapter_name=name)
+        model.add_adapter(config, adapter_name=name)
     world.adapters[name] = True
 
 
@@ -56,41 +66,41 @@ def lora_weights(world: World, random: Random) -> None:
     chosen = random.sample(names, random.randint(1, len(names)))
     weights = [random.choice((0.3, -0.7, 1.0, 0.0)) for _ in chosen]
     for pipe in world.both:
-        pipe.unet.set_adapters(chosen, weights)
+        world.denoiser(pipe).set_adapters(chosen, weights)
 
 
 @operation(_loaded)
 def lora_off(world: World, random: Random) -> None:
-    for unet in world.each_unet():
-        unet.disable_adapters()
+    for model in world.each_denoiser():
+        model.disable_adapters()
 
 
 @operation(_loaded, weight=2)
 def lora_on(world: World, random: Random) -> None:
-    for unet in world.each_unet():
-        unet.enable_adapters()
+    for model in world.each_denoiser():
+        model.enable_adapters()
 
 
 @operation(_loaded)
 def lora_delete(world: World, random: Random) -> None:
     name = random.choice(_names(world))
-    for unet in world.each_unet():
-        unet.delete_adapters(name)
+    for model in world.each_denoiser():
+        model.delete_adapters(name)
     del world.adapters[name]
     _unload_if_empty(world)
 
 
 def _unload_if_empty(world: World) -> None:
     if not _names(world):
-        for unet in world.each_unet():
-            unet.unload_lora()
+        for model in world.each_denoiser():
+            model.unload_lora()
         world.adapters.clear()
 
 
 @operation(_loaded)
 def lora_unload(world: World, random: Random) -> None:
-    for unet in world.each_unet():
-        unet.unload_lora()
+    for model in world.each_denoiser():
+        model.unload_lora()
     world.adapters.clear()
 
 
@@ -98,14 +108,14 @@ def lora_unload(world: World, random: Random) -> None:
 def lora_fuse(world: World, random: Random) -> None:
     scale = random.choice((1.0, 0.6))
     for pipe in world.both:
-        pipe.fuse_lora(components=["unet"], lora_scale=scale)
+        pipe.fuse_lora(components=[world.part], lora_scale=scale)
     world.adapters["fused"] = True
 
 
 @operation(_fused, weight=4)
 def lora_unfuse(world: World, random: Random) -> None:
     for pipe in world.both:
-        pipe.unfuse_lora(components=["unet"])
+        pipe.unfuse_lora(components=[world.part])
     del world.adapters["fused"]
 
 
@@ -115,30 +125,30 @@ def lora_hotswap(world: World, random: Random) -> None:
     from peft.utils import get_peft_model_state_dict
 
     name, seed = random.choice(_names(world)), random.randrange(1000)
-    for unet in world.each_unet():
+    for model in world.each_denoiser():
         generator = torch.Generator().manual_seed(seed)
-        state = get_peft_model_state_dict(unet, adapter_name=name)
+        state = get_peft_model_state_dict(model, adapter_name=name)
         other = {
             key: (0.2 * torch.randn(value.shape, generator=generator)).to(value)
             for key, value in state.items()
         }
-        unet.load_lora_adapter(other, prefix=None, adapter_name=name, hotswap=True)
+        model.load_lora_adapter(other, prefix=None, adapter_name=name, hotswap=True)
 
 
 @operation(_loaded)
 def lora_data_written(world: World, random: Random) -> None:
     """Past the version counter."""
     name, factor = random.choice(_names(world)), random.choice((-1.0, 0.5))
-    for unet in world.each_unet():
-        for layer in _layers(unet, name):
+    for model in world.each_denoiser():
+        for layer in _layers(model, name):
             layer.lora_B[name].weight.data.mul_(factor)
 
 
 @operation(_loaded)
 def lora_written_in_place(world: World, random: Random) -> None:
     name = random.choice(_names(world))
-    for unet in world.each_unet():
-        for layer in _layers(unet, name)[::2]:
+    for model in world.each_denoiser():
+        for layer in _layers(model, name)[::2]:
             with torch.no_grad():
                 layer.lora_A[name].weight.mul_(-1.5)
 
@@ -147,12 +157,12 @@ def lora_written_in_place(world: World, random: Random) -> None:
 def lora_scaling_written(world: World, random: Random) -> None:
     """Set a scale in place, like `set_scale` of peft's layers."""
     name, scale = random.choice(_names(world)), random.choice((0.1, 2.0))
-    for unet in world.each_unet():
-        for layer in _layers(unet, name):
+    for model in world.each_denoiser():
+        for layer in _layers(model, name):
             layer.scaling[name] = scale
 
 
-@operation(_loaded, weight=2)
+@operation(lambda w: _loaded(w) and w.model in LORA_SCALE_IN, weight=2)
 def lora_scale_of_the_call(world: World, random: Random) -> None:
     """``cross_attention_kwargs={"scale": …}``"""
     other = [scale for scale in (None, 0.3, 1.5) if scale != world.picture.lora_scale]
@@ -164,7 +174,12 @@ def lora_from_a_file(world: World, random: Random) -> None:
     """Load a LoRA from a state dict with diffusers' own names."""
     from tests.support.models import lora_tensors
 
-    state = lora_tensors(world.twin, text=False, rank=2, seed=random.randrange(1000))
+    seed = random.randrange(1000)
+    if world.is_unet:
+        state = lora_tensors(world.twin, text=False, rank=2, seed=seed)
+    else:
+        layers = TRANSFORMERS[world.model].lora_layers
+        state = lora_state(world.twin_denoiser, layers, rank=2, seed=seed)
     for pipe in world.both:
         pipe.load_lora_weights(
             {k: v.to(world.device, world.dtype) for k, v in state.items()}, adapter_name="x"
@@ -172,13 +187,16 @@ def lora_from_a_file(world: World, random: Random) -> None:
     world.adapters["x"] = True
 
 
-@feature(lambda w: not w.adapters and "own_processor" not in w.on and "qkv_fused" not in w.on)
+@feature(
+    lambda w: w.is_unet and not w.adapters and not {"own_processor", "qkv_fused"} & w.on.keys(),
+    weight=2,
+)
 def ip_adapter(world: World, random: Random) -> Callable[[], None]:
     seed = random.randrange(1000)
-    kept = [(pipe, pipe.unet.attn_processors, dict(pipe.unet.config)) for pipe in world.both]
+    kept = [(m, m.attn_processors, dict(m.config)) for m in world.each_denoiser()]
     for pipe in world.both:
-        tensors = models.ip_adapter_tensors(pipe.unet, seed, world.dtype)
-        pipe.unet._load_ip_adapter_weights([tensors], low_cpu_mem_usage=False)
+        tensors = models.ip_adapter_tensors(world.denoiser(pipe), seed, world.dtype)
+        world.denoiser(pipe)._load_ip_adapter_weights([tensors], low_cpu_mem_usage=False)
         pipe.set_ip_adapter_scale(0.8)
     seeds = [random.randrange(1000)]
 
@@ -194,11 +212,11 @@ def ip_adapter(world: World, random: Random) -> Callable[[], None]:
 
     def off() -> None:
         world.picture.extra.pop("ip_adapter_image_embeds", None)
-        for pipe, processors, config in kept:
-            pipe.unet.encoder_hid_proj = None
-            pipe.unet.config["encoder_hid_dim_type"] = config["encoder_hid_dim_type"]
-            pipe.unet.config.encoder_hid_dim_type = None
-            pipe.unet.set_attn_processor(dict(processors))
+        for model, processors, config in kept:
+            model.encoder_hid_proj = None
+            model.config["encoder_hid_dim_type"] = config["encoder_hid_dim_type"]
+            model.config.encoder_hid_dim_type = None
+            model.set_attn_processor(dict(processors))
 
     return off
 

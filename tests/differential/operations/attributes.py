@@ -16,7 +16,7 @@ from tests.differential.world import World
 def _modules(world: World, cls: str) -> list[str]:
     return [
         name
-        for name, module in world.twin.unet.named_modules()
+        for name, module in world.twin_denoiser.named_modules()
         if type(module).__name__ == cls and not type(module).__module__.startswith("peft.")
     ]
 
@@ -24,9 +24,9 @@ def _modules(world: World, cls: str) -> list[str]:
 def _set(world: World, names: list[str], attribute: str, value: Any) -> Callable[[], None]:
     """Set an attribute of modules of both UNets; returns what takes it back."""
     before = []
-    for unet in world.each_unet():
+    for model in world.each_denoiser():
         for name in names:
-            module = unet.get_submodule(name)
+            module = model.get_submodule(name)
             before.append((module, getattr(module, attribute)))
             setattr(module, attribute, value)
 
@@ -37,48 +37,57 @@ def _set(world: World, names: list[str], attribute: str, value: Any) -> Callable
     return undo
 
 
+def _a_block(model: Any) -> nn.Module:
+    """The first module with an attention, or a UNet's ResNet block."""
+    return next(module for name, module in model.named_modules() if name.endswith((".0", "norm1")))
+
+
 def _one(world: World, random: Random, cls: str) -> list[str]:
     return [random.choice(_modules(world, cls))]
 
 
-@feature(weight=2)
+@feature(lambda w: w.is_unet, weight=2)
 def tiling(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _modules(world, "Conv2d"), "padding_mode", "circular")
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def tiling_of_one_layer(world: World, random: Random) -> Callable[[], None]:
-    names = [n for n in _modules(world, "Conv2d") if world.twin.unet.get_submodule(n).padding[0]]
+    model = world.twin_denoiser
+    names = [n for n in _modules(world, "Conv2d") if model.get_submodule(n).padding[0]]
     return _set(world, [random.choice(names)], "padding_mode", "circular")
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def output_scale_factor(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _one(world, random, "ResnetBlock2D"), "output_scale_factor", 1.7)
 
 
 @feature()
 def norm_eps(world: World, random: Random) -> Callable[[], None]:
-    cls = random.choice(("GroupNorm", "LayerNorm"))
+    cls = random.choice([c for c in ("GroupNorm", "LayerNorm", "RMSNorm") if world.has(c)])
     return _set(world, _one(world, random, cls), "eps", 0.5)
 
 
-@feature()
-def attention_scale(world: World, random: Random) -> Callable[[], None]:
-    return _set(world, _one(world, random, "Attention"), "scale", 0.05)
+@feature(lambda w: w.is_unet)
+def attention_heads(world: World, random: Random) -> Callable[[], None]:
+    """Twice as many heads, of half the width."""
+    names = _one(world, random, "Attention")
+    heads = world.twin_denoiser.get_submodule(names[0]).heads
+    return _set(world, names, "heads", 2 * heads)
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def attention_rescale(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _one(world, random, "Attention"), "rescale_output_factor", 2.5)
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def nonlinearity(world: World, random: Random) -> Callable[[], None]:
     before = []
     name = _one(world, random, "ResnetBlock2D")[0]
-    for unet in world.each_unet():
-        block = unet.get_submodule(name)
+    for model in world.each_denoiser():
+        block = model.get_submodule(name)
         before.append((block, block.nonlinearity))
         block.nonlinearity = nn.Mish()
 
@@ -89,26 +98,27 @@ def nonlinearity(world: World, random: Random) -> Callable[[], None]:
     return undo
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def dilation(world: World, random: Random) -> Callable[[], None]:
     """Change dilations like ScaleCrafter and HiDiffusion, at the same output size."""
     names = [
-        n
-        for n in _modules(world, "Conv2d")
-        if (conv := world.twin.unet.get_submodule(n)).padding == (1, 1) and conv.stride == (1, 1)
+        name
+        for name in _modules(world, "Conv2d")
+        if (conv := world.twin_denoiser.get_submodule(name)).padding == (1, 1)
+        and conv.stride == (1, 1)
     ]
     name = [random.choice(names)]
     undo = [_set(world, name, "dilation", (2, 2)), _set(world, name, "padding", (2, 2))]
     return lambda: [each() for each in undo]  # type: ignore[return-value]
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def conv_forward(world: World, random: Random) -> Callable[[], None]:
     """An instance's `_conv_forward`, as tiling extensions replace it."""
     names, undo = _modules(world, "Conv2d"), []
     name = random.choice(names)
-    for unet in world.each_unet():
-        conv = unet.get_submodule(name)
+    for model in world.each_denoiser():
+        conv = model.get_submodule(name)
 
         def doubled(x: Any, weight: Any, bias: Any, conv: Any = conv) -> Any:
             return 1.5 * type(conv)._conv_forward(conv, x, weight, bias)
@@ -123,40 +133,40 @@ def conv_forward(world: World, random: Random) -> Callable[[], None]:
     return off
 
 
-@feature(weight=2)
+@feature(lambda w: w.is_unet, weight=2)
 def freeu(world: World, random: Random) -> Callable[[], None]:
     s1, s2 = random.choice((0.9, 0.6)), random.choice((0.2, 0.5))
-    for unet in world.each_unet():
-        unet.enable_freeu(s1, s2, 1.2, 1.4)
-    return lambda: [unet.disable_freeu() for unet in world.each_unet()]  # type: ignore[return-value]
+    for model in world.each_denoiser():
+        model.enable_freeu(s1, s2, 1.2, 1.4)
+    return lambda: [model.disable_freeu() for model in world.each_denoiser()]  # type: ignore[return-value]
 
 
 @feature()
 def training_mode(world: World, random: Random) -> Callable[[], None]:
-    for unet in world.each_unet():
-        unet.train()
-    return lambda: [unet.eval() for unet in world.each_unet()]  # type: ignore[return-value]
+    for model in world.each_denoiser():
+        model.train()
+    return lambda: [model.eval() for model in world.each_denoiser()]  # type: ignore[return-value]
 
 
 @feature()
 def marker(world: World, random: Random) -> Callable[[], None]:
     """A foreign attribute that decides nothing."""
-    units = list(world.each_unet())
-    for unet in units:
-        unet.mid_block.resnets[0].note_of_an_extension = {"seen": [1]}
+    units = list(world.each_denoiser())
+    for model in units:
+        _a_block(model).note_of_an_extension = {"seen": [1]}
 
     def off() -> None:
-        for unet in units:
-            vars(unet.mid_block.resnets[0]).pop("note_of_an_extension", None)
+        for model in units:
+            vars(_a_block(model)).pop("note_of_an_extension", None)
 
     return off
 
 
-@feature()
+@feature(lambda w: w.is_unet)
 def chunked_feed_forward(world: World, random: Random) -> Callable[[], None]:
     def blocks() -> Iterator[Any]:
-        for unet in world.each_unet():
-            for module in unet.modules():
+        for model in world.each_denoiser():
+            for module in model.modules():
                 if hasattr(module, "set_chunk_feed_forward"):
                     yield module
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.differential.registry import feature, operation
 from tests.differential.world import World
@@ -14,10 +15,13 @@ from tests.differential.world import World
 
 def _once(world: World, random: Random, make: Callable[[], BaseException], both: bool) -> None:
     """Draw a picture within which a layer raises; then draw on without."""
-    name = random.choice(("conv_out", "mid_block.resnets.0.conv1", "time_embedding.linear_1"))
+    names: Sequence[str] = ("conv_out", "mid_block.resnets.0.conv1", "time_embedding.linear_1")
+    if not world.is_unet:
+        names = [n for n, m in world.twin_denoiser.named_modules() if type(m) is nn.Linear]
+    name = random.choice(names)
     at = random.randint(1, 2)
     for pipe in world.both if both else (world.pipe,):
-        module = pipe.unet.get_submodule(name)
+        module = world.denoiser(pipe).get_submodule(name)
         calls: list[int] = []
 
         def fail(module: Any, args: Any, calls: list[int] = calls) -> None:
@@ -79,7 +83,9 @@ def interrupted_callback(world: World, random: Random) -> None:
             extra["callback_on_step_end"] = kept
 
 
-@feature(lambda w: not (w.on_gpu or w.counts_calls) and w.session is not None, weight=2)
+@feature(
+    lambda w: w.is_unet and not (w.on_gpu or w.counts_calls) and w.session is not None, weight=2
+)
 def no_memory_for_batches(world: World, random: Random) -> Callable[[], None]:
     """Few images of ours find room at once: halves are drawn, or the error is seen."""
     world.most_images, world.picture.batch, world.picture.guidance = 2, 2, 3.0

@@ -16,26 +16,33 @@ from tests.differential.world import World
 
 
 def _scaled(output: Any, factor: float) -> Any:
+    """An output's tensors, scaled; a block of two streams returns two."""
+    if isinstance(output, (tuple, list)):
+        return type(output)(_scaled(each, factor) for each in output)
     return factor * output if isinstance(output, torch.Tensor) else output
 
 
 def _module(world: World, random: Random) -> str:
     """A layer, a block, or the whole UNet."""
-    unet = world.twin.unet
-    layers = [n for n, m in unet.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    blocks = [n for n, m in unet.named_modules() if type(m).__name__ in _BLOCKS]
+    model = world.twin_denoiser
+    layers = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    blocks = [n for n, m in model.named_modules() if type(m).__name__ in _BLOCKS]
     return random.choice([*random.sample(layers, 2), *random.sample(blocks, 2)])
 
 
-_BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock", "Attention")
+_BLOCKS = (
+    *("ResnetBlock2D", "BasicTransformerBlock", "Attention"),
+    *("JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock"),
+    *("FluxAttention", "QwenImageTransformerBlock", "ZImageTransformerBlock"),
+)
 
 
 @feature(weight=2)
 def hook(world: World, random: Random) -> Callable[[], None]:
     name = _module(world, random)
     handles = [
-        unet.get_submodule(name).register_forward_hook(lambda m, i, o: _scaled(o, 1.3))
-        for unet in world.each_unet()
+        model.get_submodule(name).register_forward_hook(lambda m, i, o: _scaled(o, 1.3))
+        for model in world.each_denoiser()
     ]
     return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
 
@@ -43,24 +50,28 @@ def hook(world: World, random: Random) -> Callable[[], None]:
 @feature()
 def pre_hook(world: World, random: Random) -> Callable[[], None]:
     name = _module(world, random)
+
+    def scaled(module: Any, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (_scaled(args[0], 0.8), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": 0.8 * kwargs["hidden_states"]}
+
     handles = [
-        unet.get_submodule(name).register_forward_pre_hook(
-            lambda m, args: (_scaled(args[0], 0.8), *args[1:]) if args else None
-        )
-        for unet in world.each_unet()
+        model.get_submodule(name).register_forward_pre_hook(scaled, with_kwargs=True)
+        for model in world.each_denoiser()
     ]
     return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
 
 
 @feature()
-def hook_on_the_unet(world: World, random: Random) -> Callable[[], None]:
+def hook_on_the_model(world: World, random: Random) -> Callable[[], None]:
     def scaled(module: Any, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (0.9 * output[0],)
-        output.sample = 0.9 * output.sample
+            return _scaled(output, 0.9)
+        output.sample = _scaled(output.sample, 0.9)
         return output
 
-    handles = [unet.register_forward_hook(scaled) for unet in world.each_unet()]
+    handles = [model.register_forward_hook(scaled) for model in world.each_denoiser()]
     return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
 
 
@@ -86,8 +97,8 @@ def forward_replaced(world: World, random: Random) -> Callable[[], None]:
     """An instance's, around what is there."""
     name = _module(world, random)
     changed = []
-    for unet in world.each_unet():
-        module = unet.get_submodule(name)
+    for model in world.each_denoiser():
+        module = model.get_submodule(name)
         before = module.forward
         changed.append((module, "forward" in vars(module), before))
 
@@ -111,11 +122,15 @@ def class_patched(world: World, random: Random) -> Callable[[], None]:
     """A block's or a layer's class."""
     from diffusers.models import attention, resnet
 
-    cls = random.choice((resnet.ResnetBlock2D, attention.FeedForward, nn.GroupNorm))
+    cls: Any = random.choice((resnet.ResnetBlock2D, attention.FeedForward, nn.GroupNorm))
+    if not world.is_unet:
+        modules = world.twin_denoiser.modules()
+        known = {type(m) for m in modules if type(m).__name__ in (*_BLOCKS, "LayerNorm")}
+        cls = random.choice(sorted(known, key=str))
     before = cls.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return 0.8 * before(self, *args, **kwargs)
+        return _scaled(before(self, *args, **kwargs), 0.8)
 
     cls.forward = forward
 
@@ -134,7 +149,7 @@ class _Louder(TorchFunctionMode):
 class _Softer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        return 0.9 * output if "group_norm" in str(func) and torch.is_tensor(output) else output
+        return 0.9 * output if func is torch.ops.aten.silu.default else output
 
 
 @feature()
@@ -161,9 +176,10 @@ def dispatch_mode(world: World, random: Random) -> Callable[[], None]:
 def forward_that_counts(world: World, random: Random) -> Callable[[], None]:
     """A layer whose result depends on how often it ran."""
     changed = []
-    name = random.choice([n for n, m in world.twin.unet.named_modules() if type(m) is nn.Linear])
-    for unet in world.each_unet():
-        layer = unet.get_submodule(name)
+    modules = world.twin_denoiser.named_modules()
+    name = random.choice([n for n, m in modules if type(m) is nn.Linear])
+    for model in world.each_denoiser():
+        layer = model.get_submodule(name)
         own = layer.forward
         seen: list[int] = []
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from tests.differential.drawing import WAYS
+from tests.differential.drawing import ways
 from tests.differential.registry import operation
-from tests.differential.world import SIZES, World
+from tests.differential.world import SIZES, TRANSFORMER_SIZES, World
 
 
 @operation(weight=6)
@@ -18,12 +19,15 @@ def again(world: World, random: Random) -> None:
 
 @operation(weight=3)
 def size(world: World, random: Random) -> None:
-    world.picture.height, world.picture.width = random.choice(SIZES)
+    sizes = SIZES if world.is_unet else TRANSFORMER_SIZES
+    world.picture.height, world.picture.width = random.choice(sizes)
 
 
 @operation()
 def odd_size(world: World, random: Random) -> None:
-    world.picture.height, world.picture.width = (8 * random.randint(5, 14) for _ in range(2))
+    step = 8 if world.is_unet else 16
+    sides = (step * random.randint(40 // step, 112 // step) for _ in range(2))
+    world.picture.height, world.picture.width = sides
 
 
 @operation()
@@ -36,7 +40,7 @@ def noise(world: World, random: Random) -> None:
     world.picture.noise = random.randrange(100)
 
 
-@operation()
+@operation(lambda w: "deepcache" not in w.on)  # it reuses nothing in few steps
 def steps(world: World, random: Random) -> None:
     world.picture.steps = random.randint(1, 4)
 
@@ -49,7 +53,7 @@ def prompt(world: World, random: Random) -> None:
 @operation()
 def prompt_in_place(world: World, random: Random) -> None:
     """The same tensors with other numbers."""
-    for tensor in world.picture.prompts.values():
+    for tensor in world.prompt_tensors:
         with torch.inference_mode(tensor.is_inference()):
             tensor.mul_(random.choice((0.5, -1.0)))
 
@@ -73,7 +77,7 @@ def guidance(world: World, random: Random) -> None:
     world.picture.guidance = random.choice((1.0, 2.0, 4.0))
 
 
-@operation()
+@operation(lambda w: w.is_unet)
 def guidance_rescale(world: World, random: Random) -> None:
     if world.picture.extra.pop("guidance_rescale", None) is None:
         world.picture.extra["guidance_rescale"] = 0.7
@@ -81,8 +85,8 @@ def guidance_rescale(world: World, random: Random) -> None:
 
 @operation(weight=2)
 def way(world: World, random: Random) -> None:
-    """Another caller of the UNet, with other kinds of argument."""
-    world.picture.way = random.choice(sorted(WAYS))
+    """Another caller of the model, with other kinds of argument."""
+    world.picture.way = random.choice(ways(world))
 
 
 @operation(weight=2)
@@ -93,7 +97,7 @@ def by_the_pipeline(world: World, random: Random) -> None:
 @operation()
 def inference_mode(world: World, random: Random) -> None:
     """Or no_grad instead."""
-    made = any(tensor.is_inference() for tensor in world.picture.prompts.values())
+    made = any(tensor.is_inference() for tensor in world.prompt_tensors)
     world.picture.inference = made or not world.picture.inference
 
 
@@ -116,9 +120,17 @@ def autocast(world: World, random: Random) -> None:
 
 @operation()
 def scheduler(world: World, random: Random) -> None:
-    from diffusers import DDIMScheduler, EulerDiscreteScheduler, UniPCMultistepScheduler
+    from diffusers import (
+        DDIMScheduler,
+        EulerDiscreteScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        FlowMatchHeunDiscreteScheduler,
+        UniPCMultistepScheduler,
+    )
 
     cls = random.choice((DDIMScheduler, EulerDiscreteScheduler, UniPCMultistepScheduler))
+    if not world.is_unet:
+        cls = random.choice((FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler))
     for pipe in world.both:
         pipe.scheduler = cls.from_config(pipe.scheduler.config)
 
@@ -128,7 +140,8 @@ def callback_writes_the_prompt(world: World, random: Random) -> None:
     """Change the prompt within a picture, as some scripts do."""
 
     def changed(pipe: object, step: int, timestep: object, tensors: dict) -> dict:
-        tensors["prompt_embeds"].mul_(0.5)
+        for tensor in tree_leaves(tensors["prompt_embeds"]):
+            tensor.mul_(0.5)
         return tensors
 
     extra = world.picture.extra

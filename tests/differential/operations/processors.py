@@ -15,16 +15,21 @@ from tests.differential.world import World
 from tests.support.ldm_stand_in import live_in
 
 
+def _scaled(output: Any, factor: float) -> Any:
+    if isinstance(output, tuple):
+        return tuple(_scaled(each, factor) for each in output)
+    return factor * output
+
+
 def _own_class() -> type:
     class AttnProcessor2_0:  # noqa: N801
         """The name of diffusers' own, with a state."""
 
-        def __init__(self, gain: list[float]) -> None:
-            self.gain = gain
-            self._own = attention_processor.AttnProcessor2_0()
+        def __init__(self, own: Any, gain: list[float]) -> None:
+            self.own, self.gain = own, gain
 
-        def __call__(self, attn: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.gain[0] * self._own(attn, hidden_states, *args, **kwargs)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return _scaled(self.own(*args, **kwargs), self.gain[0])
 
     return AttnProcessor2_0
 
@@ -32,14 +37,12 @@ def _own_class() -> type:
 class Store:
     """Keeps a mean of what it has seen, as prompt-to-prompt's attention stores do, and uses it."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self._own = attention_processor.AttnProcessor2_0()
+    def __init__(self, own: Any) -> None:
+        self.calls, self.own = 0, own
 
-    def __call__(self, attn: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        out = self._own(attn, hidden_states, *args, **kwargs)
-        return out * (1 + 0.1 * (self.calls % 5))
+        return _scaled(self.own(*args, **kwargs), 1 + 0.1 * (self.calls % 5))
 
 
 class FirstImage:
@@ -63,18 +66,18 @@ class FirstImage:
 live_in(FirstImage, "diffusers.pipelines.made_for_a_test")
 
 
-def _set_processors(world: World, make: Callable[[], Any], some: int = 1) -> Callable[[], None]:
+def _set_processors(world: World, make: Callable[[Any], Any], some: int = 1) -> Callable[[], None]:
+    """Put other processors in the place of some; `make` takes the processor that was there."""
     kept = []
-    for unet in world.each_unet():
-        kept.append((unet, dict(unet.attn_processors)))
-        processors = dict(unet.attn_processors)
-        for name in sorted(processors)[::some]:
-            processors[name] = make()
-        unet.set_attn_processor(processors)
+    for model in world.each_denoiser():
+        modules = [m for m in model.modules() if vars(m).get("processor") is not None]
+        for module in modules[::some]:
+            kept.append((module, module.processor))
+            module.processor = make(module.processor)
 
     def off() -> None:
-        for unet, processors in kept:
-            unet.set_attn_processor(processors)
+        for module, processor in kept:
+            module.processor = processor
 
     return off
 
@@ -88,21 +91,8 @@ def _free(world: World) -> bool:
 def own_processor(world: World, random: Random) -> Callable[[], None]:
     """Of a class with the name of diffusers' own."""
     cls, some = _own_class(), random.choice((1, 3))
-    world.gains = [[1.5], [1.5]]
-    gains = iter(world.gains)
-    kept = []
-    for unet, gain in zip(world.each_unet(), gains, strict=True):
-        kept.append((unet, dict(unet.attn_processors)))
-        processors = dict(unet.attn_processors)
-        for name in sorted(processors)[::some]:
-            processors[name] = cls(gain)
-        unet.set_attn_processor(processors)
-
-    def back() -> None:
-        for unet, processors in kept:
-            unet.set_attn_processor(processors)
-
-    return back
+    world.gains = [[1.5]]
+    return _set_processors(world, lambda own: cls(own, world.gains[0]), some)
 
 
 @operation(lambda w: "own_processor" in w.on, weight=6)
@@ -118,29 +108,29 @@ def stateful_processor(world: World, random: Random) -> Callable[[], None]:
     return _set_processors(world, Store, random.choice((1, 2)))
 
 
-@feature(_free)
+@feature(lambda w: w.is_unet and _free(w))
 def images_see_each_other(world: World, random: Random) -> Callable[[], None]:
     """An attention processor like diffusers' for the frames of a video."""
     world.picture.batch = 2
-    return _set_processors(world, FirstImage)
+    return _set_processors(world, lambda own: FirstImage())
 
 
-@feature(_free)
+@feature(lambda w: w.is_unet and _free(w))
 def plain_processor(world: World, random: Random) -> Callable[[], None]:
     """Without torch's own attention."""
-    return _set_processors(world, attention_processor.AttnProcessor)
+    return _set_processors(world, lambda own: attention_processor.AttnProcessor())
 
 
-@feature(lambda w: "ip_adapter" not in w.on and _free(w))
+@feature(lambda w: w.is_unet and _free(w))
 def sliced(world: World, random: Random) -> Callable[[], None]:
-    kept = [(unet, dict(unet.attn_processors)) for unet in world.each_unet()]
+    kept = [(model, dict(model.attn_processors)) for model in world.each_denoiser()]
     for pipe in world.both:
         pipe.enable_attention_slicing(1)
 
     def off() -> None:
-        for unet, processors in kept:
-            unet.set_attention_slice(None) if hasattr(unet, "set_attention_slice") else None
-            unet.set_attn_processor(processors)
+        for model, processors in kept:
+            model.set_attention_slice(None) if hasattr(model, "set_attention_slice") else None
+            model.set_attn_processor(processors)
 
     return off
 
@@ -148,11 +138,13 @@ def sliced(world: World, random: Random) -> Callable[[], None]:
 @feature()
 def processors_call_patched(world: World, random: Random) -> Callable[[], None]:
     """`__call__` of diffusers' own class."""
-    cls = attention_processor.AttnProcessor2_0
+    found = {type(vars(m).get("processor")) for m in world.twin_denoiser.modules()}
+    found.discard(type(None))
+    cls = min(found, key=str, default=attention_processor.AttnProcessor2_0)
     before = cls.__call__
 
-    def patched(self: Any, attn: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return 0.7 * before(self, attn, hidden_states, *args, **kwargs)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _scaled(before(self, *args, **kwargs), 0.7)
 
     cls.__call__ = patched  # type: ignore[method-assign]
 
@@ -187,8 +179,13 @@ def function_replaced(world: World, random: Random) -> Callable[[], None]:
     return lambda: setattr(functional, name, before)
 
 
-@feature(lambda w: not w.adapters and _free(w))
+@feature(lambda w: w.model not in ("sd3", "z_image") and not w.adapters and _free(w))
 def qkv_fused(world: World, random: Random) -> Callable[[], None]:
+    if not world.is_unet:
+        for model in world.each_denoiser():
+            model.fuse_qkv_projections()
+        models = list(world.each_denoiser())
+        return lambda: [m.unfuse_qkv_projections() for m in models]  # type: ignore[return-value]
     for pipe in world.both:
         pipe.fuse_qkv_projections(vae=False)
     pipes = world.both
@@ -198,5 +195,7 @@ def qkv_fused(world: World, random: Random) -> Callable[[], None]:
 @operation(_free)
 def processors_made_again(world: World, random: Random) -> None:
     """New objects of the same class."""
-    for unet in world.each_unet():
-        unet.set_attn_processor(attention_processor.AttnProcessor2_0())
+    for model in world.each_denoiser():
+        for module in model.modules():
+            if vars(module).get("processor") is not None:
+                module.processor = type(module.processor)()

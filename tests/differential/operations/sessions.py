@@ -6,6 +6,10 @@ import gc
 from collections.abc import Callable
 from random import Random
 
+import torch
+from diffusers import DiffusionPipeline, FirstBlockCacheConfig
+
+from onediff_ext.core.deepcache_options import MIN_STEPS
 from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache
 from tests.differential.registry import feature, operation
@@ -118,15 +122,34 @@ def graphs_forgotten(world: World, random: Random) -> None:
 
 @operation()
 def collect(world: World, random: Random) -> None:
-    world.others[:] = [other for other in world.others if hasattr(other, "unet")]
+    world.others[:] = [other for other in world.others if isinstance(other, DiffusionPipeline)]
     gc.collect()
+    if world.on_gpu:
+        torch.cuda.empty_cache()
 
 
-@feature(lambda w: "ip_adapter" not in w.on and not w.adapters)
+@feature(lambda w: w.is_unet and "ip_adapter" not in w.on and not w.adapters)
 def deepcache(world: World, random: Random) -> Callable[[], None]:
     interval = random.choice((2, 3))
     pipes = world.both
     for pipe in pipes:
         enable_deepcache(pipe, interval)
-    world.picture.steps = 4
-    return lambda: [enable_deepcache(pipe, 1) for pipe in pipes]  # type: ignore[return-value]
+    steps, world.picture.steps, world.picture.way = world.picture.steps, MIN_STEPS, "pipe"
+
+    def off() -> None:
+        for pipe in pipes:
+            enable_deepcache(pipe, 1)
+        world.picture.steps = steps
+
+    return off
+
+
+@feature(lambda w: hasattr(w.twin_denoiser, "enable_cache") and not w.adapters)
+def first_block_cache(world: World, random: Random) -> Callable[[], None]:
+    """diffusers' own step cache, by hooks on the blocks."""
+    threshold = random.choice((0.3, 10.0))
+    models = list(world.each_denoiser())
+    for model in models:
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    world.picture.steps, world.picture.way = 4, "pipe"
+    return lambda: [model.disable_cache() for model in models]  # type: ignore[return-value]

@@ -8,15 +8,18 @@ from random import Random
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import nn
 
 from onediff_ext.hosts.diffusers.compile import compile_pipe, undo_compile
+from tests.differential.drawing import EXTRA
 from tests.differential.registry import feature, operation
 from tests.differential.world import World
 
 
 def _convolutions(world: World) -> list[str]:
-    return [n for n, m in world.twin.unet.named_modules() if type(m) is nn.Conv2d]
+    cls = nn.Conv2d if world.is_unet else nn.Linear
+    return [n for n, m in world.twin_denoiser.named_modules() if type(m) is cls]
 
 
 @feature(lambda w: not w.adapters)
@@ -24,12 +27,17 @@ def layer_replaced(world: World, random: Random) -> Callable[[], None]:
     name, seed = random.choice(_convolutions(world)), random.randrange(1000)
     path, _, last = name.rpartition(".")
     before = []
-    for unet in world.each_unet():
-        parent = unet.get_submodule(path)
+    for model in world.each_denoiser():
+        parent = model.get_submodule(path)
         old = getattr(parent, last)
         before.append((parent, old))
         torch.manual_seed(seed)
-        new = nn.Conv2d(old.in_channels, old.out_channels, old.kernel_size, old.stride, old.padding)
+        new: nn.Module
+        if isinstance(old, nn.Linear):
+            new = nn.Linear(old.in_features, old.out_features, old.bias is not None)
+        else:
+            sizes = (old.in_channels, old.out_channels, old.kernel_size, old.stride, old.padding)
+            new = nn.Conv2d(*sizes)
         # An offloaded layer's own weight has no contents.
         setattr(parent, last, new.to(world.device, old.weight.dtype).requires_grad_(False))
 
@@ -40,11 +48,14 @@ def layer_replaced(world: World, random: Random) -> Callable[[], None]:
     return off
 
 
-@operation()
+@operation(lambda w: w.model != "sd3")  # its blocks have different forms
 def blocks_exchanged(world: World, random: Random) -> None:
-    """Two blocks of a UNet change places."""
-    for unet in world.each_unet():
-        blocks = unet.mid_block.resnets
+    """Two blocks change places."""
+    for model in world.each_denoiser():
+        if world.is_unet:
+            blocks = model.mid_block.resnets
+        else:
+            blocks = getattr(model, "transformer_blocks", None) or model.layers
         blocks[0], blocks[1] = blocks[1], blocks[0]
 
 
@@ -60,11 +71,12 @@ def layer_wrapped(world: World, random: Random) -> Callable[[], None]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.strength * self.inner(x)
 
-    names = [n for n, m in world.twin.unet.named_modules() if n.endswith("ff") or n == "conv_out"]
+    ends = ("ff", "conv_out", "feed_forward", "img_mlp", "proj_out")
+    names = [n for n, m in world.twin_denoiser.named_modules() if n.endswith(ends)]
     path, _, last = random.choice(names).rpartition(".")
     before = []
-    for unet in world.each_unet():
-        parent = unet.get_submodule(path)
+    for model in world.each_denoiser():
+        parent = model.get_submodule(path)
         before.append((parent, getattr(parent, last)))
         setattr(parent, last, Wrapper(getattr(parent, last)))
 
@@ -76,12 +88,12 @@ def layer_wrapped(world: World, random: Random) -> Callable[[], None]:
 
 
 @operation(lambda w: not w.adapters)
-def unet_replaced(world: World, random: Random) -> None:
-    """`pipe.unet` is another model from now on."""
+def denoiser_replaced(world: World, random: Random) -> None:
+    """`pipe.unet` or `pipe.transformer` is another model from now on."""
     world.all_off()
     seed = random.randrange(1000)
     for pipe in world.both:
-        pipe.unet = world.make(seed).unet.to(world.dtype)
+        setattr(pipe, world.part, world.denoiser(world.make(seed)).to(world.dtype))
 
 
 @operation(lambda w: not w.adapters, weight=0.5)
@@ -99,12 +111,8 @@ def pipe_copied(world: World, random: Random) -> None:
 def second_pipe(world: World, random: Random) -> None:
     """Another pipeline with the same UNet is compiled, and perhaps undone at once."""
     cls = type(world.pipe)
-    extra = {"add_watermarker": False} if world.model == "sdxl" else {}
-    other = cls(
-        **world.pipe.components,
-        **extra,
-        **({} if world.model == "sdxl" else {"requires_safety_checker": False}),
-    )
+    other = cls(**world.pipe.components, **EXTRA.get(world.model, {}))
+    cls(**world.twin.components, **EXTRA.get(world.model, {}))  # it may correct the scheduler
     other.set_progress_bar_config(disable=True)
     compile_pipe(other, session=world.session, ignores=["vae"])
     if random.random() < 0.5:
@@ -113,25 +121,25 @@ def second_pipe(world: World, random: Random) -> None:
         world.others.append(other)
 
 
-@operation(lambda w: any(hasattr(other, "unet") for other in w.others), weight=2)
+@operation(lambda w: any(isinstance(other, DiffusionPipeline) for other in w.others), weight=2)
 def second_pipe_undone(world: World, random: Random) -> None:
-    found = next(other for other in world.others if hasattr(other, "unet"))
+    found = next(other for other in world.others if isinstance(other, DiffusionPipeline))
     world.others.remove(found)
     undo_compile(found)
 
 
-@feature(lambda w: not w.on_gpu and not w.adapters and not w.on, weight=0.5)
+@feature(lambda w: w.is_unet and not w.on_gpu and not w.adapters and not w.on, weight=0.5)
 def offloaded(world: World, random: Random) -> Callable[[], None]:
     """By accelerate's hooks: weights come for each layer's call and go."""
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
-    units: list[Any] = list(world.each_unet())
-    for unet in units:
-        cpu_offload(unet, execution_device=world.device)
+    units: list[Any] = list(world.each_denoiser())
+    for model in units:
+        cpu_offload(model, execution_device=world.device)
 
     def off() -> None:
-        for unet in units:
-            remove_hook_from_submodules(unet)
+        for model in units:
+            remove_hook_from_submodules(model)
 
     return off

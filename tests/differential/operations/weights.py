@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.differential.registry import operation
-from tests.differential.world import World
+from tests.differential.world import World, cast
 
 
 def _plain(world: World) -> bool:
@@ -18,12 +18,12 @@ def _plain(world: World) -> bool:
 
 
 def _names(world: World) -> list[str]:
-    return [name for name, weight in world.twin.unet.named_parameters() if weight.ndim >= 2]
+    return [name for name, weight in world.twin_denoiser.named_parameters() if weight.ndim >= 2]
 
 
-def _weight(unet: Any, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+def _weight(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter]:
     path, _, last = name.rpartition(".")
-    module = unet.get_submodule(path)
+    module = model.get_submodule(path)
     return module, last, getattr(module, last)
 
 
@@ -34,9 +34,10 @@ def _factor(random: Random) -> float:
 @operation(_plain, weight=2)
 def weight_in_place(world: World, random: Random) -> None:
     name, factor = random.choice(_names(world)), _factor(random)
-    for unet in world.each_unet():
-        weight = _weight(unet, name)[2]
-        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+    for model in world.each_denoiser():
+        weight = _weight(model, name)[2]
+        # Leaving inference mode switches gradients on, so `no_grad` comes second.
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
             weight.mul_(factor)
 
 
@@ -44,23 +45,23 @@ def weight_in_place(world: World, random: Random) -> None:
 def weight_data_in_place(world: World, random: Random) -> None:
     """Past the version counter."""
     name, factor = random.choice(_names(world)), _factor(random)
-    for unet in world.each_unet():
-        _weight(unet, name)[2].data.mul_(factor)
+    for model in world.each_denoiser():
+        _weight(model, name)[2].data.mul_(factor)
 
 
 @operation(_plain, weight=2)
 def weight_data_replaced(world: World, random: Random) -> None:
     name, factor = random.choice(_names(world)), _factor(random)
-    for unet in world.each_unet():
-        weight = _weight(unet, name)[2]
+    for model in world.each_denoiser():
+        weight = _weight(model, name)[2]
         weight.data = factor * weight.data
 
 
 @operation(_plain, weight=2)
 def parameter_replaced(world: World, random: Random) -> None:
     name, factor = random.choice(_names(world)), _factor(random)
-    for unet in world.each_unet():
-        module, last, weight = _weight(unet, name)
+    for model in world.each_denoiser():
+        module, last, weight = _weight(model, name)
         setattr(module, last, nn.Parameter(factor * weight.detach(), weight.requires_grad))
 
 
@@ -69,19 +70,19 @@ def weights_exchanged(world: World, random: Random) -> None:
     """Two weights of one shape: their data change places."""
     names = _names(world)
     one = random.choice(names)
-    shape = _weight(world.twin.unet, one)[2].shape
-    same = [n for n in names if n != one and _weight(world.twin.unet, n)[2].shape == shape]
+    shape = _weight(world.twin_denoiser, one)[2].shape
+    same = [n for n in names if n != one and _weight(world.twin_denoiser, n)[2].shape == shape]
     other = random.choice(same or [one])
-    for unet in world.each_unet():
-        a, b = _weight(unet, one)[2], _weight(unet, other)[2]
+    for model in world.each_denoiser():
+        a, b = _weight(model, one)[2], _weight(model, other)[2]
         a.data, b.data = b.data, a.data
 
 
 @operation(_plain)
 def weight_written_under_inference_mode(world: World, random: Random) -> None:
     name, factor = random.choice(_names(world)), _factor(random)
-    for unet in world.each_unet():
-        weight = _weight(unet, name)[2]
+    for model in world.each_denoiser():
+        weight = _weight(model, name)[2]
         with torch.inference_mode():
             weight.data.copy_(factor * weight.data)
 
@@ -90,8 +91,8 @@ def weight_written_under_inference_mode(world: World, random: Random) -> None:
 def weight_made_under_inference_mode(world: World, random: Random) -> None:
     """A tensor that counts no versions, then written in place."""
     name, factor = random.choice(_names(world)), _factor(random)
-    for unet in world.each_unet():
-        module, last, weight = _weight(unet, name)
+    for model in world.each_denoiser():
+        module, last, weight = _weight(model, name)
         with torch.inference_mode():
             other = nn.Parameter(factor * weight.detach(), requires_grad=False)
         module._parameters[last] = other
@@ -101,26 +102,26 @@ def weight_made_under_inference_mode(world: World, random: Random) -> None:
 def state_dict_loaded(world: World, random: Random) -> None:
     """Another checkpoint, copied into the same weights."""
     seed = random.randrange(1000)
-    state = world.make(seed).unet.state_dict()
-    for unet in world.each_unet():
-        has_inference = any(weight.is_inference() for weight in unet.parameters())
+    state = world.denoiser(world.make(seed)).state_dict()
+    for model in world.each_denoiser():
+        has_inference = any(weight.is_inference() for weight in model.parameters())
         with torch.inference_mode(has_inference):
-            unet.load_state_dict(state, strict=False)  # without projections that were joined
+            model.load_state_dict(state, strict=False)  # without projections that were joined
 
 
 @operation(_plain)
 def state_dict_assigned(world: World, random: Random) -> None:
-    state = world.make(random.randrange(1000)).unet.state_dict()
-    for unet in world.each_unet():
-        unet.load_state_dict({k: v.clone() for k, v in state.items()}, strict=False, assign=True)
-        unet.requires_grad_(False)
+    state = world.denoiser(world.make(random.randrange(1000))).state_dict()
+    for model in world.each_denoiser():
+        model.load_state_dict({k: v.clone() for k, v in state.items()}, strict=False, assign=True)
+        model.requires_grad_(False)
 
 
 @operation(_plain)
 def all_weights_move(world: World, random: Random) -> None:
     """Give every weight a new address, as when a model leaves the GPU and returns."""
-    for unet in world.each_unet():
-        for weight in (*unet.parameters(), *unet.buffers()):
+    for model in world.each_denoiser():
+        for weight in (*model.parameters(), *model.buffers()):
             weight.data = weight.data.clone()
 
 
@@ -128,8 +129,8 @@ def all_weights_move(world: World, random: Random) -> None:
 def storage_shrinks_and_returns(world: World, random: Random) -> None:
     """Free the storages and fill them again, as some offloading does."""
     name = random.choice(_names(world))
-    for unet in world.each_unet():
-        storage = _weight(unet, name)[2].untyped_storage()
+    for model in world.each_denoiser():
+        storage = _weight(model, name)[2].untyped_storage()
         if not storage.resizable():
             continue  # of another library's memory
         content, size = storage.clone(), storage.nbytes()
@@ -143,8 +144,8 @@ def storage_shrinks_and_returns(world: World, random: Random) -> None:
 def requires_grad(world: World, random: Random) -> None:
     """Switch `requires_grad` of the weights on, as `from_pretrained` leaves it, or off."""
     wanted = random.random() < 0.6
-    for unet in world.each_unet():
-        for weight in unet.parameters():
+    for model in world.each_denoiser():
+        for weight in model.parameters():
             if not weight.is_inference():
                 weight.requires_grad_(wanted)
 
@@ -153,15 +154,14 @@ def requires_grad(world: World, random: Random) -> None:
 def dtype(world: World, random: Random) -> None:
     kinds = (torch.float16, torch.bfloat16) if world.on_gpu else (torch.float32, torch.bfloat16)
     world.dtype = random.choice((*kinds, kinds[0]))
-    for unet in world.each_unet():
-        unet.to(world.dtype)
-    prompts = world.picture.prompts
-    world.picture.prompts = {k: v.to(world.dtype) for k, v in prompts.items()}
+    for model in world.each_denoiser():
+        model.to(world.dtype)
+    world.picture.prompts = cast(world.picture.prompts, world.dtype)
 
 
 @operation(_plain)
 def memory_format(world: World, random: Random) -> None:
     formats = (torch.channels_last, torch.contiguous_format)
     chosen = random.choice(formats)
-    for unet in world.each_unet():
-        unet.to(memory_format=chosen)
+    for model in world.each_denoiser():
+        model.to(memory_format=chosen)

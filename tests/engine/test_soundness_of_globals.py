@@ -1,0 +1,236 @@
+"""What Python code reads besides its arguments: globals, default values, closures, types, modes.
+
+As in `test_soundness.py`, each test compares a compiled pipe with an eager twin.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models import attention_processor, embeddings
+from diffusers.models.activations import GEGLU
+from diffusers.models.unets import unet_2d_blocks
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from onediff_ext.engine.cuda_graphs.forward_call import read_call
+from onediff_ext.engine.validity.foreign_code import global_hook_reason
+from onediff_ext.engine.validity.python_code import PythonCode
+from onediff_ext.engine.validity.replaced_helpers import replaced_helper_reason
+from onediff_ext.session.session import Session
+from tests.support.models import unet_inputs
+from tests.support.settled_twins import Twins
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def session(make_session: Callable[..., Session]) -> Session:
+    return make_session(spot_checks=False)
+
+
+class Torch:
+    """Stands in for a Python module, as some extensions put it into others."""
+
+    def __init__(self, inner: Any, **replaced: Any) -> None:
+        self._inner = inner
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def replace_functional(patch: Patch, factors: list[float]) -> None:
+    """The ``F`` of one module, as attention kernels of others are put in."""
+    own = functional.scaled_dot_product_attention
+
+    def scaled(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return own(factors[0] * query, *args, **kwargs)
+
+    names = {name: getattr(functional, name) for name in dir(functional)}
+    names["scaled_dot_product_attention"] = scaled
+    patch.setattr(attention_processor, "F", types.SimpleNamespace(**names))
+
+
+def replace_torch(patch: Patch, factors: list[float]) -> None:
+    def cat(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return factors[0] * torch.cat(*args, **kwargs)
+
+    patch.setattr(unet_2d_blocks, "torch", Torch(torch, cat=cat))
+
+
+def replace_a_helper(patch: Patch, factors: list[float]) -> None:
+    own = embeddings.get_timestep_embedding
+    patch.setattr(embeddings, "get_timestep_embedding", lambda *a, **k: factors[0] * own(*a, **k))
+
+
+@pytest.mark.parametrize("replace", [replace_functional, replace_torch, replace_a_helper])
+def test_a_replaced_global_may_keep_state(
+    session: Session, monkeypatch: Patch, replace: Callable[[Patch, list[float]], None]
+) -> None:
+    factors, twins = [0.5], Twins(session)
+    with monkeypatch.context() as patch:
+        replace(patch, factors)
+        assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+        factors[0] = 1.5
+        assert max(twins.error(seed) for seed in range(15, 18)) < 1e-4
+        assert "is replaced by" in twins.captured.reason
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+@pytest.mark.parametrize("replace", [replace_functional, replace_torch, replace_a_helper])
+def test_a_global_that_was_replaced_before(
+    session: Session, monkeypatch: Patch, replace: Callable[[Patch, list[float]], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        replace(patch, [0.5])
+        twins = Twins.__new__(Twins)
+        with pytest.raises(AssertionError):  # it never gets to a recording
+            twins.__init__(session)  # type: ignore[misc]
+        assert "is replaced by" in twins.captured.reason
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+def test_default_values_changed_in_place(session: Session, monkeypatch: Patch) -> None:
+    twins, function = Twins(session), embeddings.get_timestep_embedding
+    *others, _ = function.__defaults__
+    monkeypatch.setattr(function, "__defaults__", (*others, 5000))
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def test_code_changed_in_place(session: Session, monkeypatch: Patch) -> None:
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden_states, gate = self.proj(hidden_states).chunk(2, dim=-1)
+        return hidden_states * gate
+
+    twins = Twins(session)
+    monkeypatch.setattr(GEGLU.forward, "__code__", forward.__code__)
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def _module(source: str) -> Iterator[types.ModuleType]:
+    module = types.ModuleType("made.for_a_test")
+    exec(source, vars(module))
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+SOURCE = """
+from torch import nn
+
+FACTOR = 2.0
+
+def named(x, *, times=1.0):
+    return FACTOR * times * x
+
+def closed(factor):
+    def scaled(x):
+        return factor * x
+    return scaled
+
+scaled = closed(3.0)
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return named(x) + scaled(x)
+"""
+
+
+@pytest.fixture
+def made() -> Iterator[types.ModuleType]:
+    yield from _module(SOURCE)
+
+
+def a_constant(module: Any) -> None:
+    module.FACTOR = 5.0
+
+
+def a_keyword_default(module: Any) -> None:
+    module.named.__kwdefaults__["times"] = 5.0
+
+
+def a_closures_cell(module: Any) -> None:
+    module.scaled.__closure__[0].cell_contents = 5.0
+
+
+@pytest.mark.parametrize("change", [a_constant, a_keyword_default, a_closures_cell])
+def test_what_a_function_reads_is_another_generation(
+    made: Any, change: Callable[[Any], None]
+) -> None:
+    code = PythonCode()
+    code.watch([made.Layer])
+    before = code.current_generation(epoch=1)
+    assert code.current_generation(epoch=2) == before
+    change(made)
+    assert code.current_generation(epoch=3) != before
+
+
+def test_what_a_module_imports_itself_is_not_replaced() -> None:
+    for module in (attention_processor, embeddings, unet_2d_blocks):
+        assert replaced_helper_reason(vars(module), list(vars(module))) is None
+
+
+class Louder(torch.Tensor):
+    """Has Python code of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output * 1.01 if func is functional.linear else output
+
+
+def a_blocks(unet: Any) -> Any:
+    return unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+
+
+def of_no_block(unet: Any) -> Any:
+    return unet.time_embedding.linear_2
+
+
+@pytest.mark.parametrize("layer", [a_blocks, of_no_block])
+def test_weights_of_a_class_with_code_of_its_own(
+    session: Session, layer: Callable[[Any], Any]
+) -> None:
+    def change(unet: Any) -> None:
+        weight = layer(unet).weight.detach().as_subclass(Louder)
+        layer(unet).weight = nn.Parameter(weight, requires_grad=False)
+
+    Twins(session).assert_right_after(change)
+
+
+def test_transforms_of_torch_func_run_eager_and_leave_nothing_behind(
+    make_session: Callable[..., Session],
+) -> None:
+    # vmap has no channels_last yet, in eager either.
+    twins, results = Twins(make_session(spot_checks=False, channels_last=False)), []
+    for unet in twins.unets:
+        given = unet_inputs(unet, height_latent=16, width_latent=16, seed=1)
+
+        def run(sample: torch.Tensor, unet: Any = unet, given: Any = given) -> torch.Tensor:
+            return unet(**{**given, "sample": sample}).sample
+
+        with torch.no_grad():
+            two = torch.stack([given["sample"], 2 * given["sample"]])
+            results.append(torch.func.vmap(run)(two))
+    assert torch.equal(*results)
+    assert twins.error(5) < 1e-5
+    assert twins.captured.reason == ""
+
+
+def test_tangents_would_be_lost_in_a_graph() -> None:
+    x = torch.ones(1, 4, 8, 8)
+    assert global_hook_reason() is None
+    with torch.no_grad(), forward_ad.dual_level():
+        assert "forward-mode AD" in str(global_hook_reason())
+        assert "forward-mode AD" in str(read_call((x,), {}))
+    with torch.no_grad():
+        assert not isinstance(read_call((x,), {}), str)
