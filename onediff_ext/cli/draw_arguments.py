@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from onediff_ext.core.deepcache_options import COST, LEVELS, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.hosts.diffusers.transformer_models import transformer_model_of
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
@@ -20,10 +21,13 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
     group = parser.add_argument_group("picture")
     group.add_argument("-p", "--prompt", default="")
     group.add_argument("-n", "--negative-prompt", default="")
-    group.add_argument("--steps", type=int, default=20)
-    group.add_argument("--guidance", type=float, default=7.0, help="CFG scale (default: 7)")
+    group.add_argument("--steps", type=int, help="default: 20; transformers: the model's own")
     group.add_argument(
-        "--scheduler", default="Euler a", help='sampler, such as "DPM++ 2M Karras" or LCM'
+        "--guidance", type=float, help="CFG scale (default: 7; transformers: the model's own)"
+    )
+    group.add_argument(
+        "--scheduler",
+        help='sampler, such as "DPM++ 2M Karras" or LCM (default: Euler a; transformers: Euler)',
     )
     group.add_argument("--seed", type=_seed, default=0)
     levels = ", ".join(f"{name} ({interval})" for name, interval in LEVELS.items())
@@ -65,11 +69,19 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
     given = {
         "prompt": arguments.prompt,
         "negative_prompt": arguments.negative_prompt,
-        "steps": arguments.steps,
-        "guidance": arguments.guidance,
-        "scheduler": arguments.scheduler,
+        **_start_values(arguments),
         "deepcache": arguments.deepcache,
     }
     if hasattr(arguments, "strength"):
         given["strength"] = arguments.strength
     return DrawSettings(**given)
+
+
+def _start_values(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return steps, guidance and sampler: as given, else those that suit the model."""
+    model = transformer_model_of(arguments.model)
+    suited: dict[str, object] = {}
+    if model is not None:
+        suited = {"steps": model.steps, "guidance": model.guidance, "scheduler": "Euler"}
+    named = ((name, getattr(arguments, name)) for name in ("steps", "guidance", "scheduler"))
+    return {**suited, **{name: value for name, value in named if value is not None}}
