@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from onediff_ext.core.deepcache_options import COST, LEVELS, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.transformer_models import transformer_model_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
         help=f"run the whole UNet at every N-th step only: faster, but {COST}. A number or"
         f' {levels}; "3 depth=1" keeps more (default: off)',
     )
+    group.add_argument(
+        "--step-cache",
+        type=_step_cache,
+        default="off",
+        metavar="NAME[:N]",
+        help="the same for transformers, by diffusers: first-block:0.08, mag-cache:0.06 or"
+        " taylorseer-lite:5 (default: off)",
+    )
     if with_strength:
         group.add_argument("--strength", type=float, default=0.6, help="denoising strength")
 
@@ -58,6 +67,14 @@ def _deepcache(text: str) -> DeepCacheOptions:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
+def _step_cache(text: str) -> StepCacheOptions:
+    """Read a step cache, for argparse."""
+    try:
+        return StepCacheOptions.parse(text)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
 def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
     """Return the settings of the command line.
 
@@ -71,6 +88,7 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
         "negative_prompt": arguments.negative_prompt,
         **_start_values(arguments),
         "deepcache": arguments.deepcache,
+        "step_cache": arguments.step_cache,
     }
     if hasattr(arguments, "strength"):
         given["strength"] = arguments.strength

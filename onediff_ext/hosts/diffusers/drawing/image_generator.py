@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,19 @@ import torch
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.step_cache_options import NO_STEP_CACHE, StepCacheOptions
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
 from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 from onediff_ext.hosts.diffusers.drawing import transformer_calls
 from onediff_ext.hosts.diffusers.drawing.encoded_prompts import EncodedPrompts
 from onediff_ext.hosts.diffusers.drawing.sampler_noise import noise_sent_ahead
+from onediff_ext.hosts.diffusers.drawing.step_clock import StepClock
 from onediff_ext.hosts.diffusers.drawing.tasks import pipeline_for
 from onediff_ext.hosts.diffusers.drawing.transformer_calls import ReadPictures
 from onediff_ext.hosts.diffusers.flow_schedulers import make_flow_scheduler
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
+from onediff_ext.hosts.diffusers.step_cache import step_cache_for
 from onediff_ext.hosts.diffusers.vae.guarded_vae import GuardedVae
 from onediff_ext.hosts.diffusers.vae.kept_casts import KeptCasts
 
@@ -45,6 +48,7 @@ class DrawSettings:
         strength: Denoising strength of image to image, above 0 and up to 1.
         scheduler: A sampler's name, such as "Euler a" or "DPM++ 2M Karras".
         deepcache: How much of the UNet's work is reused between steps.
+        step_cache: Which blocks of a transformer are skipped.
 
     Raises:
         OptionError: A value is out of range or unknown.
@@ -57,6 +61,7 @@ class DrawSettings:
     strength: float = 0.6
     scheduler: str = "Euler a"
     deepcache: DeepCacheOptions = OFF
+    step_cache: StepCacheOptions = NO_STEP_CACHE
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 1000:
@@ -124,42 +129,6 @@ class Drawn:
         return sorted(self.step_seconds)[len(self.step_seconds) // 2]
 
 
-class _StepClock:
-    """Times each sampling step, with at most one step queued on the device.
-
-    It waits for the step before the one that was just queued. So the device always has work while
-    Python prepares the next step, and a cancel takes effect one step later at most.
-    """
-
-    def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
-        self._device, self._on_step = device, on_step
-        self._ends: list[Any] = []
-
-    def __call__(self, *call: Any) -> dict[str, Any]:
-        # diffusers calls it with (pipe, step, timestep, kwargs) and takes kwargs back.
-        self._ends.append(self._now())
-        if self._device.type == "cuda" and len(self._ends) > 1:
-            self._ends[-2].synchronize()
-        self._on_step(len(self._ends))
-        kwargs: dict[str, Any] = call[-1]
-        return kwargs
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        make_event: Any = torch.cuda.Event  # not typed
-        event = make_event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each step except the first; the last step must have finished."""
-        pairs = itertools.pairwise(self._ends)
-        if self._device.type == "cuda":
-            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
-        return [after - before for before, after in pairs]
-
-
 class ImageGenerator:
     """Generates pictures with one checkpoint. Its pipelines share all models.
 
@@ -199,11 +168,15 @@ class ImageGenerator:
         device: torch.device = next(denoiser_of(self.pipe).parameters()).device
         return device
 
-    def check(self, settings: DrawSettings) -> None:
-        """Raise OptionError when sampler or DeepCache cannot be used, before anything is built."""
+    def check(self, settings: DrawSettings, task: str = "txt2img") -> None:
+        """Raise OptionError when sampler or cache cannot be used, before anything is built."""
         self._scheduler(settings)
         with deepcache_for(self.pipe, settings.deepcache):
             pass
+        if settings.step_cache.is_on:
+            pipe = self.pipe if self._transformer is None else self._pipe(task)
+            with step_cache_for(pipe, settings.step_cache, settings.steps):
+                pass
 
     def deepcache_off_reason(self, settings: DrawSettings) -> str | None:
         """Return why pictures are drawn without the requested DeepCache, or None."""
@@ -327,12 +300,17 @@ class ImageGenerator:
         pipe.scheduler = self._scheduler(settings)
         # On the CPU, so a seed gives the same picture on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        clock = _StepClock(self.device, self.on_step)
+        clock = StepClock(self.device, self.on_step)
         start = time.perf_counter()
         deepcache = deepcache_for(pipe, settings.deepcache)
+        steps_run = int(settings.steps * inputs.get("strength", 1))
+        step_cache = step_cache_for(pipe, settings.step_cache, steps_run)
         prompts_kept = nullcontext() if self._prompts is None else self._prompts.kept(pipe)
         noise = noise_sent_ahead(pipe.scheduler)
-        with one_picture(self.pipe), deepcache, prompts_kept, noise, self.vae.drawing() as vae:
+        caches = (deepcache, step_cache, prompts_kept, noise)
+        with one_picture(self.pipe), ExitStack() as stack, self.vae.drawing() as vae:
+            for cache in caches:
+                stack.enter_context(cache)
             result = pipe(
                 **self._texts(settings, list(prompts or [settings.prompt] * len(seeds))),
                 num_inference_steps=settings.steps,
@@ -349,7 +327,12 @@ class ImageGenerator:
         seconds = time.perf_counter() - start
         steps = clock.seconds()
         return Drawn(
-            images, seconds, steps or [seconds], settings.deepcache.is_on, errors, vae.notes
+            images,
+            seconds,
+            steps or [seconds],
+            settings.deepcache.is_on or settings.step_cache.is_on,
+            errors,
+            vae.notes,
         )
 
     def _scheduler(self, settings: DrawSettings) -> Any:

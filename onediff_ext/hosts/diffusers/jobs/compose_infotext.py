@@ -42,6 +42,7 @@ def compose_infotext(
         "Size": f"{width_px}x{height_px}",
         "Model": image_generator.checkpoint.name,
         "OneDiff DeepCache": settings.deepcache.label if with_deepcache else None,
+        "OneDiff step cache": str(settings.step_cache) if settings.step_cache.is_on else None,
         **extra,
         "Version": f"onediff-ext {__version__}",
     }
