@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from onediff_ext.core.errors import CheckpointError, OptionError
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
 from onediff_ext.hosts.diffusers.drawing.transformer_calls import drawn_size, padded
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext
+from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 from onediff_ext.hosts.diffusers.transformer_models import transformer_model_of
 from tests.support.transformer_folders import FOLDERS, save_folder
+from tests.support.transformer_models import lora_state
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,17 @@ def test_other_pipelines_and_classes_are_refused(folders: Any, tmp_path: Path) -
     (tmp_path / "model_index.json").write_text(index)
     with pytest.raises(CheckpointError, match="no known class"):
         load_checkpoint(tmp_path)
+
+
+def test_a_lora_file_changes_the_picture(folders: Any, tmp_path: Path) -> None:
+    """Loaded by the same option as those of UNets, at a strength."""
+    image_generator = generator(folders("flux"))
+    before = np.asarray(image_generator.txt2img(settings(), 64, 64, [0]).images[0], dtype=int)
+    state = lora_state(image_generator.pipe.transformer, ("attn.to_q", "ff.net.2"))
+    save_file(state, tmp_path / "style.safetensors")
+    name = load_lora(image_generator.pipe, tmp_path / "style.safetensors", 0.8)
+    after = np.asarray(image_generator.txt2img(settings(), 64, 64, [0]).images[0], dtype=int)
+    assert name == "style"
+    assert np.abs(after - before).max() > 1
+    load_lora(image_generator.pipe, tmp_path / "style.safetensors", 0.5)
+    assert len(image_generator.pipe.get_active_adapters()) == 2
