@@ -195,7 +195,8 @@ class BlockTree:
         """
         kept = [*self._block.parameters(), *self._block.buffers()]
         for module in self._block.modules():
-            kept += [vars(module)[name] for name in self._ignored_attrs & vars(module).keys()]
+            dropped = self._ignored_attrs | {"forward", "_forward"}
+            kept += [vars(module)[name] for name in dropped & vars(module).keys()]
         block = copy.deepcopy(self._block, {id(value): value for value in kept}).eval()
         self._unwrap(block)
         for module in block.modules():
