@@ -42,6 +42,28 @@ MODELS = {
             **_SD35,
         },
     ),
+    "small-z-image": Published(
+        "ZImageTransformer2DModel",
+        {
+            "dim": 64,
+            "n_layers": 2,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 64,
+            "axes_dims": [8, 12, 12],
+        },
+    ),
+    "small-qwen-image": Published(
+        "QwenImageTransformer2DModel",
+        {
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 64,
+            "axes_dims_rope": (8, 12, 12),
+        },
+    ),
     "flux": Published("FluxTransformer2DModel", {"guidance_embeds": True}),
     "flux-schnell": Published("FluxTransformer2DModel", {}),
     "flux2-klein-4b": Published(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from onediff_ext.core.deepcache_options import COST, LEVELS, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.step_cache_options import StepCacheOptions
+from onediff_ext.hosts.diffusers.transformer_models import transformer_model_of
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
@@ -20,10 +22,13 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
     group = parser.add_argument_group("picture")
     group.add_argument("-p", "--prompt", default="")
     group.add_argument("-n", "--negative-prompt", default="")
-    group.add_argument("--steps", type=int, default=20)
-    group.add_argument("--guidance", type=float, default=7.0, help="CFG scale (default: 7)")
+    group.add_argument("--steps", type=int, help="default: 20; transformers: the model's own")
     group.add_argument(
-        "--scheduler", default="Euler a", help='sampler, such as "DPM++ 2M Karras" or LCM'
+        "--guidance", type=float, help="CFG scale (default: 7; transformers: the model's own)"
+    )
+    group.add_argument(
+        "--scheduler",
+        help='sampler, such as "DPM++ 2M Karras" or LCM (default: Euler a; transformers: Euler)',
     )
     group.add_argument("--seed", type=_seed, default=0)
     levels = ", ".join(f"{name} ({interval})" for name, interval in LEVELS.items())
@@ -34,6 +39,14 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
         metavar="N",
         help=f"run the whole UNet at every N-th step only: faster, but {COST}. A number or"
         f' {levels}; "3 depth=1" keeps more (default: off)',
+    )
+    group.add_argument(
+        "--step-cache",
+        type=_step_cache,
+        default="off",
+        metavar="NAME[:N]",
+        help="the same for transformers, by diffusers: first-block:0.08, mag-cache:0.06 or"
+        " taylorseer-lite:5 (default: off)",
     )
     if with_strength:
         group.add_argument("--strength", type=float, default=0.6, help="denoising strength")
@@ -54,6 +67,14 @@ def _deepcache(text: str) -> DeepCacheOptions:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
+def _step_cache(text: str) -> StepCacheOptions:
+    """Read a step cache, for argparse."""
+    try:
+        return StepCacheOptions.parse(text)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
 def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
     """Return the settings of the command line.
 
@@ -65,11 +86,20 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
     given = {
         "prompt": arguments.prompt,
         "negative_prompt": arguments.negative_prompt,
-        "steps": arguments.steps,
-        "guidance": arguments.guidance,
-        "scheduler": arguments.scheduler,
+        **_start_values(arguments),
         "deepcache": arguments.deepcache,
+        "step_cache": arguments.step_cache,
     }
     if hasattr(arguments, "strength"):
         given["strength"] = arguments.strength
     return DrawSettings(**given)
+
+
+def _start_values(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return steps, guidance and sampler: as given, else those that suit the model."""
+    model = transformer_model_of(arguments.model)
+    suited: dict[str, object] = {}
+    if model is not None:
+        suited = {"steps": model.steps, "guidance": model.guidance, "scheduler": "Euler"}
+    named = ((name, getattr(arguments, name)) for name in ("steps", "guidance", "scheduler"))
+    return {**suited, **{name: value for name, value in named if value is not None}}

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments,
                 job.identity,
                 BuildProgressBars(),
-                check=lambda image_generator: image_generator.check(job.settings),
+                check=lambda image_generator: image_generator.check(job.settings, "img2img"),
             )
             report.device = describe_device(model.image_generator.device)
             report.ready_seconds = model.ready_seconds

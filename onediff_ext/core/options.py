@@ -9,6 +9,7 @@ from typing import Any
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check_names
+from onediff_ext.core.step_cache_options import StepCacheOptions
 
 COMPONENTS = ("unet", "transformer", "vae", "vae_encoder", "vae_decoder", "controlnet")
 # Callers of the original OneDiff also ignore these.
@@ -45,6 +46,8 @@ class CompileOptions:
         captures: On a GPU, replay whole forwards as CUDA graphs.
         spot_checks: Occasionally compare a graph or CUDA graph in use with eager again, which
             takes less than 1% of the time.
+        step_cache: A step cache of diffusers for pipelines with transformers, such as
+            ``"first-block:0.08"``; see `StepCacheOptions`. Faster, but pictures differ.
         capture_limit: Most sizes with a CUDA graph at the same time.
         capture_limit_bytes: GPU memory for CUDA graphs; None means a quarter of the device's.
     """
@@ -60,6 +63,7 @@ class CompileOptions:
     channels_last: bool = True
     captures: bool = True
     spot_checks: bool = True
+    step_cache: str = "off"
     capture_limit: int = 64
     capture_limit_bytes: int | None = None
 
@@ -67,6 +71,7 @@ class CompileOptions:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("build", self.build, BUILD_POLICIES)
         _one_of("precision", self.precision, PRECISIONS)
+        object.__setattr__(self, "step_cache", str(StepCacheOptions.parse(self.step_cache)))
         if self.store is not None:
             object.__setattr__(self, "store", Path(self.store).expanduser())
         if self.store_limit_bytes <= 0:

@@ -77,6 +77,10 @@ def _defaults(standalone_app: StandaloneApp, output_dir: Path) -> PageDefaults:
         output_dir=output_dir,
         side_px=_SIDES_PX.get(checkpoint.architecture, 512),
     )
+    if (model := checkpoint.transformer_model) is not None:
+        return replace(
+            defaults, steps=model.steps, guidance=model.guidance, sampler="Euler", side_px=1024
+        )
     if checkpoint.path.resolve() != DEMO_MODEL.resolve():
         return defaults
     return replace(

@@ -167,7 +167,7 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
             1, 100, value=defaults.steps, step=1, label="Steps", elem_id="onediff_steps"
         )
         guidance = gr.Slider(
-            1, 20, value=defaults.guidance, step=0.5, label="CFG", elem_id="onediff_guidance"
+            0, 20, value=defaults.guidance, step=0.5, label="CFG", elem_id="onediff_guidance"
         )
     with gr.Row():
         seed = gr.Number(

@@ -98,7 +98,7 @@ def text_encoder(
         hidden_size=width,
         intermediate_size=4 * width,
         num_hidden_layers=layers,
-        num_attention_heads=width // 64,
+        num_attention_heads=max(1, width // 64),
         projection_dim=width,
         hidden_act=hidden_act,
         bos_token_id=0,

@@ -18,6 +18,11 @@ from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lift
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 from onediff_ext.hosts.diffusers.pipeline_calls import leave_calls, watch_calls
+from onediff_ext.hosts.diffusers.step_cache import (
+    disable_step_cache,
+    enable_step_cache,
+    lifted_step_cache,
+)
 from onediff_ext.session.model_component import Component
 from onediff_ext.session.session import Session
 
@@ -40,6 +45,7 @@ class CompiledPipe:
     Attributes:
         session, owns_session: As passed in.
         components: The models that run compiled.
+        has_step_cache: The options asked for a step cache, which ends with the compilation.
 
     Raises:
         OptionError: The pipeline has nothing to compile.
@@ -51,6 +57,7 @@ class CompiledPipe:
         self.session, self.owns_session = session, owns_session
         self.components: list[Component] = []
         self._pipe, self._ignored = pipe, ignored
+        self.has_step_cache = False
         self._patches = Patches()
         if not find_models(pipe, ignored):
             raise OptionError(
@@ -75,7 +82,7 @@ class CompiledPipe:
         served = [(c.identity, id(c.model)) for c in self.components]
         if served == [(identity, id(model)) for identity, model in models]:
             return
-        with lifted(self._pipe):
+        with lifted(self._pipe), lifted_step_cache(self._pipe):
             kept = {(identity, id(model)) for identity, model in models}
             for component in [c for c in self.components if (c.identity, id(c.model)) not in kept]:
                 with lifted_from(component.model):
@@ -169,8 +176,15 @@ def compile_pipe(
     owns_session, chosen = session is None, parse_options(options, backend)
     session = session or new_session(chosen)
     compiled = CompiledPipe(pipe, session, parse_ignores(ignores), owns_session=owns_session)
-    with lifted(pipe):
+    with lifted(pipe), lifted_step_cache(pipe):
         compiled.install()
+    if session.options.step_cache != "off":
+        try:
+            enable_step_cache(pipe, session.options.step_cache)
+        except OptionError:
+            undo_compile(pipe)
+            raise
+        compiled.has_step_cache = True
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
 
 
@@ -181,7 +195,9 @@ def undo_compile(pipe: Pipe) -> Pipe:
     """
     state = vars(pipe).get(COMPILED_ATTRIBUTE)
     if state is not None:
-        with lifted(pipe):
+        if getattr(state, "has_step_cache", False):
+            disable_step_cache(pipe)
+        with lifted(pipe), lifted_step_cache(pipe):
             state.remove()
     return pipe
 

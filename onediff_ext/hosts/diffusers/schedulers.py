@@ -75,11 +75,7 @@ def make_scheduler(name: str, config: Mapping[str, Any], schedule: str = "Automa
             f"The sampler {sampler.name} needs the package {sampler.needs}.",
             f"Run `pip install {sampler.needs}`, or choose another sampler, such as DPM++ 2M SDE.",
         )
-    if schedule == "Beta" and find_spec("scipy") is None:
-        raise OptionError(
-            "The schedule type Beta needs the package scipy.",
-            "Run `pip install scipy`, or choose another schedule type.",
-        )
+    check_schedule(schedule)
     cls = getattr(diffusers, sampler.scheduler)
     accepted = inspect.signature(cls.__init__).parameters
     noise = {key: config[key] for key in _NOISE_KEYS if key in config}
@@ -100,6 +96,15 @@ def make_scheduler(name: str, config: Mapping[str, Any], schedule: str = "Automa
         logger.warning("%s cannot start from pure noise; pictures may be greyish", sampler.name)
     arguments = {**noise, **options}
     return cls(**{key: value for key, value in arguments.items() if key in accepted})
+
+
+def check_schedule(schedule: str) -> None:
+    """Raise OptionError when a package that a schedule type needs is missing."""
+    if schedule == "Beta" and find_spec("scipy") is None:
+        raise OptionError(
+            "The schedule type Beta needs the package scipy.",
+            "Run `pip install scipy`, or choose another schedule type.",
+        )
 
 
 def _find(name: str, schedule: str) -> tuple[Sampler, str]:

@@ -153,7 +153,7 @@ def transformer_inputs(
         model: The host's module.
         generator: Of the noise.
         pictures: Number of pictures; models that take guidance in one call get two latents each.
-        height_px, width_px: Of a picture; rounded down to multiples of 16, as pipelines do.
+        height_px, width_px: Of a picture; rounded up to multiples of 16.
 
     Returns:
         Keyword arguments; None for a model that is not known.
@@ -162,5 +162,5 @@ def transformer_inputs(
     if call is None:
         return None
     like = next(p for p in model.parameters() if p.is_floating_point())
-    height, width = max(1, height_px // 16), max(1, width_px // 16)
+    height, width = -(-height_px // 16), -(-width_px // 16)
     return call.inputs(Noise(model.config, like, generator, call.guided * pictures, height, width))

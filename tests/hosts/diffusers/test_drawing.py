@@ -17,9 +17,9 @@ from onediff_ext.hosts.diffusers.drawing.image_generator import (
     DrawSettings,
     ImageGenerator,
     _pictures,
-    _StepClock,
 )
 from onediff_ext.hosts.diffusers.drawing.sampler_noise import noise_sent_ahead
+from onediff_ext.hosts.diffusers.drawing.step_clock import StepClock
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from tests.support import models
@@ -66,7 +66,7 @@ def test_one_step_is_in_hand_while_the_next_one_is_prepared(
     _Event.log, _Event.count = [], 0
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = _StepClock(torch.device("cuda"), lambda number: _Event.log.append(f"{number} told"))
+    clock = StepClock(torch.device("cuda"), lambda number: _Event.log.append(f"{number} told"))
     for step in range(3):
         assert clock("pipe", step, "timestep", {"latents": step}) == {"latents": step}
     assert _Event.log == [
@@ -79,7 +79,7 @@ def test_one_step_is_in_hand_while_the_next_one_is_prepared(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_timed(device: str) -> None:
-    clock = _StepClock(torch.device(device), lambda _: None)
+    clock = StepClock(torch.device(device), lambda _: None)
     for _ in range(3):
         torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
         clock({})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_FOLDER = "Choose the model's diffusers folder; a single file has no text encoders."
+
 _KINDS = (
     # (a part of a key, what the file is, what to do)
     ("lora_", "a LoRA", "Choose a checkpoint first, then add the LoRA to it."),
@@ -14,9 +16,9 @@ _KINDS = (
     ("input_hint_block.", "a ControlNet", "Choose a checkpoint; ControlNets are added to it."),
     ("motion_modules.", "a motion module", "Choose a checkpoint; motion modules are added to it."),
     ("emb_params", "a textual inversion", "Choose a checkpoint; embeddings are added to it."),
-    ("joint_blocks.", "a Stable Diffusion 3 model", "Use SD1, SD2 or SDXL."),
-    ("double_blocks.", "a Flux model", "Use SD1, SD2 or SDXL."),
-    ("double_stream_blocks.", "a transformer model", "Use SD1, SD2 or SDXL."),
+    ("joint_blocks.", "a Stable Diffusion 3 model", _FOLDER),
+    ("double_blocks.", "a Flux model", _FOLDER),
+    ("double_stream_blocks.", "a transformer model", _FOLDER),
     ("model.diffusion_model.", "a checkpoint", ""),
     ("down_blocks.0.resnets.0.time_emb_proj", "the UNet of a diffusers folder",
      "Choose the folder that holds model_index.json."),
@@ -36,4 +38,7 @@ def describe_keys(keys: Iterable[str]) -> tuple[str, str]:
     for part, what, hint in _KINDS:
         if any(part in key for key in keys):
             return what, hint
-    return "no Stable Diffusion model", "Choose an SD1, SD2 or SDXL checkpoint."
+    return (
+        "no Stable Diffusion model",
+        "Choose an SD1, SD2 or SDXL checkpoint, or a diffusers folder.",
+    )

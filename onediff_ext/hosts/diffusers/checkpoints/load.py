@@ -31,6 +31,7 @@ from onediff_ext.hosts.diffusers.checkpoints.tensor_file import (
     refuse_pickle,
 )
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
+from onediff_ext.hosts.diffusers.transformer_models import TransformerModel, transformer_model
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,14 @@ class LoadedCheckpoint:
 
     Args:
         path: The file or folder.
-        architecture: "sd1", "sd2", "sdxl" or "sdxl-refiner".
+        architecture: "sd1", "sd2", "sdxl", "sdxl-refiner", or a label of `TRANSFORMER_MODELS`.
         pipeline: A diffusers pipeline: text to image; inpainting for 9-channel UNets; image to
             image for the refiner.
-        prediction_type: "epsilon" or "v_prediction".
+        prediction_type: "epsilon", "v_prediction" or "flow".
         zero_snr: The noise levels end in pure noise.
         is_inpaint: The UNet also takes a mask and the masked image.
         is_lcm: The UNet takes the guidance scale as an input (time_cond_proj).
+        transformer_model: Of a checkpoint with a transformer in place of a UNet, else None.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class LoadedCheckpoint:
     zero_snr: bool
     is_inpaint: bool
     is_lcm: bool
+    transformer_model: TransformerModel | None = None
 
     @property
     def name(self) -> str:
@@ -185,6 +188,14 @@ def _pipeline(label: str, parts: dict[str, Any]) -> Any:
 
 
 def _loaded(path: Path, pipeline: Any) -> LoadedCheckpoint:
+    if getattr(pipeline, "unet", None) is None:
+        config = pipeline.transformer.config
+        model = transformer_model(type(pipeline).__name__, pipeline.config, config)
+        assert model is not None  # load_folder refuses others
+        return LoadedCheckpoint(
+            path, model.label, pipeline, "flow", zero_snr=False, is_inpaint=False, is_lcm=False,
+            transformer_model=model,
+        )  # fmt: skip
     unet = pipeline.unet.config
     noise = pipeline.scheduler.config
     has_first = getattr(pipeline, "text_encoder", None) is not None

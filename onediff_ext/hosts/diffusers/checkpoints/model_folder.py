@@ -13,6 +13,7 @@ from onediff_ext.core.untrusted_files import read_regular
 from onediff_ext.core.words import first_line
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import open_tensor_file
+from onediff_ext.hosts.diffusers.transformer_models import TRANSFORMER_MODELS
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.checkpoints.ldm_checkpoint import Placement
@@ -25,14 +26,21 @@ PIPELINES = (
     "StableDiffusionXLImg2ImgPipeline",
     "StableDiffusionXLInpaintPipeline",
     "LatentConsistencyModelPipeline",
+    *(model.class_name(task) for model in TRANSFORMER_MODELS for task in model.tasks),
 )
-"""Values of `_class_name` in model_index.json that mean Stable Diffusion."""
+"""Values of `_class_name` in model_index.json that can be drawn with."""
 
 _CLASSES = {
-    "diffusers": re.compile(r"UNet2DConditionModel|AutoencoderKL|AutoencoderTiny|\w+Scheduler"),
+    "diffusers": re.compile(
+        r"UNet2DConditionModel|AutoencoderKL(Flux2|QwenImage)?|AutoencoderTiny|\w+Scheduler"
+        r"|(SD3|Flux|Flux2|Chroma|QwenImage|ZImage|Lumina2)Transformer2DModel"
+    ),
     "transformers": re.compile(
         r"CLIP(TextModel(WithProjection)?|Tokenizer(Fast)?|ImageProcessor|FeatureExtractor"
         r"|VisionModelWithProjection)"
+        r"|T5(EncoderModel|Tokenizer(Fast)?)|Qwen2Tokenizer(Fast)?"
+        r"|Qwen2_5_VLForConditionalGeneration|Qwen3(ForCausalLM|Model)"
+        r"|Gemma(Tokenizer(Fast)?|2Model)|PreTrainedTokenizerFast|TokenizersBackend"
     ),
 }
 """Library → allowed classes of a component."""
@@ -59,7 +67,8 @@ def load_folder(folder: Path, place: Placement) -> Any:
     class_name = index.get("_class_name")
     if class_name not in PIPELINES:
         raise CheckpointError(
-            f"{folder} holds a {class_name}, not a Stable Diffusion model.", "Use SD1, SD2 or SDXL."
+            f"{folder} holds a {class_name}, which cannot be drawn with.",
+            "docs/transformers.md lists the models; compile_pipe takes any diffusers pipeline.",
         )
     _refuse_other_code(folder, index)
     # diffusers 0.42 renamed the argument.
@@ -141,14 +150,14 @@ def _refuse_other_code(folder: Path, index: dict[str, Any]) -> None:
         if known is None or not known.fullmatch(str(class_name)):
             raise CheckpointError(
                 f"{folder}: its {name} is {library}.{class_name}, which is no known class of"
-                " Stable Diffusion and might run code from the folder.",
+                " these models and might run code from the folder.",
                 "Use the model's original folder.",
             )
 
 
 def _variant(folder: Path) -> str | None:
     """Return "fp16" when the folder has only half-precision weights, else None."""
-    weights = folder / "unet"
+    weights = _denoiser_folder(folder)
     full = list(weights.glob("diffusion_pytorch_model*.safetensors"))
     half = [path for path in full if ".fp16." in path.name]
     if not full and list(weights.glob("*.bin")):
@@ -161,6 +170,12 @@ def _variant(folder: Path) -> str | None:
 
 
 def _stored_dtype(folder: Path) -> Any:
-    """Return the dtype of the UNet's weights, which diffusers would widen to float32."""
-    weights = sorted((folder / "unet").glob("*.safetensors"))
+    """Return the dtype of the denoiser's weights, which diffusers would widen to float32."""
+    weights = sorted(_denoiser_folder(folder).glob("*.safetensors"))
     return open_tensor_file(weights[0]).dtype() if weights else None
+
+
+def _denoiser_folder(folder: Path) -> Path:
+    """The subfolder of the transformer, or of the UNet."""
+    transformer = folder / "transformer"
+    return transformer if transformer.is_dir() else folder / "unet"

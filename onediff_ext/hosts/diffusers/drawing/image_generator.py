@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.step_cache_options import NO_STEP_CACHE, StepCacheOptions
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of
+from onediff_ext.hosts.diffusers.drawing import transformer_calls
 from onediff_ext.hosts.diffusers.drawing.encoded_prompts import EncodedPrompts
 from onediff_ext.hosts.diffusers.drawing.sampler_noise import noise_sent_ahead
+from onediff_ext.hosts.diffusers.drawing.step_clock import StepClock
+from onediff_ext.hosts.diffusers.drawing.tasks import pipeline_for
+from onediff_ext.hosts.diffusers.drawing.transformer_calls import ReadPictures
+from onediff_ext.hosts.diffusers.flow_schedulers import make_flow_scheduler
 from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
+from onediff_ext.hosts.diffusers.step_cache import step_cache_for
 from onediff_ext.hosts.diffusers.vae.guarded_vae import GuardedVae
 from onediff_ext.hosts.diffusers.vae.kept_casts import KeptCasts
 
@@ -28,8 +35,6 @@ if TYPE_CHECKING:
     from onediff_ext.core.errors import PictureError
     from onediff_ext.hosts.diffusers.checkpoints.load import LoadedCheckpoint
     from onediff_ext.hosts.diffusers.vae.vae_fallbacks import VaeNote
-
-_TASKS = {"txt2img": "", "img2img": "Img2Img", "inpaint": "Inpaint"}  # in diffusers' class names
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class DrawSettings:
         strength: Denoising strength of image to image, above 0 and up to 1.
         scheduler: A sampler's name, such as "Euler a" or "DPM++ 2M Karras".
         deepcache: How much of the UNet's work is reused between steps.
+        step_cache: Which blocks of a transformer are skipped.
 
     Raises:
         OptionError: A value is out of range or unknown.
@@ -55,6 +61,7 @@ class DrawSettings:
     strength: float = 0.6
     scheduler: str = "Euler a"
     deepcache: DeepCacheOptions = OFF
+    step_cache: StepCacheOptions = NO_STEP_CACHE
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 1000:
@@ -105,48 +112,21 @@ class Drawn:
         assert error is not None
         return error
 
+    def cropped(self, width_px: int, height_px: int) -> Drawn:
+        """Return the same with pictures cut to a size, from their upper left corner."""
+        box = (0, 0, width_px, height_px)
+        cut = [
+            image if image is None or image.size == box[2:] else image.crop(box)
+            for image in self.images
+        ]
+        return replace(self, images=cut)
+
     @property
     def seconds_per_step(self) -> float:
         """The median of the steps, or their mean if they are uneven."""
         if self.uneven:
             return sum(self.step_seconds) / len(self.step_seconds)
         return sorted(self.step_seconds)[len(self.step_seconds) // 2]
-
-
-class _StepClock:
-    """Times each sampling step, with at most one step queued on the device.
-
-    It waits for the step before the one that was just queued. So the device always has work while
-    Python prepares the next step, and a cancel takes effect one step later at most.
-    """
-
-    def __init__(self, device: torch.device, on_step: Callable[[int], None]) -> None:
-        self._device, self._on_step = device, on_step
-        self._ends: list[Any] = []
-
-    def __call__(self, *call: Any) -> dict[str, Any]:
-        # diffusers calls it with (pipe, step, timestep, kwargs) and takes kwargs back.
-        self._ends.append(self._now())
-        if self._device.type == "cuda" and len(self._ends) > 1:
-            self._ends[-2].synchronize()
-        self._on_step(len(self._ends))
-        kwargs: dict[str, Any] = call[-1]
-        return kwargs
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        make_event: Any = torch.cuda.Event  # not typed
-        event = make_event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each step except the first; the last step must have finished."""
-        pairs = itertools.pairwise(self._ends)
-        if self._device.type == "cuda":
-            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
-        return [after - before for before, after in pairs]
 
 
 class ImageGenerator:
@@ -176,6 +156,7 @@ class ImageGenerator:
         self.checkpoint = checkpoint
         self.pipe = checkpoint.pipeline
         self.vae = GuardedVae(self.pipe, vae_tiling, overflowing)
+        self._transformer = checkpoint.transformer_model
         self._noise_config = dict(self.pipe.scheduler.config)
         self._pipes: dict[str, Any] = {}
         self._prompts: EncodedPrompts | None = None
@@ -183,21 +164,25 @@ class ImageGenerator:
 
     @property
     def device(self) -> torch.device:
-        """The UNet's device."""
-        device: torch.device = next(self.pipe.unet.parameters()).device
+        """The denoiser's device."""
+        device: torch.device = next(denoiser_of(self.pipe).parameters()).device
         return device
 
-    def check(self, settings: DrawSettings) -> None:
-        """Raise OptionError when sampler or DeepCache cannot be used, before anything is built."""
-        make_scheduler(settings.scheduler, self._noise_config)
+    def check(self, settings: DrawSettings, task: str = "txt2img") -> None:
+        """Raise OptionError when sampler or cache cannot be used, before anything is built."""
+        self._scheduler(settings)
         with deepcache_for(self.pipe, settings.deepcache):
             pass
+        if settings.step_cache.is_on:
+            pipe = self.pipe if self._transformer is None else self._pipe(task)
+            with step_cache_for(pipe, settings.step_cache, settings.steps):
+                pass
 
     def deepcache_off_reason(self, settings: DrawSettings) -> str | None:
         """Return why pictures are drawn without the requested DeepCache, or None."""
         if not settings.deepcache.is_on:
             return None
-        return distilled_refusal(self.pipe.unet) or few_steps_reason(
+        return distilled_refusal(denoiser_of(self.pipe)) or few_steps_reason(
             settings.scheduler, settings.steps
         )
 
@@ -209,8 +194,19 @@ class ImageGenerator:
                 "Use img2img, or another checkpoint.",
             )
 
+    def check_img2img(self) -> None:
+        """Raise OptionError when diffusers draws this model from text only."""
+        model = self._transformer
+        if model is not None and "img2img" not in model.tasks:
+            raise OptionError(
+                f"diffusers has no image to image for {model.label}.",
+                "Use txt2img, or another checkpoint.",
+            )
+
     def ignored_text(self, settings: DrawSettings) -> list[str]:
         """Return a warning for each setting that is ignored, or cut as a long prompt is."""
+        if self._transformer is not None:
+            return transformer_calls.ignored_text(self._transformer, self.pipe, settings)
         tokenizer = self.pipe.tokenizer or self.pipe.tokenizer_2
         refusal_reason = self.deepcache_off_reason(settings)
         warnings = [] if refusal_reason is None else [f"{refusal_reason}; drawn without."]
@@ -247,6 +243,14 @@ class ImageGenerator:
             OptionError: Steps times strength is less than one step.
         """
         settings.check_img2img_steps()
+        self.check_img2img()
+        if self._transformer is not None:
+            given = images if isinstance(images, ReadPictures) else self.read(images)
+            height, width = given.pixels.shape[-2:]
+            inputs = {"image": given.pixels, "width": width, "height": height}
+            inputs["strength"] = settings.strength
+            drawn = self._draw(self._pipe("img2img"), settings, inputs, seeds, prompts)
+            return drawn.cropped(*given.size_px)
         inputs = {"image": images, "strength": settings.strength}
         if self.checkpoint.is_inpaint:
             from PIL import Image
@@ -261,6 +265,12 @@ class ImageGenerator:
         """Preprocess pictures for `img2img`; another thread may do this for the next batch."""
         if self.checkpoint.is_inpaint:
             return list(images)
+        self.check_img2img()
+        if self._transformer is not None:
+            pixels = self._pipe("img2img").image_processor.preprocess(
+                [transformer_calls.padded(image) for image in images]
+            )
+            return ReadPictures(pixels, images[0].size)
         return self._pipe("img2img").image_processor.preprocess(list(images))
 
     def txt2img(
@@ -273,7 +283,11 @@ class ImageGenerator:
         """
         self.check_txt2img()
         inputs = {"width": width_px, "height": height_px}
-        return self._draw(self._pipe("txt2img"), settings, inputs, seeds)
+        if self._transformer is not None:
+            width, height = transformer_calls.drawn_size(width_px, height_px)
+            inputs = {"width": width, "height": height}
+        drawn = self._draw(self._pipe("txt2img"), settings, inputs, seeds)
+        return drawn.cropped(width_px, height_px)
 
     def _draw(
         self,
@@ -283,20 +297,23 @@ class ImageGenerator:
         seeds: Sequence[int],
         prompts: Sequence[str] | None = None,
     ) -> Drawn:
-        pipe.scheduler = make_scheduler(settings.scheduler, self._noise_config)
+        pipe.scheduler = self._scheduler(settings)
         # On the CPU, so a seed gives the same picture on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        clock = _StepClock(self.device, self.on_step)
+        clock = StepClock(self.device, self.on_step)
         start = time.perf_counter()
         deepcache = deepcache_for(pipe, settings.deepcache)
+        steps_run = int(settings.steps * inputs.get("strength", 1))
+        step_cache = step_cache_for(pipe, settings.step_cache, steps_run)
         prompts_kept = nullcontext() if self._prompts is None else self._prompts.kept(pipe)
         noise = noise_sent_ahead(pipe.scheduler)
-        with one_picture(self.pipe), deepcache, prompts_kept, noise, self.vae.drawing() as vae:
+        caches = (deepcache, step_cache, prompts_kept, noise)
+        with one_picture(self.pipe), ExitStack() as stack, self.vae.drawing() as vae:
+            for cache in caches:
+                stack.enter_context(cache)
             result = pipe(
-                prompt=list(prompts or [settings.prompt] * len(seeds)),
-                negative_prompt=[settings.negative_prompt] * len(seeds),
+                **self._texts(settings, list(prompts or [settings.prompt] * len(seeds))),
                 num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance,
                 generator=generators,
                 callback_on_step_end=clock,
                 output_type="pt",
@@ -310,8 +327,27 @@ class ImageGenerator:
         seconds = time.perf_counter() - start
         steps = clock.seconds()
         return Drawn(
-            images, seconds, steps or [seconds], settings.deepcache.is_on, errors, vae.notes
+            images,
+            seconds,
+            steps or [seconds],
+            settings.deepcache.is_on or settings.step_cache.is_on,
+            errors,
+            vae.notes,
         )
+
+    def _scheduler(self, settings: DrawSettings) -> Any:
+        make = make_scheduler if self._transformer is None else make_flow_scheduler
+        return make(settings.scheduler, self._noise_config)
+
+    def _texts(self, settings: DrawSettings, prompts: list[str]) -> dict[str, Any]:
+        """Return the pipeline's arguments for prompts and guidance."""
+        if self._transformer is not None:
+            return transformer_calls.call_arguments(self._transformer, self.pipe, settings, prompts)
+        return {
+            "prompt": prompts,
+            "negative_prompt": [settings.negative_prompt] * len(prompts),
+            "guidance_scale": settings.guidance,
+        }
 
     @contextmanager
     def one_job(self) -> Iterator[None]:
@@ -328,11 +364,7 @@ class ImageGenerator:
 
     def _pipe(self, task: str) -> Any:
         if task not in self._pipes:
-            made = _pipeline_for(task, self.pipe, self.checkpoint.architecture)
-            made.set_progress_bar_config(disable=True)
-            if task == "img2img":
-                _take_what_is_read(made.image_processor)
-            self._pipes[task] = made
+            self._pipes[task] = pipeline_for(task, self.pipe, self.checkpoint)
         return self._pipes[task]
 
 
@@ -345,44 +377,3 @@ def _pictures(pixels: torch.Tensor) -> list[Image.Image]:
 
     levels = (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
     return [Image.fromarray(picture) for picture in levels.contiguous().cpu().numpy()]
-
-
-def _take_what_is_read(image_processor: Any) -> None:
-    """Make diffusers' `VaeImageProcessor` return preprocessed pictures unchanged."""
-    own = image_processor.preprocess
-
-    def preprocess(images: Any) -> torch.Tensor:
-        if isinstance(images, torch.Tensor):
-            return images
-        pixels: torch.Tensor = own(list(images))
-        return pixels
-
-    image_processor.preprocess = preprocess
-
-
-class _OnOneDevice:
-    """A pipeline whose models are all on the UNet's device.
-
-    Before each picture, diffusers searches all modules of all models for an offloaded one.
-    """
-
-    unet: Any
-
-    @property
-    def _execution_device(self) -> Any:
-        return next(self.unet.parameters()).device
-
-
-def _pipeline_for(task: str, pipe: Any, architecture: str) -> Any:
-    """Create a pipeline of the same models for another task.
-
-    diffusers' AutoPipelines do this too, but they import all its architectures.
-    """
-    import diffusers
-
-    name = "StableDiffusionXL" if architecture.startswith("sdxl") else "StableDiffusion"
-    cls = getattr(diffusers, f"{name}{_TASKS[task]}Pipeline")
-    known = {**pipe.config, **pipe.components, "add_watermarker": False}
-    accepted = inspect.signature(cls.__init__).parameters
-    made = type(cls.__name__, (_OnOneDevice, cls), {})
-    return made(**{key: known[key] for key in accepted if key in known})

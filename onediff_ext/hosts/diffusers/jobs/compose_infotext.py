@@ -37,15 +37,24 @@ def compose_infotext(
         "Steps": settings.steps,
         "Sampler": sampler,
         "Schedule type": schedule,
-        "CFG scale": settings.guidance,
+        **_guidance(image_generator, settings),
         "Seed": seed,
         "Size": f"{width_px}x{height_px}",
         "Model": image_generator.checkpoint.name,
         "OneDiff DeepCache": settings.deepcache.label if with_deepcache else None,
+        "OneDiff step cache": str(settings.step_cache) if settings.step_cache.is_on else None,
         **extra,
         "Version": f"onediff-ext {__version__}",
     }
     return build_infotext(settings.prompt, settings.negative_prompt, fields)
+
+
+def _guidance(image_generator: ImageGenerator, settings: DrawSettings) -> dict[str, object]:
+    """Return the guidance under Forge's names; a distilled model takes it as an input."""
+    model = image_generator.checkpoint.transformer_model
+    if model is not None and model.is_distilled:
+        return {"CFG scale": 1, "Distilled CFG Scale": settings.guidance}
+    return {"CFG scale": settings.guidance}
 
 
 def lora_field(identity: dict[str, object]) -> dict[str, object]:

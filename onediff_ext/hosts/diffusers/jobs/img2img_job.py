@@ -52,11 +52,12 @@ def plan_job(job: Img2ImgJob, report: SkipReport) -> Plan:
 
 
 def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, object]:
-    """Return the settings that a result depends on; DeepCache counts only when it is on."""
+    """Return the settings that a result depends on; caches count only when they are on."""
     settings = dict(vars(job.settings_of(planned)))
-    deepcache = settings.pop("deepcache")
+    deepcache, step_cache = settings.pop("deepcache"), settings.pop("step_cache")
     return {
         **settings,
         **({"deepcache": str(deepcache)} if deepcache.is_on else {}),
+        **({"step_cache": str(step_cache)} if step_cache.is_on else {}),
         **job.identity,
     }

@@ -1,4 +1,4 @@
-"""Times single UNet steps, eager and compiled, size by size."""
+"""Times single steps of a UNet or transformer, eager and compiled, size by size."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.checking.compare_with_eager import compare
 from onediff_ext.hosts.diffusers.compile import CompiledPipe, compiled_state
-from onediff_ext.hosts.diffusers.probe import unet_inputs
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of
+from onediff_ext.hosts.diffusers.probe import denoiser_inputs
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class StepTiming:
     """The times of one size.
 
     Args:
-        shape: Size in pixels and images at once; CFG doubles the UNet's batch.
+        shape: Size in pixels and images at once; CFG doubles a UNet's batch.
         first_s: Seconds of the first compiled step at this size.
         eager_ms, compiled_ms: Medians over the rounds.
         eager_ms_p95, compiled_ms_p95: 95th percentiles.
@@ -44,7 +46,7 @@ class StepTiming:
 
 
 def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
-    """Time single UNet forwards with CFG, compiled and eager in turns.
+    """Time single forwards of the denoiser with CFG, compiled and eager in turns.
 
     Args:
         pipe: A pipeline after `compile_pipe`.
@@ -53,24 +55,27 @@ def time_steps(pipe: Any, shape: BatchShape, rounds: int) -> StepTiming:
     """
     compiled = compiled_state(pipe)
     assert compiled is not None
-    unet = pipe.unet
-    inputs = unet_inputs(
-        unet,
+    denoiser = denoiser_of(pipe)
+    inputs = denoiser_inputs(
+        denoiser,
         torch.Generator().manual_seed(0),
-        batch=2 * shape.batch,
-        height_latent=shape.height_px // 8,
-        width_latent=shape.width_px // 8,
+        pictures=shape.batch,
+        height_px=shape.height_px,
+        width_px=shape.width_px,
     )
+    if inputs is None:
+        raise OptionError(f"{type(denoiser).__name__} cannot be measured.", "Draw with it instead.")
+    device = next(denoiser.parameters()).device
     with torch.no_grad():
-        first_s, output = _timed(unet, inputs)
+        first_s, output = _timed(denoiser, inputs, device)
         with paused(compiled):
-            _, expected = _timed(unet, inputs)
-        _timed(unet, inputs)
+            _, expected = _timed(denoiser, inputs, device)
+        _timed(denoiser, inputs, device)
         eager, fast = [], []
         for _ in range(rounds):  # interleaved, so that a slow moment affects both
-            fast.append(_timed(unet, inputs)[0])
+            fast.append(_timed(denoiser, inputs, device)[0])
             with paused(compiled):
-                eager.append(_timed(unet, inputs)[0])
+                eager.append(_timed(denoiser, inputs, device)[0])
     return StepTiming(
         shape,
         first_s,
@@ -91,15 +96,17 @@ def paused(compiled: CompiledPipe) -> Iterator[None]:
         yield
 
 
-def _timed(unet: Any, inputs: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    device = inputs["sample"].device
+def _timed(
+    denoiser: Any, inputs: dict[str, Any], device: torch.device
+) -> tuple[float, torch.Tensor]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    output = unet(**inputs).sample
+    output = denoiser(**inputs).sample
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start, output
+    seconds = time.perf_counter() - start
+    return seconds, torch.stack(output) if isinstance(output, list) else output
 
 
 def _p95(values: Sequence[float]) -> float:

@@ -12,10 +12,11 @@ from onediff_ext.core.words import first_line
 from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
+from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 
 logger = logging.getLogger(__name__)
 
-_COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
+_COMPONENTS = ("unet", "transformer", "text_encoder", "text_encoder_2")
 
 
 def load_lora(
@@ -24,7 +25,7 @@ def load_lora(
     """Load a LoRA and activate it in addition to the LoRAs already active.
 
     Args:
-        pipe: A diffusers pipeline of SD1, SD2 or SDXL.
+        pipe: A diffusers pipeline with a UNet or a transformer.
         path: A .safetensors file with diffusers', PEFT's or kohya's names.
         weight: Strength; 1.0 is as trained.
         adapter_name: Its name in diffusers; None derives it from the file's name.
@@ -40,8 +41,9 @@ def load_lora(
     what, _ = describe_keys(file.shapes)
     if what != "a LoRA":
         raise CheckpointError(f"{path} is {what}, not a LoRA.", "Choose a LoRA .safetensors file.")
-    _check_fit(pipe, file)
-    weights = file.read(file.shapes, pipe.unet.dtype)
+    if getattr(pipe, "unet", None) is not None:
+        _check_fit(pipe, file)  # diffusers compares the layers of transformers itself
+    weights = file.read(file.shapes, denoiser_of(pipe).dtype)
     present = {name for names in pipe.get_list_adapters().values() for name in names}
     name = adapter_name or _free_name(path.stem, present)
     active = {

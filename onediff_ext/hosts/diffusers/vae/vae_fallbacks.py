@@ -114,7 +114,9 @@ class VaeFallbacks:
         raise error
 
     def _ways(self, part: str, given: torch.Tensor) -> list[_Way]:
-        channels = self._vae.config.block_out_channels
+        channels = self._vae.config.get("block_out_channels")
+        if channels is None:  # of another kind, such as Qwen-Image's VAE of videos
+            return [_Way(), *([_Way(one_by_one=True)] if given.shape[0] > 1 else [])]
         cell_px = 2 ** (len(channels) - 1)
         height, width = (n if part == "decoder" else n // cell_px for n in given.shape[-2:])
         pictures = given.shape[0]

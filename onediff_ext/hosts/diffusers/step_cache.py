@@ -1,0 +1,141 @@
+"""diffusers' step caches (FirstBlockCache, MagCache, TaylorSeer) with compiled transformers.
+
+The hooks sit around whole blocks. A block that a cache lets run goes through its graph. A CUDA
+graph of the whole forward is impossible meanwhile: the cache decides in Python at each step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.step_cache_options import StepCacheOptions
+
+Pipe = TypeVar("Pipe")
+
+DEFAULT_STEPS = 28
+_NAMES = ("transformer", "transformer_2")
+
+
+def enable_step_cache(pipe: Pipe, options: object, steps: int = DEFAULT_STEPS) -> Pipe:
+    """Skip blocks whose result hardly changes between steps, until `disable_step_cache`.
+
+    Pictures differ from those without it, and equal those of diffusers' own ``enable_cache``.
+
+    Args:
+        pipe: The pipeline, compiled or eager.
+        options: What `StepCacheOptions.parse` takes, such as "first-block:0.08"; "off" disables.
+        steps: Sampling steps of a picture; only MagCache needs them.
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        OptionError: diffusers has no such cache for this pipeline.
+    """
+    chosen = StepCacheOptions.parse(options)
+    models = _models(pipe)
+    if chosen.is_on:
+        _check(pipe, models, chosen)
+    disable_step_cache(pipe)
+    if chosen.is_on:
+        for model in models:
+            model.enable_cache(_config(chosen, steps))
+    return pipe
+
+
+def disable_step_cache(pipe: Pipe) -> Pipe:
+    """Remove the step cache of a pipeline's transformers; does nothing where there is none."""
+    for model in _models(pipe):
+        if getattr(model, "is_cache_enabled", False):
+            model.disable_cache()
+    return pipe
+
+
+@contextmanager
+def step_cache_for(pipe: Any, options: StepCacheOptions, steps: int) -> Iterator[None]:
+    """Draw one batch with a step cache within this ``with`` block.
+
+    Args:
+        pipe: The pipeline.
+        options: Which cache; where it is off, the pipeline's own setting stays.
+        steps: Sampling steps that will run.
+
+    Raises:
+        OptionError: As `enable_step_cache`.
+    """
+    if not options.is_on:
+        yield
+        return
+    with lifted_step_cache(pipe):
+        enable_step_cache(pipe, options, steps)
+        try:
+            yield
+        finally:
+            disable_step_cache(pipe)
+
+
+@contextmanager
+def lifted_step_cache(pipe: Any) -> Iterator[None]:
+    """A context without a pipeline's step cache, which is set up again at the end.
+
+    A cache's hooks have to be outside of the runners of the blocks.
+    """
+    lifted = [
+        (model, model._cache_config)
+        for model in _models(pipe)
+        if getattr(model, "is_cache_enabled", False)
+    ]
+    for model, _ in lifted:
+        model.disable_cache()
+    try:
+        yield
+    finally:
+        for model, config in lifted:
+            if not model.is_cache_enabled:
+                model.enable_cache(config)
+
+
+def _models(pipe: object) -> list[Any]:
+    models = (getattr(pipe, name, None) for name in _NAMES)
+    return [model for model in models if model is not None]
+
+
+def _check(pipe: object, models: list[Any], options: StepCacheOptions) -> None:
+    """Raise OptionError where diffusers has no such cache for a pipeline."""
+    without = "Leave the step cache off."
+    if not models:
+        raise OptionError(
+            f"{type(pipe).__name__} has no transformer, so no step cache.",
+            "Use DeepCache for UNets.",
+        )
+    for model in models:
+        name = type(model).__name__
+        if not hasattr(model, "enable_cache"):
+            raise OptionError(f"diffusers has no step cache for {name}.", without)
+        if options.method == "mag-cache" and name != "FluxTransformer2DModel":
+            raise OptionError(
+                f"diffusers has no magnitudes of {name} for mag-cache.",
+                "Use first-block or taylorseer-lite.",
+            )
+    if "cache_context" not in inspect.getsource(type(pipe).__call__):
+        raise OptionError(f"diffusers' {type(pipe).__name__} runs without step caches.", without)
+
+
+def _config(options: StepCacheOptions, steps: int) -> Any:
+    import diffusers
+
+    if options.method == "first-block":
+        return diffusers.FirstBlockCacheConfig(threshold=options.amount)
+    if options.method == "mag-cache":
+        from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
+
+        return diffusers.MagCacheConfig(
+            threshold=options.amount, num_inference_steps=steps, mag_ratios=FLUX_MAG_RATIOS
+        )
+    return diffusers.TaylorSeerCacheConfig(
+        cache_interval=int(options.amount), max_order=1, use_lite_mode=True
+    )

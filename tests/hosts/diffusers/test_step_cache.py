@@ -1,0 +1,133 @@
+"""diffusers' step caches on compiled pipelines, beside the same cache on an eager twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext import compile_pipe, undo_compile
+from onediff_ext.core.errors import OptionError
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.step_cache import disable_step_cache, enable_step_cache
+from onediff_ext.session.session import Session
+from tests.support import transformer_models as models
+from tests.support.frozen_recorder import FrozenRecorder
+
+CACHES = ("first-block:0.5", "mag-cache:0.3", "taylorseer-lite:3")
+STEPS = 8
+
+
+def draw(pipe: Any, seed: int = 0) -> torch.Tensor:
+    """Eight steps from seeded embeddings."""
+    pixels: torch.Tensor = pipe(
+        **models.flux_embeddings(20, seed=seed), width=64, height=64, num_inference_steps=STEPS,
+        output_type="pt", generator=torch.Generator().manual_seed(seed),
+    ).images  # fmt: skip
+    return pixels
+
+
+def compiled_flux(make_session: Callable[..., Session], **options: Any) -> Any:
+    """Compiled, with all graphs."""
+    pipe = compile_pipe(models.flux(), session=make_session(**options), ignores=("vae",))
+    draw(pipe)
+    return pipe
+
+
+def transformer_of(pipe: Any) -> Any:
+    """The transformer's component."""
+    state = compiled_state(pipe)
+    assert state is not None
+    return state.components[0]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_pictures_equal_those_of_the_cache_alone(
+    cache: str, make_session: Callable[..., Session]
+) -> None:
+    """Blocks run through their graphs, also after the first picture; off is off."""
+    pipe, twin = compiled_flux(make_session), models.flux()
+    plain = draw(twin)
+    enable_step_cache(pipe, cache, STEPS)
+    enable_step_cache(twin, cache, STEPS)
+    calls = sum(kind.calls for kind in transformer_of(pipe).kinds())
+    for seed in range(2):
+        torch.testing.assert_close(draw(pipe, seed), draw(twin, seed), rtol=1e-4, atol=1e-5)
+    ran = sum(kind.calls for kind in transformer_of(pipe).kinds()) - calls
+    assert 0 < ran < 2 * STEPS * 4  # of four blocks, and not all of them
+    assert [runner.eager_reason for runner in transformer_of(pipe).runners] == [None] * 4
+    assert (draw(twin) - plain).abs().max() > 1e-3
+    disable_step_cache(pipe)
+    torch.testing.assert_close(draw(pipe), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cuda_graph_from_before_is_not_replayed(make_session: Callable[..., Session]) -> None:
+    """A cache decides in Python at each step; afterwards the forward is recorded again."""
+    session, recorder = make_session(), FrozenRecorder()
+    session.cuda_graphs = CudaGraphCache(recorder, limit=3)
+    pipe = compile_pipe(models.flux(), session=session, ignores=("vae",))
+    for seed in range(3):
+        draw(pipe, seed)
+    captured = transformer_of(pipe).captured
+    assert captured.replayed
+    twin = models.flux()
+    for each in (pipe, twin):
+        enable_step_cache(each, "first-block:0.5")
+    for seed in range(2):
+        torch.testing.assert_close(draw(pipe, seed), draw(twin, seed), rtol=1e-4, atol=1e-5)
+    assert not captured.replayed
+    assert captured.reason
+    disable_step_cache(pipe)
+    disable_step_cache(twin)
+    for seed in range(3):
+        torch.testing.assert_close(draw(pipe, seed), draw(twin, seed), rtol=1e-4, atol=1e-5)
+    assert captured.replayed
+
+
+def test_the_option_sets_it_up_and_takes_it_back(make_session: Callable[..., Session]) -> None:
+    """As a compile option; `undo_compile` leaves every forward as it was."""
+    pipe = compiled_flux(make_session, step_cache="first-block:0.5")
+    assert pipe.transformer.is_cache_enabled
+    undo_compile(pipe)
+    assert not pipe.transformer.is_cache_enabled
+    assert not [m for m in pipe.transformer.modules() if "forward" in vars(m)]
+
+
+def test_a_users_own_cache_stays(make_session: Callable[..., Session]) -> None:
+    """Switched on before `compile_pipe`: graphs run inside of it, and it outlives them."""
+    pipe, twin = models.flux(), models.flux()
+    for each in (pipe, twin):
+        enable_step_cache(each, "first-block:0.5")
+    compile_pipe(pipe, session=make_session(), ignores=("vae",))
+    for seed in range(2):
+        torch.testing.assert_close(draw(pipe, seed), draw(twin, seed), rtol=1e-4, atol=1e-5)
+    assert [runner.eager_reason for runner in transformer_of(pipe).runners] == [None] * 4
+    undo_compile(pipe)
+    assert pipe.transformer.is_cache_enabled
+    torch.testing.assert_close(draw(pipe), draw(twin))
+
+
+@pytest.mark.parametrize(
+    ("make", "cache", "message"),
+    [
+        (models.sd3, "first-block", "no step cache for SD3Transformer2DModel"),
+        (models.z_image, "first-block", "no step cache for ZImageTransformer2DModel"),
+        (models.lumina2, "first-block", "no step cache for Lumina2Transformer2DModel"),
+        (models.chroma, "first-block", "ChromaPipeline runs without step caches"),
+        (models.qwen_image, "mag-cache", "no magnitudes of QwenImageTransformer2DModel"),
+        (models.flux, "teacache", "no step cache 'teacache'"),
+        (models.flux, "first-block:0", "threshold of 0"),
+        (models.flux, "taylorseer-lite:1.5", "interval of 1.5"),
+        (models.flux, "first-block:x", "'x' is no number"),
+    ],
+)
+def test_where_there_is_none(make: Callable[[], Any], cache: str, message: str) -> None:
+    """Nothing changes, and the error says what to do."""
+    pipe = make()
+    with pytest.raises(OptionError, match=message) as caught:
+        enable_step_cache(pipe, cache)
+    assert caught.value.hint
+    assert not getattr(pipe.transformer, "is_cache_enabled", False)
