@@ -133,6 +133,7 @@ def run_img2img_on_workers(
     report: RunReport,
     skipped: SkipReport,
     watch: Watch | None = None,
+    wrap: Callable[[Img2ImgProgram], Program] = lambda program: program,
 ) -> None:
     """Draw the missing results of a plan in workers; batches are those of one GPU.
 
@@ -142,6 +143,7 @@ def run_img2img_on_workers(
         report: Gets results, warnings and workers.
         skipped: Gets the images that are left out.
         watch: See `Watch`.
+        wrap: Puts another program around what each worker does.
 
     Raises:
         OptionError: Ray is not installed.
@@ -175,7 +177,7 @@ def run_img2img_on_workers(
     folders = {result.path.parent for result in plan.todo}
     run = secrets.token_hex(4)
     pictures = PicturesOnWorkers(report, skipped, len(plan.todo))
-    program = Img2ImgProgram(arguments, job, run)
+    program = wrap(Img2ImgProgram(arguments, job, run))
     _draw(arguments, queue, program, task_of, path_of, pictures, watch, folders, run)
     failed = {entry.path: entry for entry in skipped.skipped}
     order = {result.planned.header.path: index for index, result in results.items()}

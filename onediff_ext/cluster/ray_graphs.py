@@ -27,7 +27,7 @@ class RayGraphs(GraphExchange):
         """Start the actor on the driver's own node; it ends with the driver."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor_class = ray.remote(num_cpus=0, scheduling_strategy=here)(_Depot)
         return cls(actor_class.remote())
 

@@ -34,7 +34,9 @@ class RayPool(WorkerPool):
         ray: The module, connected.
         program: What each worker does.
         exchange: Where graphs are shared; None where all workers share one store.
-        on_lost: Called with the name of each lost worker.
+
+    Attributes:
+        exchange: As given.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class RayPool(WorkerPool):
         program: Program,
         exchange: GraphExchange | None = None,
     ) -> None:
-        self._ray, self._exchange = ray, exchange
+        self._ray, self.exchange = ray, exchange
         self._program = ray.put(program)
         self._actors: dict[str, Any] = {}
         self._calls: dict[Any, _Call] = {}
@@ -56,10 +58,6 @@ class RayPool(WorkerPool):
         """How many workers the cluster has room for, running ones included."""
         found = self._ray.cluster_resources()
         return int(found.get("GPU" if self._uses_gpus else "CPU", 0))
-
-    def pid_of(self, worker: str) -> Any:
-        """A reference to a worker's actor, for tests that kill it."""
-        return self._actors[worker]
 
     def room(self) -> int:
         # Nodes come and go; asking takes a millisecond.
@@ -74,7 +72,7 @@ class RayPool(WorkerPool):
         actor_class = self._ray.remote(
             max_restarts=0, max_task_retries=0, max_concurrency=_THREADS, **resources
         )(Worker)
-        actor = self._actors[name] = actor_class.remote(name, self._program, self._exchange)
+        actor = self._actors[name] = actor_class.remote(name, self._program, self.exchange)
         self._calls[actor.open.remote()] = _Call(name, None)
         return name
 
@@ -149,7 +147,7 @@ class RayPool(WorkerPool):
         self._ray.kill(actor, no_restart=True)
         for reference in [ref for ref, other in self._calls.items() if other.worker == call.worker]:
             del self._calls[reference]
-        release = getattr(self._exchange, "release_all", None)
+        release = getattr(self.exchange, "release_all", None)
         if release is not None:
             release(call.worker)
         return Lost(call.worker, reason, is_node, call.ticket if is_own else None, error)
