@@ -2,7 +2,7 @@
 
 python -m benchmarks.cluster --nodes 3 --pictures 60 --kill 5 --json FILE
 python -m benchmarks.cluster --simulate --workers 1000 --pictures 1000000 --json FILE
-python -m benchmarks.cluster --model sdxl --gpus 2 --json benchmarks/results/cluster-sdxl-h200x2.json
+python -m benchmarks.cluster --model sdxl --gpus 2 --pictures 96 --json FILE
 """
 
 from __future__ import annotations

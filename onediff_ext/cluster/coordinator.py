@@ -79,6 +79,7 @@ class Coordinator:
         self._tickets = itertools.count()
         self._alive: dict[str, WorkerState] = {}
         self._failed_starts = 0
+        self._hungry: dict[str, None] = {}  # they have room, and the queue had nothing for them
         self.workers: list[WorkerState] = []
 
     def run(self) -> None:
@@ -90,8 +91,6 @@ class Coordinator:
         """
         while not self._queue.is_finished:
             self._start_workers()
-            for worker in list(self._alive.values()):
-                self._feed(worker)
             self._steal()
             for event in self._pool.events(_POLL_S):
                 self._handle(event)
@@ -110,13 +109,17 @@ class Coordinator:
         while worker.is_ready and worker.has_room:
             unit = self._queue.take(worker.name, idle=not worker.units)
             if unit is None:
+                self._hungry[worker.name] = None
                 return
+            self._hungry.pop(worker.name, None)
             ticket = next(self._tickets)
             worker.units[ticket] = unit
             self._pool.submit(worker.name, ticket, self._task_of(unit))
 
     def _steal(self) -> None:
         """An idle worker gets what the busiest one has not begun."""
+        if not any(not self._alive[name].units for name in self._hungry):
+            return
         ready = [worker for worker in self._alive.values() if worker.is_ready]
         idle = sum(not worker.units for worker in ready)
         idle -= sum(len(worker.stolen) for worker in ready)
@@ -142,7 +145,7 @@ class Coordinator:
         elif isinstance(event, Returned):
             worker.stolen.discard(event.ticket)
             self._queue.give_back(worker.units.pop(event.ticket))
-            self._feed_idle()
+            self._feed_hungry()
         elif isinstance(event, Finished):
             worker.stolen.discard(event.ticket)
             unit = worker.units.pop(event.ticket)
@@ -150,16 +153,18 @@ class Coordinator:
             self._on_finished(unit, event.outcome, worker)
         self._feed(worker)
 
-    def _feed_idle(self) -> None:
-        for worker in self._alive.values():
-            if not worker.units:
-                self._feed(worker)
+    def _feed_hungry(self) -> None:
+        """Hand out what came back, to idle workers first."""
+        hungry = [self._alive[name] for name in self._hungry]
+        for worker in sorted(hungry, key=lambda worker: len(worker.units)):
+            self._feed(worker)
 
     def _lose(self, worker: WorkerState, event: Lost) -> None:
         del self._alive[worker.name]
+        self._hungry.pop(worker.name, None)
         self._queue.forget(worker.name)
         worker.lost = event.reason
-        logger.warning("Worker %s is lost: %s", worker.name, event.reason)
+        logger.info("Worker %s is lost: %s", worker.name, event.reason)
         if event.error is not None:
             raise event.error
         if not worker.is_ready and not event.is_node:
@@ -176,3 +181,4 @@ class Coordinator:
             for poisoned in self._queue.killed(unit):
                 self._on_poisoned(poisoned, event.reason)
         worker.units.clear()
+        self._feed_hungry()
