@@ -1,12 +1,13 @@
 """A graph exchange in a folder or bucket that `fsspec` can reach, without locks.
 
-A lease is a file of its own for each holder, ``leases/TAG/DIGEST/TICKET``. A ticket begins with the
-time of the claim; the smallest living ticket has the lease. A claim writes its ticket, then lists
-again: of two that came at once, one sees the other and withdraws. Where a listing lags behind, both
-may hold it until the next renewal, which lists again.
+Each holder has a file of its own for a lease, ``leases/TAG/DIGEST/TICKET``. A claim writes it, then
+lists the folder: only who sees no other ticket has the lease. Two that come at once see each
+other. The one whose ticket sorts first looks again after a moment, when the other has withdrawn.
+Where a listing lags behind, both may hold the lease until the next renewal, which lists again.
 
-Clocks of machines differ, so nobody compares times. The holder writes a counter into its file. A
-lease has ended when its counter stood still for `lease_s` by the watcher's own clock.
+Clocks of machines differ, so nobody compares times. The holder writes a counter into its file, 0
+while it claims. A lease has ended when its counter stood still for `lease_s` by the watcher's own
+clock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.store.graph_exchange import LEASE_S, GraphExchange
 from onediff_ext.store.stored_graph import SUFFIX, is_digest
+
+_CLAIMING = (b"0", b"")  # empty: just being written
+_PAUSE_S = 0.2  # in which a claim that came at the same time withdraws
 
 
 class FsspecExchange(GraphExchange):
@@ -67,16 +71,33 @@ class FsspecExchange(GraphExchange):
 
     def lease(self, tag: str, digest: str, holder: str) -> bool:
         folder, key = self._lease_folder(tag, digest), (tag, digest, holder)
-        if key not in self._tickets:
-            if self._living(folder):
-                return False
-            ticket = f"{time.time_ns():020d}-{_name(holder)}-{secrets.token_hex(4)}"
-            self._tickets[key] = ticket, 0
-        ticket, beat = self._tickets[key]
-        self._tickets[key] = ticket, beat + 1
-        self._put(f"{folder}/{ticket}", str(beat).encode())
-        if min(self._living(folder), default=ticket) < ticket:
+        if key in self._tickets:
+            return self._renew(folder, key)
+        if self._living(folder):
+            return False
+        ticket = f"{time.time_ns():020d}-{_name(holder)}-{secrets.token_hex(4)}"
+        self._tickets[key] = ticket, 0
+        self._put(f"{folder}/{ticket}", b"0")
+        others = self._living(folder).keys() - {ticket}
+        if others and ticket < min(others):
+            time.sleep(_PAUSE_S)
+            others = self._living(folder).keys() - {ticket}
+        if others:
             self.release(tag, digest, holder)
+            return False
+        return self._renew(folder, key)
+
+    def _renew(self, folder: str, key: tuple[str, str, str]) -> bool:
+        ticket, beat = self._tickets[key]
+        path = f"{folder}/{ticket}"
+        if not self._files.exists(path):  # taken for dead, and removed
+            del self._tickets[key]
+            return False
+        self._tickets[key] = ticket, beat + 1
+        self._put(path, str(beat + 1).encode())
+        held = [name for name, counter in self._living(folder).items() if counter not in _CLAIMING]
+        if min(held, default=ticket) < ticket:
+            self.release(*key)
             return False
         return True
 
@@ -85,18 +106,18 @@ class FsspecExchange(GraphExchange):
         if ticket:
             self._remove(f"{self._lease_folder(tag, digest)}/{ticket}")
 
-    def _living(self, folder: str) -> list[str]:
-        """The living tickets of a folder; the files of the others are removed."""
-        living, now_s = [], self._clock()
+    def _living(self, folder: str) -> dict[str, bytes]:
+        """The living tickets of a folder and their counters; the files of the others go."""
+        living, now_s = {}, self._clock()
         for path in self._list(folder):
             try:
                 counter = bytes(self._files.cat_file(path))
             except FileNotFoundError:
                 continue
-            if self._seen.get(path, (b"", 0.0))[0] != counter:
+            if path not in self._seen or self._seen[path][0] != counter:
                 self._seen[path] = counter, now_s
             if now_s - self._seen[path][1] < self._lease_s:
-                living.append(path.rpartition("/")[2])
+                living[path.rpartition("/")[2]] = counter
             else:
                 self._remove(path)
         return living
@@ -131,7 +152,7 @@ def open_url(url: str) -> tuple[Any, str]:
         OptionError: fsspec, or the package for this kind of URL, is not installed.
     """
     try:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
 
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as exc:
