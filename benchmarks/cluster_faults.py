@@ -144,7 +144,8 @@ class _NodesOfOneMachine:
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.others = [self.add() for _ in range(self._count - 1)]
         self.address = self._cluster.address
-        self.session_folder = self._cluster.head_node.get_session_dir_path()
+        head_node: Any = self._cluster.head_node
+        self.session_folder = head_node.get_session_dir_path()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -31,7 +31,8 @@ class NodeProgram(Program):
 
         from onediff_ext.pictures.batch import run_batches
 
-        run_batches.write_png = _noting(run_batches.write_png, self.log)
+        module: Any = run_batches
+        module.write_png = _noting(module.write_png, self.log)
         node = ray.get_runtime_context().get_node_id()[:8]
         arguments = copy.copy(self.program.arguments)
         arguments.store = Path(f"{arguments.store}-{node}")

@@ -16,11 +16,12 @@ from onediff_ext.cli.cluster_programs import (
     Txt2ImgProgram,
     Txt2ImgTask,
     UnitOutcome,
+    WarmUpProgram,
 )
 from onediff_ext.cli.cluster_progress import ClusterProgress, draws_with
 from onediff_ext.cluster import ray_library
 from onediff_ext.cluster.batch_queue import MOST_DEATHS, BatchQueue, Poisoned, Unit
-from onediff_ext.cluster.coordinator import Coordinator, WorkerState
+from onediff_ext.cluster.coordinator import Coordinator, WorkerState, start_all
 from onediff_ext.cluster.metrics import ClusterMetrics
 from onediff_ext.cluster.program import Program
 from onediff_ext.cluster.ray_graphs import RayGraphs
@@ -245,6 +246,27 @@ def run_txt2img_on_workers(
     pictures = PicturesOnWorkers(report, skipped, number)
     program = Txt2ImgProgram(arguments, settings, identity, run)
     _draw(arguments, queue, program, task_of, path_of, pictures, watch, {arguments.output}, run)
+
+
+def warm_up_workers(
+    arguments: argparse.Namespace, shapes: Sequence[BatchShape], identity: dict[str, object]
+) -> list[WorkerState]:
+    """Build or fetch all graphs on each worker, and measure a step of each size there.
+
+    Args:
+        arguments: Of the command line, its paths absolute.
+        shapes: The sizes.
+        identity: From `model_identity`.
+
+    Returns:
+        The workers; `about["warm_up"]` is each one's report.
+
+    Raises:
+        OneDiffError: As in `run_img2img_on_workers`.
+    """
+    program = WarmUpProgram(arguments, shapes, identity)
+    with worker_pool(arguments, program) as (_, pool):
+        return start_all(pool, worker_limit(arguments))
 
 
 @contextlib.contextmanager

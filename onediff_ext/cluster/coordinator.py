@@ -182,3 +182,31 @@ class Coordinator:
                 self._on_poisoned(poisoned, event.reason)
         worker.units.clear()
         self._feed_hungry()
+
+
+def start_all(pool: WorkerPool, limit: int | None = None) -> list[WorkerState]:
+    """Start a worker on each GPU and wait until all have opened their program.
+
+    Args:
+        pool: The workers.
+        limit: Most workers; None takes all.
+
+    Raises:
+        ClusterError: There is no GPU, or a worker was lost.
+        OneDiffError: The program cannot be opened.
+    """
+    room = pool.room()
+    count = room if limit is None else min(room, limit)
+    if count < 1:
+        raise ClusterError("The cluster has room for no worker.", "`ray status` shows its GPUs.")
+    workers = {name: WorkerState(name) for name in (pool.start() for _ in range(count))}
+    while not all(worker.is_ready for worker in workers.values()):
+        for event in pool.events(_POLL_S):
+            if isinstance(event, Ready):
+                worker = workers[event.worker]
+                worker.is_ready, worker.about = True, event.about
+            elif isinstance(event, Lost):
+                raise event.error or ClusterError(
+                    f"A worker was lost ({event.reason}).", "Run the same command again."
+                )
+    return list(workers.values())
