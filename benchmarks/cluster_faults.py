@@ -20,8 +20,7 @@ from benchmarks.cluster_nodes import NodeProgram
 from onediff_ext.cli import cluster_run, img2img
 from onediff_ext.cli.cluster_arguments import make_paths_absolute
 from onediff_ext.cli.model_identity import model_identity
-from onediff_ext.cluster.coordinator import Coordinator
-from onediff_ext.cluster.ray_graphs import RayGraphs
+from onediff_ext.cluster.coordinator import Coordinator, WorkerState
 from onediff_ext.cluster.ray_pool import RayPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +47,7 @@ def run_with_faults(
     seed: int = 0,
     lose_node: bool = True,
     model: Path | None = None,
+    filled: Path | None = None,
 ) -> dict[str, Any]:
     """Draw a folder on a cluster with faults, and once more in one process without.
 
@@ -59,9 +59,10 @@ def run_with_faults(
         seed: Of these moments.
         lose_node: Whether a node is lost and one joins.
         model: A checkpoint; None takes the demo's.
+        filled: A store that each node begins with a copy of; None for empty ones.
     """
     with tempfile.TemporaryDirectory(prefix="onediff-cluster-") as name:
-        return _run(Path(name), nodes, pictures, sizes, kills, seed, lose_node, model)
+        return _run(Path(name), nodes, pictures, sizes, kills, seed, lose_node, model, filled)
 
 
 def _run(
@@ -73,6 +74,7 @@ def _run(
     seed: int,
     lose_node: bool,
     model: Path | None,
+    filled: Path | None,
 ) -> dict[str, Any]:
     make_pictures(folder / "in", pictures, sizes)
     log = folder / "written.log"
@@ -81,9 +83,9 @@ def _run(
     with _NodesOfOneMachine(nodes) as machine:
         arguments.cluster = machine.address
         faults = _Faults(machine, kills, pictures, seed, lose_node)
-        report, skipped = _draw_on_cluster(arguments, log, faults)
+        report, skipped = _draw_on_cluster(arguments, log, filled, faults)
         seconds = time.monotonic() - start
-        builds = faults.builds
+        builds = faults.builds()
     written = Counter(log.read_text().splitlines())
     found = sorted(path for path in (folder / "cluster").rglob("*") if path.is_file())
     one = _draw_in_one_process(folder, model)
@@ -109,7 +111,7 @@ def _run(
         "skipped": [str(entry) for entry in skipped],
         "equal_to_one_worker": equal and names == inputs,
         "builds_of_each_kind": max(builds.values(), default=0),
-        "kinds": len(builds),
+        "kinds_built": len(builds),
         "processes_left": _processes_left(machine.session_folder),
         "seconds": seconds,
         "last_worker_ready_seconds": joined[-1]["ready_seconds"] if joined else None,
@@ -176,11 +178,10 @@ class _Faults:
         moments = [self._random.uniform(0.05, 0.8) * pictures for _ in range(kills)]
         self._kill_at = sorted(moments)
         self._node_at = self._random.uniform(0.2, 0.5) * pictures if lose_node else None
-        self._last_at = 0.0
         self.killed = self.lost_nodes = self.joined_nodes = 0
-        self.builds: dict[str, int] = {}
+        self.workers: list[WorkerState] = []
 
-    def watch(self, pool: RayPool, coordinator: Coordinator) -> None:
+    def watch(self, _pool: RayPool, coordinator: Coordinator) -> None:
         """Called by the driver in every round."""
         done = sum(worker.pictures for worker in coordinator.workers)
         alive = [w for w in coordinator.workers if w.is_ready and not w.lost]
@@ -195,10 +196,11 @@ class _Faults:
             self.lost_nodes += 1
             self._machine.others.append(self._machine.add())
             self.joined_nodes += 1
-        if time.monotonic() - self._last_at > 1.0:
-            self._last_at = time.monotonic()
-            assert isinstance(pool.exchange, RayGraphs)
-            self.builds = pool.exchange.builds()
+        self.workers = coordinator.workers
+
+    def builds(self) -> Counter[str]:
+        """How many workers built each kind."""
+        return Counter(digest for w in self.workers for digest in w.about.get("built_kinds", ()))
 
 
 def _arguments(inputs: Path, output: Path, store: Path, model: Path | None) -> argparse.Namespace:
@@ -217,7 +219,9 @@ def _options(store: Path, model: Path | None) -> list[str]:
     return [*options.split(), "--ignore-vae", "--store", str(store), *named]
 
 
-def _draw_on_cluster(arguments: argparse.Namespace, log: Path, faults: _Faults) -> tuple[Any, Any]:
+def _draw_on_cluster(
+    arguments: argparse.Namespace, log: Path, filled: Path | None, faults: _Faults
+) -> tuple[Any, Any]:
     from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
     from onediff_ext.pictures.skipped import SkipReport
@@ -234,7 +238,7 @@ def _draw_on_cluster(arguments: argparse.Namespace, log: Path, faults: _Faults) 
         report,
         skipped,
         faults.watch,
-        lambda program: NodeProgram(program, log),
+        lambda program: NodeProgram(program, log, filled),
     )
     return report, skipped.failures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,12 @@ class NodeProgram(Program):
     Args:
         program: The run's own; its store is a prefix.
         log: Gets a line for each written file.
+        filled: A store that each node begins with a copy of.
     """
 
     program: Img2ImgProgram
     log: Path
+    filled: Path | None = None
 
     def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
         import ray
@@ -36,6 +39,8 @@ class NodeProgram(Program):
         node = ray.get_runtime_context().get_node_id()[:8]
         arguments = copy.copy(self.program.arguments)
         arguments.store = Path(f"{arguments.store}-{node}")
+        if self.filled is not None and not arguments.store.exists():
+            shutil.copytree(self.filled, arguments.store)
         return replace(self.program, arguments=arguments).open(name, exchange)
 
 

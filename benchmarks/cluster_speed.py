@@ -1,4 +1,4 @@
-"""One folder on one worker and on several, with an empty and a filled store, all start-up counted."""
+"""One folder on one worker and on several, with an empty and a filled store; start-up counts."""
 
 from __future__ import annotations
 

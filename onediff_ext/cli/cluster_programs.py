@@ -167,6 +167,7 @@ class _OpenModel(OpenProgram):
                 "built": session.count("built"),
                 "loaded": session.count("loaded"),
                 "kinds": len(session.kinds),
+                "built_kinds": [k.key.digest for k in session.kinds if k.source == "built"],
                 "fallbacks": left_eager(session),
                 "warnings": list(session.build_context.outcomes.warnings),
             }

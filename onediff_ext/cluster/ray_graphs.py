@@ -28,7 +28,7 @@ class RayGraphs(GraphExchange):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor_class = ray.remote(num_cpus=0, scheduling_strategy=here)(_Depot)
+        actor_class = ray.remote(num_cpus=0, scheduling_strategy=here)(MemoryExchange)
         return cls(actor_class.remote())
 
     def digests(self, tag: str) -> set[str]:
@@ -51,18 +51,7 @@ class RayGraphs(GraphExchange):
         """Give back the leases of a worker that is gone."""
         self._actor.release_all.remote(holder)
 
-    def builds(self) -> dict[str, int]:
-        """Return how often each graph was published, by machine tag and digest."""
-        return dict(self._ask("build_counts"))
-
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
         return ray.get(getattr(self._actor, method).remote(*arguments), timeout=60)
-
-
-class _Depot(MemoryExchange):
-    """The actor."""
-
-    def build_counts(self) -> dict[str, int]:
-        return {f"{tag}/{digest}": count for (tag, digest), count in self.builds.items()}

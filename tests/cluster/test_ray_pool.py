@@ -97,7 +97,6 @@ def test_graphs_and_leases_travel_over_ray(ray: Any) -> None:
     assert not graphs.lease("tag", "b" * 64, "worker-2")
     graphs.release_all("worker-1")
     assert graphs.lease("tag", "b" * 64, "worker-2")
-    assert graphs.builds() == {f"tag/{'a' * 64}": 1}
 
 
 def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
