@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from onediff_ext.building.event_log import EventLog
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.building.graph_loader import GraphLoader
 from onediff_ext.building.graph_trust import GraphTrust
+from onediff_ext.building.shared_graphs import SharedGraphs
 from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.building.worker_process import Built, WorkerProcess
 from onediff_ext.core.errors import StoreError
@@ -42,6 +44,7 @@ class BuildContext:
         outcomes: Records how builds end.
         graph_loader: Takes new graphs into use.
         share: What builds may take from pictures.
+        shared: The graphs of other machines; None without any (`share_graphs`).
         export_children: Forked exporters, as in `exporting.export_all`; None fits the system.
     """
 
@@ -70,6 +73,7 @@ class BuildContext:
         self.share = BuildShare(self.foreground)
         self.graph_loader = GraphLoader(backend, self.foreground, self.load, self.share)
         self.export_children: int | None = None
+        self.shared: SharedGraphs | None = None
 
     @property
     def may_build(self) -> bool:
@@ -89,18 +93,32 @@ class BuildContext:
         with TORCH_LOCK:
             return self.backend.load(payload, device)
 
-    def build_lock(self, kind: BlockKind, timeout_s: float) -> AbstractContextManager[None]:
+    def share_graphs(self, shared: SharedGraphs) -> None:
+        """Share graphs with other machines from now on."""
+        self.shared, self.outcomes.on_stored = shared, shared.publish
+
+    @contextmanager
+    def build_lock(self, kind: BlockKind, timeout_s: float) -> Iterator[None]:
         """The build lock of a kind; no lock where the store cannot be written.
 
+        Where graphs are shared, a graph that another machine has built is stored on entering.
+
         Raises:
-            StoreBusyError: On entering, when another process holds it for over `timeout_s`.
+            StoreBusyError: On entering, when another process holds it for over `timeout_s`, or
+                another machine builds the kind.
         """
         try:
             self.library.folder.prepare()
         except StoreError as exc:
             self.outcomes.warn(exc)
-            return nullcontext()
-        return self.library.build_lock(kind.key, timeout_s)
+            yield
+            return
+        with self.library.build_lock(kind.key, timeout_s):
+            if self.shared is None or not self.may_build or self.graph_trust.usable_graph(kind):
+                yield
+                return
+            with self.shared.claim(kind.key.digest):
+                yield
 
     def sweep(self) -> None:
         """Delete what killed processes have left in the store."""

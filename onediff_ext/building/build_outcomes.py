@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onediff_ext import __version__
 from onediff_ext.building.event_log import EventLog
@@ -20,7 +20,7 @@ from onediff_ext.core.errors import (
 from onediff_ext.core.words import day_of
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.machine import machine_digest
-from onediff_ext.store import BuildHistory, BuildRecords, GraphLibrary
+from onediff_ext.store import BuildHistory, BuildRecords, GraphLibrary, StoredGraph
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class BuildOutcomes:
         warnings: Why graphs are not stored, each reason once.
         blocked_reason: Why nothing can be built now (full disk, no compiler), or ``""``.
         retry_at: When builds may be tried again; monotonic, in seconds.
+        on_stored: Called with each new graph in the store.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class BuildOutcomes:
         self._graph_trust, self._event_log = graph_trust, event_log
         self.warnings: list[str] = []
         self.blocked_reason, self.retry_at = "", 0.0
+        self.on_stored: Callable[[StoredGraph], object] = lambda _: None
 
     def known_failure(self, kind: BlockKind) -> str | None:
         """Why an earlier process failed to build a kind; None when it may be tried."""
@@ -92,6 +94,7 @@ class BuildOutcomes:
             self._graph_trust.forget(kind)
             # Kept apart from the graph file: what a file says about itself is not believed.
             self._graph_trust.record_passed(kind, stored)
+            self.on_stored(stored)
         if build_s:
             self._history.record_build(machine_digest(kind.device), kind.label, build_s)
 

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_amount
+from onediff_ext.cli.cluster_arguments import (
+    add_cluster_arguments,
+    make_paths_absolute,
+    uses_workers,
+)
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -62,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     add_draw_arguments(parser, with_strength=True)
     add_model_arguments(parser)
+    add_cluster_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
         from onediff_ext.pictures.skipped import SkipReport
 
+    in_workers = uses_workers(arguments)
+    if in_workers:
+        make_paths_absolute(arguments)
     job = make_job(arguments, model_identity(arguments))
     skipped, report = SkipReport(), RunReport()
     plan = plan_job(job, skipped)
@@ -81,7 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.already_done:
         print(f"{counted(len(plan.already_done), 'picture')} already done.")
     try:
-        if plan.todo:
+        if plan.todo and in_workers:
+            from onediff_ext.cli.cluster_run import run_img2img_on_workers
+
+            run_img2img_on_workers(arguments, job, plan, report, skipped)
+        elif plan.todo:
             model = load_model(
                 arguments,
                 job.identity,

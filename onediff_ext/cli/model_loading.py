@@ -128,6 +128,7 @@ def put_graphs_under(
         listener: Told of each build that the command waits for.
         hold_builds: Build nothing here.
     """
+    from onediff_ext.engine.blocks.block_kind import KindState
     from onediff_ext.hosts.diffusers.compile import compile_pipe
     from onediff_ext.hosts.diffusers.probe import probe
 
@@ -137,8 +138,10 @@ def put_graphs_under(
     compile_pipe(image_generator.pipe, ignores=ignored, session=session)
     if not hold_builds:
         probe(image_generator.pipe)
-    if session.count("built"):
-        probe(image_generator.pipe)  # compares the new graphs with eager
+    if any(kind.state is KindState.UNCHECKED for kind in session.kinds):
+        # Compares the new graphs with eager here, so that no picture gets eager's result for one
+        # call: pictures of a filled store are the same in every process, to the last bit.
+        probe(image_generator.pipe)
     assert session.checkpoint is not None
     session.use_checkpoint(
         session.checkpoint.content_hash,

@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.cluster_arguments import (
+    add_cluster_arguments,
+    make_paths_absolute,
+    uses_workers,
+)
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -45,11 +50,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     add_draw_arguments(parser, with_strength=False)
     add_model_arguments(parser)
+    add_cluster_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw; every image gets the next seed. 1 when images failed."""
+    in_workers = uses_workers(arguments)
+    if in_workers:
+        make_paths_absolute(arguments)
     settings = draw_settings(arguments)
     sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
@@ -66,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     make_folder(arguments.output)
     report_file.check_report_path(arguments.report)
+    if in_workers:
+        return _run_in_workers(arguments, settings, identity, shapes)
 
     def check(image_generator: ImageGenerator) -> None:
         image_generator.check_txt2img()
@@ -111,6 +122,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report.skipped else 0
 
 
+def _run_in_workers(
+    arguments: argparse.Namespace,
+    settings: DrawSettings,
+    identity: dict[str, object],
+    shapes: Sequence[BatchShape],
+) -> int:
+    from onediff_ext.cli.cluster_run import run_txt2img_on_workers
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
+    from onediff_ext.pictures.skipped import SkipReport
+
+    report, skipped = RunReport(), SkipReport()
+    try:
+        run_txt2img_on_workers(arguments, settings, identity, shapes, report, skipped)
+    finally:
+        report.skipped = skipped.as_json()
+        report_file.write_what_happened(arguments.report, report)
+    report_file.print_summary(report)
+    print(printable(f"{counted(len(report.pictures), 'picture')} drawn, in {arguments.output}"))
+    return 1 if report.skipped else 0
+
+
 def _write(
     folder: Path,
     model: LoadedModel,
@@ -119,26 +151,31 @@ def _write(
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
-    from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
-    from onediff_ext.pictures.naming import free_path
-    from onediff_ext.pictures.writing import write_png
+    from onediff_ext.hosts.diffusers.jobs.txt2img_results import write_results
 
-    for index, (image, seed) in enumerate(zip(drawn.images, seeds, strict=True)):
-        if image is None:
-            report.skipped.append({"input": f"seed {seed}", "reason": str(drawn.error(index))})
-            continue
-        path = free_path(folder / f"{seed:05d}-{image.width}x{image.height}.png")
-        lora = lora_field(model.identity)
-        text = compose_infotext(model.image_generator, settings, seed, image.size, lora)
-        write_png(path, image, infotext=text, digest="")
-        report.pictures.append(
-            PictureResult(
-                input="",
-                output=str(path),
-                width=image.width,
-                height=image.height,
-                seconds=drawn.seconds / len(seeds),
-                seconds_per_step=drawn.seconds_per_step,
-            )
-        )
+    paths = result_paths(folder, [image.size if image else None for image in drawn.images], seeds)
+    written = write_results(model.image_generator, settings, model.identity, drawn, seeds, paths)
+    for seed, result in zip(seeds, written, strict=True):
+        if isinstance(result, Exception):
+            report.skipped.append({"input": f"seed {seed}", "reason": str(result)})
+        else:
+            report.pictures.append(result)
+
+
+def result_paths(
+    folder: Path, sizes_px: Sequence[tuple[int, int] | None], seeds: Sequence[int]
+) -> list[Path]:
+    """Return a file for each picture that does not exist yet.
+
+    Args:
+        folder: Of the results.
+        sizes_px: (width, height) of each; None for a picture that was not drawn.
+        seeds: Of each.
+    """
+    from onediff_ext.pictures.naming import free_path
+
+    paths = []
+    for size, seed in zip(sizes_px, seeds, strict=True):
+        width_px, height_px = size or (0, 0)
+        paths.append(free_path(folder / f"{seed:05d}-{width_px}x{height_px}.png"))
+    return paths

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.cluster_arguments import (
+    add_cluster_arguments,
+    make_paths_absolute,
+    uses_workers,
+)
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
@@ -43,6 +48,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     add_model_arguments(parser)
+    add_cluster_arguments(parser)
     parser.set_defaults(run=run, when_stopped="What was built is kept; the rest is built later.")
 
 
@@ -52,11 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
+    in_workers = uses_workers(arguments)
+    if in_workers:
+        make_paths_absolute(arguments)
     shapes = _shapes(arguments)
     report_file.check_report_path(arguments.json)
     identity = model_identity(arguments)
     if not arguments.no_build:
         arguments.build = "background"  # the warm-up itself waits
+    if in_workers:
+        return _run_in_workers(arguments, shapes, identity)
     model = load_model(arguments, identity, hold_builds=True)
     session = model.session
     assert session is not None
@@ -81,6 +92,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         report_file.write_json(arguments.json, {**report.as_json(), "pays_off_after": pays})
     eager = left_eager(session)
+    report_file.print_fallbacks(eager)
+    return 1 if eager else 0
+
+
+def _run_in_workers(
+    arguments: argparse.Namespace, shapes: list[BatchShape], identity: dict[str, object]
+) -> int:
+    """Warm up all workers; each kind of machine builds its graphs once."""
+    from onediff_ext.cli.cluster_progress import worker_table
+    from onediff_ext.cli.cluster_run import warm_up_workers, worker_row
+
+    workers = warm_up_workers(arguments, shapes, identity)
+    print(worker_table(workers))
+    built = sum(worker.about.get("built", 0) for worker in workers)
+    print(f"{counted(built, 'graph')} built on {counted(len(workers), 'worker')}")
+    if arguments.json is not None:
+        rows = [{**worker_row(w), "warm_up": w.about.get("warm_up")} for w in workers]
+        report_file.write_json(arguments.json, {"workers": rows})
+    eager = [entry for worker in workers for entry in worker.about.get("fallbacks", ())]
     report_file.print_fallbacks(eager)
     return 1 if eager else 0
 

@@ -12,6 +12,7 @@
     │   ├── StoreReadOnlyError   the folder cannot be written
     │   ├── GraphCorruptError    a stored graph's bytes are not what was saved
     │   └── UntrustedGraphError  native code from elsewhere, not yet trusted
+    ├── ClusterError       workers on several GPUs or machines cannot be used
     └── BackendError       a backend cannot build, load or run a graph
         ├── BackendUnavailableError  the backend cannot work on this machine
         ├── MachineError   nothing can be built here now: no disk space, no compiler
@@ -88,6 +89,10 @@ class GraphCorruptError(StoreError):
 
 class UntrustedGraphError(StoreError):
     """A graph is native code from elsewhere that the user has not trusted yet."""
+
+
+class ClusterError(OneDiffError):
+    """Workers on several GPUs or machines cannot be used."""
 
 
 class BackendError(OneDiffError):

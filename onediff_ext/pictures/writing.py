@@ -110,8 +110,34 @@ def _remove_if_old(path: Path) -> None:
             path.unlink()
 
 
+def remove_unfinished(folder: Path, run: str) -> int:
+    """Delete the partial files of a run whose writers have all ended; return their number.
+
+    Args:
+        folder: The folder of the results.
+        run: As in `unfinished_names`.
+    """
+    found = [path for path in folder.glob(f".{run}*.tmp") if _UNFINISHED.fullmatch(path.name)]
+    for path in found:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return len(found)
+
+
+class _UnfinishedNames:
+    """How partial files are called in this process."""
+
+    run = ""
+
+
+unfinished_names = _UnfinishedNames()
+"""Its `run`, up to 8 hexadecimal digits, begins the names of partial files, so that those of a
+killed process are known as its run's."""
+
+
 def _unfinished(folder: Path) -> Path:
-    return folder / f".{secrets.token_hex(8)}.tmp"
+    run = unfinished_names.run
+    return folder / f".{run}{secrets.token_hex(8)[len(run) :]}.tmp"
 
 
 def _not_written(path: Path, exc: OSError) -> PictureError:

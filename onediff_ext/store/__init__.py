@@ -7,6 +7,7 @@ from onediff_ext.store.content_hash import ContentHashes
 from onediff_ext.store.default_root import default_root
 from onediff_ext.store.eviction import PruneReport
 from onediff_ext.store.graph_archive import ImportReport
+from onediff_ext.store.graph_exchange import GraphExchange
 from onediff_ext.store.graph_file import UnknownSchemaError
 from onediff_ext.store.library import GraphLibrary
 from onediff_ext.store.locks import StoreBusyError
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointRecords",
     "ContentHashes",
     "Failure",
+    "GraphExchange",
     "GraphLibrary",
     "ImportReport",
     "LoadCheck",

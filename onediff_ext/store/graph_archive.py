@@ -172,7 +172,7 @@ def _checked_members(
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[GraphHeader, bytes]:
-    header, payload = _decoded(archive.read(member), member.filename)
+    header, payload = decode_graph(archive.read(member), member.filename)
     if f"{header.key.digest}{SUFFIX}" != member.filename:
         raise GraphCorruptError(f"{member.filename} holds the graph of another kind.", _HINT)
     return header, payload
@@ -188,11 +188,17 @@ def _checked_bytes(path: Path) -> bytes:
             f"Graph {path.stem} cannot be read ({exc.strerror or exc}).",
             "`onediff-ext graphs list` shows what is stored.",
         ) from exc
-    _decoded(graph_file, path.name)
+    decode_graph(graph_file, path.name)
     return graph_file
 
 
-def _decoded(graph_file: bytes, name: str) -> tuple[GraphHeader, bytes]:
+def decode_graph(graph_file: bytes, name: str) -> tuple[GraphHeader, bytes]:
+    """Check the bytes of a graph file; return its header and payload.
+
+    Raises:
+        GraphCorruptError: They are damaged.
+        UnknownSchemaError: Another version wrote them.
+    """
     stream = BytesIO(graph_file)
     try:
         header = read_head(stream, len(graph_file))

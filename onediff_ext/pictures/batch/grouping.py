@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,41 +104,42 @@ def group_by_canvas(pictures: Sequence[PlannedPicture]) -> list[Group]:
     return [Group(width, height, tuple(members)) for (width, height), members in groups.items()]
 
 
-def read_batches(
-    group: Group, batch_size: int, *, report: SkipReport
-) -> Iterator[tuple[LoadedPicture, ...]]:
-    """Read a group's images, one batch at a time.
+def split_group(group: Group, batch_size: int) -> list[tuple[PlannedPicture, ...]]:
+    """Split a group into batches, in order; the last one may be smaller.
 
-    The next image takes the place of a broken one, so all batches but the last are full.
+    Batches depend on the plan alone. A broken image leaves its batch smaller and no other batch
+    different, so pictures do not depend on who reads which batch.
 
     Args:
         group: From `group_by_canvas`.
         batch_size: Most images in a batch, at least 1.
-        report: Gets the broken images.
 
     Raises:
         OptionError: `batch_size` is less than 1.
     """
     if batch_size < 1:
         raise OptionError(f"A batch of {batch_size} pictures cannot be made.", "Use 1 or more.")
-    return _batches(group, batch_size, report)
+    starts = range(0, len(group.pictures), batch_size)
+    return [group.pictures[start : start + batch_size] for start in starts]
 
 
-def _batches(
-    group: Group, batch_size: int, report: SkipReport
-) -> Iterator[tuple[LoadedPicture, ...]]:
-    batch: list[LoadedPicture] = []
-    for planned in group.pictures:
+def load_pictures(
+    pictures: Iterable[PlannedPicture], *, report: SkipReport
+) -> tuple[LoadedPicture, ...]:
+    """Read the images of one batch.
+
+    Args:
+        pictures: From `split_group`.
+        report: Gets the broken images.
+    """
+    loaded = []
+    for planned in pictures:
         try:
             picture = read_picture(planned.header.path)
             with picture_errors():
                 canvas = to_canvas(picture.image, planned.fit)
         except (PictureError, ShapeError) as exc:
             report.skip(planned.header.path, exc)
-            continue
-        batch.append(LoadedPicture(planned, picture, canvas))
-        if len(batch) == batch_size:
-            yield tuple(batch)
-            batch = []
-    if batch:
-        yield tuple(batch)
+        else:
+            loaded.append(LoadedPicture(planned, picture, canvas))
+    return tuple(loaded)

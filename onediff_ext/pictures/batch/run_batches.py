@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from onediff_ext.pictures.batch.batch_drawer import (
     WrittenPicture,
 )
 from onediff_ext.pictures.batch.batch_job import BatchJob
-from onediff_ext.pictures.batch.grouping import group_by_canvas, read_batches
+from onediff_ext.pictures.batch.grouping import group_by_canvas, load_pictures, split_group
 from onediff_ext.pictures.batch.planning import Plan, PlannedResult
 from onediff_ext.pictures.canvas_images import from_canvas, to_target
 from onediff_ext.pictures.skipped import SkipReport
@@ -48,7 +48,7 @@ def run_batches(
             if drawer.is_stopped():
                 return
             for drawn in drawer.draw(batch):
-                writing.put(partial(_write_batch, job, targets, drawer, drawn, report))
+                writing.put(partial(write_batch, job, targets, drawer, drawn, report))
 
 
 def batch_count(job: BatchJob, plan: Plan) -> int:
@@ -62,24 +62,41 @@ def _read(
 ) -> Iterator[BatchToDraw]:
     number = 0
     for group in group_by_canvas([result.planned for result in plan.todo]):
-        for pictures in read_batches(group, job.batch_size, report=report):
+        for planned in split_group(group, job.batch_size):
+            pictures = load_pictures(planned, report=report)
+            if not pictures:
+                continue
             number += 1
             prepared = drawer.prepare([loaded.canvas for loaded in pictures])
             yield BatchToDraw(number, pictures, prepared)
 
 
-def _write_batch(
+def write_batch(
     job: BatchJob,
-    targets: dict[int, PlannedResult],
+    targets: Mapping[int, PlannedResult],
     drawer: BatchDrawer[HostResultT],
     drawn: DrawnBatch[HostResultT],
     report: SkipReport,
 ) -> None:
+    """Write the results of a drawn batch, and tell the drawer.
+
+    Args:
+        job: What to do.
+        targets: Index of an image → its result. Images without one are not written.
+        drawer: Drew the batch.
+        drawn: The batch, or a part of it.
+        report: Gets the images that failed.
+
+    Raises:
+        PictureError: A result cannot be written.
+    """
     paths: list[Path] = []
     for picture in drawn.pictures:
         planned = picture.source.planned
         if isinstance(picture.image, PictureError):
             report.skip(planned.header.path, picture.image)
+            continue
+        if planned.index not in targets:
             continue
         written = _write(job, targets[planned.index], picture)
         paths.append(written.path)

@@ -69,7 +69,7 @@ def run_img2img(
         PictureError: A result cannot be written (disk full); written results stay, and the same
             job goes on there.
     """
-    drawer = _PipelineDrawer(job, image_generator, report, skipped, ReuseCounter(session), on_batch)
+    drawer = PipelineDrawer(job, image_generator, report, skipped, ReuseCounter(session), on_batch)
     try:
         with image_generator.one_job():
             run_batches(job.batch, plan, drawer, skipped)
@@ -78,8 +78,13 @@ def run_img2img(
     return drawer.reuse
 
 
-class _PipelineDrawer(BatchDrawer[Drawn]):
-    """Draws batches with an `ImageGenerator` and fills the run's report."""
+class PipelineDrawer(BatchDrawer[Drawn]):
+    """Draws batches with an `ImageGenerator` and fills the run's report.
+
+    Args:
+        job, image_generator, report, skipped, on_batch: As in `run_img2img`.
+        reuse: Counts where the graphs of each size came from.
+    """
 
     def __init__(
         self,
@@ -129,6 +134,11 @@ class _PipelineDrawer(BatchDrawer[Drawn]):
         fit = drawn.pictures[0].source.planned.fit
         size_px = fit.canvas_width_px, fit.canvas_height_px
         self._on_batch(BatchDone(*size_px, drawn.host_result, paths))
+
+    @property
+    def results(self) -> dict[int, PictureResult]:
+        """The written results, by the index of their inputs."""
+        return self._results
 
     def results_in_order(self) -> list[PictureResult]:
         """Return the written results in the order of the inputs."""

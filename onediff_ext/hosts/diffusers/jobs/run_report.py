@@ -40,7 +40,10 @@ class PictureResult:
 
 @dataclass
 class RunReport:
-    """Results, graphs, eager reasons, warnings and memory of one run."""
+    """Results, graphs, eager reasons, warnings and memory of one run.
+
+    `workers` has a row for each worker of a run on several GPUs, and is empty otherwise.
+    """
 
     device: str = ""
     pictures: list[PictureResult] = field(default_factory=list)
@@ -54,6 +57,7 @@ class RunReport:
     warnings: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     ready_seconds: float = 0.0
+    workers: list[dict[str, Any]] = field(default_factory=list)
     _noted: set[str] = field(default_factory=set, repr=False)
 
     def take_notes(self, notes: Sequence[VaeNote]) -> None:
@@ -87,6 +91,7 @@ class RunReport:
             "warnings": self.warnings,
             "peak_bytes": self.peak_bytes,
             "ready_seconds": self.ready_seconds,
+            **({"workers": self.workers} if self.workers else {}),
         }
 
 

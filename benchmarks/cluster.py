@@ -1,0 +1,62 @@
+"""Several GPUs and machines: faults on a CPU, a simulation of many workers, and speed on GPUs.
+
+python -m benchmarks.cluster --nodes 3 --pictures 60 --kill 5 --json FILE
+python -m benchmarks.cluster --simulate --workers 1000 --pictures 1000000 --json FILE
+python -m benchmarks.cluster --model sdxl --gpus 2 --pictures 96 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the three; 1 when a promise of the first is broken."""
+    parser = argparse.ArgumentParser(prog="benchmarks.cluster", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--pictures", type=int, default=60)
+    parser.add_argument("--sizes", type=int, default=12)
+    parser.add_argument("--kill", type=int, default=5, help="workers killed at random moments")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--model", help="sdxl, or the file of a checkpoint")
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.simulate:
+        from benchmarks.cluster_simulation import simulate
+
+        result = simulate(arguments.workers, arguments.pictures, seed=arguments.seed)
+        status = 0
+    elif arguments.gpus is not None:
+        from benchmarks.cluster_speed import measure
+
+        result = measure(
+            arguments.model, arguments.gpus, arguments.pictures, arguments.sizes, arguments.steps
+        )
+        status = 0
+    else:
+        from benchmarks.cluster_faults import run_with_faults
+
+        result = run_with_faults(
+            arguments.nodes,
+            arguments.pictures,
+            arguments.sizes,
+            arguments.kill,
+            seed=arguments.seed,
+        )
+        status = 0 if result["ok"] else 1
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

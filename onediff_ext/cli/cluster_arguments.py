@@ -1,0 +1,75 @@
+"""Arguments of the commands that can use several GPUs: ``--gpus``, ``--cluster``, ``--graphs``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onediff_ext.core.errors import OptionError
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of several GPUs and machines."""
+    group = parser.add_argument_group("several GPUs")
+    group.add_argument(
+        "--gpus",
+        type=_gpus,
+        metavar="all|N",
+        help="draw on all GPUs of this machine, or on N; without a GPU, in N processes",
+    )
+    group.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="draw on all GPUs of a Ray cluster, such as 10.0.0.1:6379 or auto; --gpus N takes N",
+    )
+    group.add_argument(
+        "--graphs",
+        metavar="URL",
+        help="folder or URL (s3://…) where the machines share graphs (default: over Ray)",
+    )
+    group.add_argument(
+        "--trust",
+        action="store_true",
+        help="trust everybody who can write to --graphs: graphs are native code",
+    )
+
+
+def uses_workers(arguments: argparse.Namespace) -> bool:
+    """Whether the command runs in workers.
+
+    Raises:
+        OptionError: An option has no meaning without workers.
+    """
+    if arguments.gpus is None and arguments.cluster is None:
+        if arguments.graphs is not None:
+            raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
+        return False
+    return True
+
+
+def worker_limit(arguments: argparse.Namespace) -> int | None:
+    """Return the most workers; None for all."""
+    return None if arguments.gpus in (None, "all") else int(arguments.gpus)
+
+
+def make_paths_absolute(arguments: argparse.Namespace) -> None:
+    """Workers have other current folders: make each path of the command line absolute."""
+    from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
+
+    for name in ("model", "vae", "store", "output"):
+        path = getattr(arguments, name, None)
+        if path is not None:
+            setattr(arguments, name, path.absolute())
+    if hasattr(arguments, "inputs"):
+        arguments.inputs = [path.absolute() for path in arguments.inputs]
+    loras = [parse_lora(text) for text in arguments.lora]
+    arguments.lora = [f"{path.absolute()}:{weight!r}" for path, weight in loras]
+    if arguments.graphs is not None and "://" not in arguments.graphs:
+        arguments.graphs = str(Path(arguments.graphs).absolute())
+
+
+def _gpus(text: str) -> str:
+    """Read ``all`` or a number of at least 1, for argparse."""
+    if text != "all" and not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither all nor a number of GPUs")
+    return text

@@ -1,0 +1,93 @@
+"""The progress of a run on several GPUs, in one table: pictures, rate, workers, failures."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from onediff_ext.cli.tables import format_table
+from onediff_ext.cluster.coordinator import WorkerState
+from onediff_ext.core.words import duration, printable
+
+_EVERY_S = 0.5  # on a terminal
+_LINE_EVERY_S = 10.0  # elsewhere
+_MOST_ROWS = 24
+
+
+class ClusterProgress:
+    """Shows a run. On a terminal the table is drawn again in place; elsewhere a line now and then.
+
+    Args:
+        needed: Number of pictures.
+    """
+
+    def __init__(self, needed: int) -> None:
+        self._needed = needed
+        self.done = self.failed = 0
+        self.note = ""
+        self._started_at = time.monotonic()
+        self._shown_at = self._started_at
+        self._rows = 0
+
+    def show(self, workers: Sequence[WorkerState], *, last: bool = False) -> None:
+        """Show the present state, unless it was shown a moment ago."""
+        now_s, is_terminal = time.monotonic(), sys.stderr.isatty()
+        every_s = _EVERY_S if is_terminal else _LINE_EVERY_S
+        if not last and now_s - self._shown_at < every_s:
+            return
+        self._shown_at = now_s
+        if not is_terminal:
+            print(printable(self.line(workers)), file=sys.stderr, flush=True)
+            return
+        text = f"{printable(self.line(workers))}\n{worker_table(workers)}"
+        back = f"\x1b[{self._rows}F\x1b[J" if self._rows else ""
+        self._rows = text.count("\n") + 1
+        print(f"{back}{text}", file=sys.stderr, flush=True)
+
+    def line(self, workers: Sequence[WorkerState]) -> str:
+        """One line: pictures, rate, time left, workers and failures."""
+        seconds = max(1e-3, time.monotonic() - self._started_at)
+        rate = self.done / seconds
+        alive = sum(not worker.lost for worker in workers)
+        parts = [
+            f"pictures {self.done}/{self._needed}",
+            f"{rate:.2f} a second",
+            f"{alive} workers",
+        ]
+        if 0 < self.done < self._needed:
+            parts.append(f"{duration((self._needed - self.done) / rate)} left")
+        if lost := len(workers) - alive:
+            parts.append(f"{lost} lost")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        return ", ".join([*parts, *([self.note] if self.note else [])])
+
+
+def worker_table(workers: Sequence[WorkerState]) -> str:
+    """Return a table with a row for each worker; the first ones of very many."""
+    return format_table(
+        ["worker", "where", "GPU", "pictures", "draws with", "state"],
+        [
+            [
+                worker.name,
+                printable(str(worker.about.get("host", "-"))),
+                printable(str(worker.about.get("gpu") or worker.about.get("device", "-"))),
+                worker.pictures,
+                draws_with(worker),
+                printable(worker.lost)[:40] or ("drawing" if worker.is_ready else "loading"),
+            ]
+            for worker in workers[-_MOST_ROWS:]
+        ],
+    )
+
+
+def draws_with(worker: WorkerState) -> str:
+    """Say what a worker draws with: graphs, eager, or some of both."""
+    about = worker.about
+    kinds, graphs = about.get("kinds", 0), about.get("built", 0) + about.get("loaded", 0)
+    if not about:
+        return "-"
+    if not graphs:
+        return "eager"
+    return "graphs" if graphs >= kinds else f"{graphs} of {kinds} graphs"

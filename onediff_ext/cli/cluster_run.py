@@ -1,0 +1,330 @@
+"""Runs a command's pictures in workers: on all GPUs of this machine, or of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onediff_ext.cli.cluster_arguments import worker_limit
+from onediff_ext.cli.cluster_programs import (
+    Img2ImgProgram,
+    Img2ImgTask,
+    Txt2ImgProgram,
+    Txt2ImgTask,
+    UnitOutcome,
+    WarmUpProgram,
+)
+from onediff_ext.cli.cluster_progress import ClusterProgress, draws_with
+from onediff_ext.cluster import ray_library
+from onediff_ext.cluster.batch_queue import MOST_DEATHS, BatchQueue, Poisoned, Unit
+from onediff_ext.cluster.coordinator import Coordinator, WorkerState, start_all
+from onediff_ext.cluster.metrics import ClusterMetrics
+from onediff_ext.cluster.program import Program
+from onediff_ext.cluster.ray_graphs import RayGraphs
+from onediff_ext.cluster.ray_pool import RayPool
+from onediff_ext.core.errors import PictureError
+
+if TYPE_CHECKING:
+    from onediff_ext.core.shapes import BatchShape
+    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+    from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult, RunReport
+    from onediff_ext.pictures.batch.planning import Plan, PlannedResult
+    from onediff_ext.pictures.skipped import SkipReport
+
+Watch = Callable[[RayPool, Coordinator], None]
+"""Called in every round of a run; a benchmark kills workers in it."""
+
+
+class PicturesOnWorkers:
+    """Collects what the workers of one run report.
+
+    Args:
+        report: Gets results, warnings and workers.
+        skipped: Gets the images that are left out.
+        needed: Number of pictures.
+    """
+
+    def __init__(self, report: RunReport, skipped: SkipReport, needed: int) -> None:
+        self.report, self.skipped = report, skipped
+        self.progress = ClusterProgress(needed)
+        self.metrics: ClusterMetrics | None = None
+        self._results: dict[int, PictureResult] = {}
+
+    def finished(
+        self, unit: Unit, answer: tuple[UnitOutcome, dict[str, Any]], worker: WorkerState
+    ) -> None:
+        """Take a unit's outcome."""
+        outcome, about = answer
+        worker.about |= about
+        if not unit.writes:
+            return
+        self._results.update(outcome.results)
+        worker.pictures += len(outcome.results)
+        known = {(entry.path, entry.reason) for entry in self.skipped.skipped}
+        new = [entry for entry in outcome.skipped if (entry.path, entry.reason) not in known]
+        self.skipped.extend(new)
+        self.report.reused += outcome.reused
+        for warning in outcome.warnings:
+            if warning not in self.report.warnings:
+                self.report.warnings.append(warning)
+        self.progress.done += len(outcome.results)
+        self.progress.failed += len(new)
+        self.progress.note = outcome.note or self.progress.note
+        if self.metrics is not None:
+            self.metrics.written(worker, len(outcome.results))
+            self.metrics.failed(len(new))
+
+    def poisoned(self, path: Path, reason: str) -> None:
+        """Take note of a picture that is given up."""
+        error = PictureError(
+            f"It ended its worker {MOST_DEATHS} times while it was drawn alone ({reason}).",
+            "Look at this picture, or leave it out.",
+        )
+        self.skipped.skip(path, error)
+        self.progress.failed += 1
+        if self.metrics is not None:
+            self.metrics.failed(1)
+
+    def end(self, workers: Sequence[WorkerState]) -> None:
+        """Fill the report: results in order, and a row for each worker."""
+        self.progress.show(workers, last=True)
+        report = self.report
+        report.pictures = [self._results[number] for number in sorted(self._results)]
+        ready = [worker for worker in workers if worker.about]
+        report.workers = [worker_row(worker) for worker in workers]
+        if ready:
+            report.device = ", ".join(dict.fromkeys(str(w.about["device"]) for w in ready))
+            report.ready_seconds = max(float(w.about["ready_seconds"]) for w in ready)
+            report.peak_bytes = max(int(w.about["peak_bytes"]) for w in ready)
+        for worker in ready:
+            report.built += worker.about["built"]
+            report.loaded += worker.about["loaded"]
+            report.recompiles += worker.about["recompiles"]
+            report.fallbacks += worker.about["fallbacks"]
+            report.warnings += [w for w in worker.about["warnings"] if w not in report.warnings]
+
+
+def worker_row(worker: WorkerState) -> dict[str, Any]:
+    """Return a worker's row in the report."""
+    about = worker.about
+    return {
+        "name": worker.name,
+        "host": about.get("host", ""),
+        "gpu": about.get("gpu", ""),
+        "device": about.get("device", ""),
+        "pictures": worker.pictures,
+        "draws_with": draws_with(worker),
+        "built": about.get("built", 0),
+        "loaded": about.get("loaded", 0),
+        "ready_seconds": about.get("ready_seconds", 0.0),
+        "peak_bytes": about.get("peak_bytes", 0),
+        "lost": worker.lost,
+    }
+
+
+def run_img2img_on_workers(
+    arguments: argparse.Namespace,
+    job: Img2ImgJob,
+    plan: Plan,
+    report: RunReport,
+    skipped: SkipReport,
+    watch: Watch | None = None,
+    wrap: Callable[[Img2ImgProgram], Program] = lambda program: program,
+) -> None:
+    """Draw the missing results of a plan in workers; batches are those of one GPU.
+
+    Args:
+        arguments: Of the command line, its paths absolute.
+        job, plan: What to do.
+        report: Gets results, warnings and workers.
+        skipped: Gets the images that are left out.
+        watch: See `Watch`.
+        wrap: Puts another program around what each worker does.
+
+    Raises:
+        OptionError: Ray is not installed.
+        ClusterError: No worker can be used.
+        PictureError: A result cannot be written; written ones stay, and the same job goes on there.
+    """
+    from onediff_ext.pictures.batch.grouping import group_by_canvas
+
+    results = {result.planned.index: result for result in plan.todo}
+    groups = group_by_canvas([result.planned for result in plan.todo])
+    size = job.batch.batch_size
+    queue = BatchQueue(
+        [len(group.pictures) for group in groups],
+        [size] * len(groups),
+        [float(group.canvas_width_px * group.canvas_height_px) for group in groups],
+    )
+    first = [0]
+    for number in range(len(groups)):
+        first.append(first[-1] + queue.batches_in(number))
+
+    def result_at(group: int, batch: int, position: int) -> PlannedResult:
+        return results[groups[group].pictures[batch * size + position].index]
+
+    def task_of(unit: Unit) -> Img2ImgTask:
+        drawn = tuple(result_at(unit.group, unit.batch, p) for p in unit.positions)
+        return Img2ImgTask(first[unit.group] + unit.batch + 1, drawn, unit.writes)
+
+    def path_of(poisoned: Poisoned) -> Path:
+        return result_at(poisoned.group, poisoned.batch, poisoned.position).planned.header.path
+
+    folders = {result.path.parent for result in plan.todo}
+    run = secrets.token_hex(4)
+    pictures = PicturesOnWorkers(report, skipped, len(plan.todo))
+    program = wrap(Img2ImgProgram(arguments, job, run))
+    _draw(arguments, queue, program, task_of, path_of, pictures, watch, folders, run)
+    failed = {entry.path: entry for entry in skipped.skipped}
+    order = {result.planned.header.path: index for index, result in results.items()}
+    skipped.skipped[:] = sorted(failed.values(), key=lambda entry: order.get(entry.path, -1))
+
+
+def run_txt2img_on_workers(
+    arguments: argparse.Namespace,
+    settings: DrawSettings,
+    identity: dict[str, object],
+    shapes: Sequence[BatchShape],
+    report: RunReport,
+    skipped: SkipReport,
+    watch: Watch | None = None,
+) -> None:
+    """Draw from a prompt in workers; sizes, seeds and names are those of one GPU.
+
+    Args:
+        arguments: Of the command line, its paths absolute.
+        settings, identity: What to draw, with which model.
+        shapes: Each batch's size, in order.
+        report, skipped, watch: As in `run_img2img_on_workers`.
+
+    Raises:
+        OneDiffError: As in `run_img2img_on_workers`.
+    """
+    from onediff_ext.pictures.naming import free_path
+
+    seeds_of: dict[BatchShape, list[tuple[int, int]]] = {}
+    number = 0
+    for shape in shapes:
+        for _ in range(shape.batch):
+            seeds_of.setdefault(shape, []).append((number, arguments.seed + number))
+            number += 1
+    groups = list(seeds_of)
+    paths: dict[int, Path] = {}
+    for shape, pairs in seeds_of.items():
+        for at, seed in pairs:
+            name = f"{seed:05d}-{shape.width_px}x{shape.height_px}.png"
+            paths[at] = free_path(arguments.output / name)
+    queue = BatchQueue(
+        [len(seeds_of[shape]) for shape in groups],
+        [shape.batch for shape in groups],
+        [float(shape.width_px * shape.height_px) for shape in groups],
+    )
+
+    def pair_at(group: int, batch: int, position: int) -> tuple[int, int]:
+        return seeds_of[groups[group]][batch * groups[group].batch + position]
+
+    def task_of(unit: Unit) -> Txt2ImgTask:
+        pairs = [pair_at(unit.group, unit.batch, position) for position in unit.positions]
+        return Txt2ImgTask(
+            groups[unit.group],
+            tuple(seed for _, seed in pairs),
+            tuple(paths[at] for at, _ in pairs),
+            tuple(at for at, _ in pairs),
+            unit.writes,
+        )
+
+    def path_of(poisoned: Poisoned) -> Path:
+        _, seed = pair_at(poisoned.group, poisoned.batch, poisoned.position)
+        return Path(f"seed {seed}")
+
+    run = secrets.token_hex(4)
+    pictures = PicturesOnWorkers(report, skipped, number)
+    program = Txt2ImgProgram(arguments, settings, identity, run)
+    _draw(arguments, queue, program, task_of, path_of, pictures, watch, {arguments.output}, run)
+
+
+def warm_up_workers(
+    arguments: argparse.Namespace, shapes: Sequence[BatchShape], identity: dict[str, object]
+) -> list[WorkerState]:
+    """Build or fetch all graphs on each worker, and measure a step of each size there.
+
+    Args:
+        arguments: Of the command line, its paths absolute.
+        shapes: The sizes.
+        identity: From `model_identity`.
+
+    Returns:
+        The workers; `about["warm_up"]` is each one's report.
+
+    Raises:
+        OneDiffError: As in `run_img2img_on_workers`.
+    """
+    program = WarmUpProgram(arguments, shapes, identity)
+    with worker_pool(arguments, program) as (_, pool):
+        return start_all(pool, worker_limit(arguments))
+
+
+@contextlib.contextmanager
+def worker_pool(arguments: argparse.Namespace, program: Program) -> Iterator[tuple[Any, RayPool]]:
+    """The workers of a command, and Ray, within the ``with`` block."""
+    from onediff_ext.store.exchange_address import open_exchange
+
+    with ray_library.connected(arguments.cluster, worker_limit(arguments)) as ray:
+        exchange: Any = None  # the workers of one machine share its store
+        if arguments.graphs is not None:
+            exchange = open_exchange(arguments.graphs, trust=arguments.trust)
+        elif arguments.cluster is not None and not arguments.eager:
+            exchange = RayGraphs.start(ray)
+        pool = RayPool(ray, program, exchange)
+        try:
+            yield ray, pool
+        finally:
+            pool.close()
+
+
+def _draw(
+    arguments: argparse.Namespace,
+    queue: BatchQueue,
+    program: Program,
+    task_of: Callable[[Unit], Any],
+    path_of: Callable[[Poisoned], Path],
+    pictures: PicturesOnWorkers,
+    watch: Watch | None,
+    folders: set[Path],
+    run: str,
+) -> None:
+    from onediff_ext.pictures.writing import remove_unfinished
+
+    workers: list[WorkerState] = []
+    try:
+        with worker_pool(arguments, program) as (ray, pool):
+            pictures.metrics = ClusterMetrics(ray)
+
+            def tick() -> None:
+                pictures.progress.show(coordinator.workers)
+                assert pictures.metrics is not None
+                pictures.metrics.workers(coordinator.workers)
+                if watch is not None:
+                    watch(pool, coordinator)
+
+            coordinator = Coordinator(
+                queue,
+                pool,
+                task_of,
+                pictures.finished,
+                lambda poisoned, reason: pictures.poisoned(path_of(poisoned), reason),
+                on_tick=tick,
+                worker_limit=worker_limit(arguments),
+            )
+            workers = coordinator.workers
+            coordinator.run()
+    finally:
+        # All workers have ended; what they left half-written is nobody's.
+        for folder in folders:
+            remove_unfinished(folder, run)
+        pictures.end(workers)

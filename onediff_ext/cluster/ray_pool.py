@@ -1,0 +1,163 @@
+"""Workers as Ray actors: one process for each GPU, with its own ``CUDA_VISIBLE_DEVICES``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onediff_ext
+from onediff_ext.cluster.program import Program
+from onediff_ext.cluster.worker import RETURNED, Worker
+from onediff_ext.cluster.worker_pool import Event, Finished, Lost, Ready, Returned, WorkerPool
+from onediff_ext.core.errors import ClusterError
+from onediff_ext.store import GraphExchange
+
+_THREADS = 6  # three units, one that is given back, and calls that take no time
+_LOOK_AT_NODES_S = 2.0
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Call:
+    worker: str
+    ticket: int | None  # None: the models are loaded
+
+
+class RayPool(WorkerPool):
+    """Workers on all GPUs of a Ray cluster; on a cluster without GPUs, one for each CPU.
+
+    Args:
+        ray: The module, connected.
+        program: What each worker does.
+        exchange: Where graphs are shared; None where all workers share one store.
+
+    Attributes:
+        exchange: As given.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        program: Program,
+        exchange: GraphExchange | None = None,
+    ) -> None:
+        self._ray, self.exchange = ray, exchange
+        self._program = ray.put(program)
+        self._actors: dict[str, Any] = {}
+        self._calls: dict[Any, _Call] = {}
+        self._names = itertools.count(1)
+        self._room, self._looked_at = 0, -_LOOK_AT_NODES_S
+        self._uses_gpus = ray.cluster_resources().get("GPU", 0) > 0
+
+    @property
+    def device_count(self) -> int:
+        """How many workers the cluster has room for, running ones included."""
+        found = self._ray.cluster_resources()
+        return int(found.get("GPU" if self._uses_gpus else "CPU", 0))
+
+    def room(self) -> int:
+        # Nodes come and go; asking takes a millisecond.
+        now_s = time.monotonic()
+        if now_s - self._looked_at >= _LOOK_AT_NODES_S:
+            self._looked_at, self._room = now_s, self.device_count
+        return max(0, self._room - len(self._actors))
+
+    def start(self) -> str:
+        name = f"worker-{next(self._names)}"
+        resources = {"num_gpus": 1, "num_cpus": 0} if self._uses_gpus else {"num_cpus": 1}
+        actor_class = self._ray.remote(
+            max_restarts=0, max_task_retries=0, max_concurrency=_THREADS, **resources
+        )(Worker)
+        actor = self._actors[name] = actor_class.remote(name, self._program, self.exchange)
+        self._calls[actor.open.remote()] = _Call(name, None)
+        return name
+
+    def submit(self, worker: str, ticket: int, task: Any) -> None:
+        self._calls[self._actors[worker].run.remote(ticket, task)] = _Call(worker, ticket)
+
+    def steal(self, worker: str, ticket: int) -> None:
+        self._actors[worker].give_back.remote(ticket)
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        if not self._calls:
+            time.sleep(timeout_s)
+            return []
+        done, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=timeout_s)
+        more, _ = self._ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        found: list[Event] = []
+        for reference in dict.fromkeys([*done, *more]):
+            call = self._calls.pop(reference, None)
+            if call is not None:  # else its worker was lost a moment ago
+                found.append(self._event(call, reference))
+        return found
+
+    def close(self) -> None:
+        closing = [actor.close.remote() for actor in self._actors.values()]
+        with contextlib.suppress(Exception):  # those that are gone already
+            self._ray.wait(closing, num_returns=max(1, len(closing)), timeout=_CLOSE_S)
+        for actor in self._actors.values():
+            self._ray.kill(actor, no_restart=True)
+        self._actors.clear()
+        self._calls.clear()
+
+    def _event(self, call: _Call, reference: Any) -> Event:
+        exceptions = self._ray.exceptions
+        try:
+            answer = self._ray.get(reference)
+        except exceptions.RayActorError as exc:
+            return self._lost(call, _first_line(exc), is_node=_is_node_lost(exc))
+        except exceptions.RayTaskError as exc:
+            cause = exc.cause if isinstance(exc.cause, Exception) else exc
+            if isinstance(cause, onediff_ext.OneDiffError):
+                return self._lost(call, str(cause), error=cause)
+            return self._lost(call, f"{type(cause).__name__}: {_first_line(cause)}", is_own=True)
+        except exceptions.RayError as exc:
+            return self._lost(call, _first_line(exc), is_node=True)
+        if call.ticket is None:
+            about, error = answer
+            if error is not None:
+                return self._lost(call, str(error), error=error)
+            if about["version"] != onediff_ext.__version__:
+                error = ClusterError(
+                    f"{about['host']} has onediff-ext {about['version']}, this machine has"
+                    f" {onediff_ext.__version__}.",
+                    "Install the same version on all machines.",
+                )
+                return self._lost(call, str(error), error=error)
+            return Ready(call.worker, about)
+        if answer == RETURNED:
+            return Returned(call.worker, call.ticket)
+        return Finished(call.worker, call.ticket, answer)
+
+    def _lost(
+        self,
+        call: _Call,
+        reason: str,
+        *,
+        is_node: bool = False,
+        is_own: bool = False,
+        error: Exception | None = None,
+    ) -> Lost:
+        """Give a worker up, with all calls that it still has."""
+        actor = self._actors.pop(call.worker)
+        self._ray.kill(actor, no_restart=True)
+        for reference in [ref for ref, other in self._calls.items() if other.worker == call.worker]:
+            del self._calls[reference]
+        release = getattr(self.exchange, "release_all", None)
+        if release is not None:
+            release(call.worker)
+        return Lost(call.worker, reason, is_node, call.ticket if is_own else None, error)
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("The actor is dead") or "exit detail" in line]
+    return (told or lines or [type(exc).__name__])[0][:200]
+
+
+def _is_node_lost(exc: BaseException) -> bool:
+    return "node has died" in str(exc) or "node was terminated" in str(exc)

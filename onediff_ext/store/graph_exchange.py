@@ -1,0 +1,45 @@
+"""The port through which stores of several machines share graphs, and agree on who builds.
+
+Entries are kept apart by *machine tag*: a graph is published under the tag of the machine that
+built it and tried it, and fetched only by machines of the same tag.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+LEASE_S = 30.0
+"""A lease ends when its holder has not renewed it for so long."""
+
+
+class GraphExchange(ABC):
+    """Graph files and leases that several machines share. Methods raise OSError when it is away."""
+
+    @abstractmethod
+    def digests(self, tag: str) -> set[str]:
+        """Return the digests of all graphs of a machine tag."""
+
+    @abstractmethod
+    def fetch(self, tag: str, digest: str) -> bytes | None:
+        """Return a graph file, or None when there is none."""
+
+    @abstractmethod
+    def publish(self, tag: str, digest: str, graph_file: bytes) -> bool:
+        """Add a graph file unless there is one; return whether it was added."""
+
+    @abstractmethod
+    def lease(self, tag: str, digest: str, holder: str) -> bool:
+        """Take or renew the right to build a kind.
+
+        Args:
+            tag: The machine tag.
+            digest: Of the kind's key.
+            holder: Who asks; the same name renews.
+
+        Returns:
+            False when somebody else has it, or has come first.
+        """
+
+    @abstractmethod
+    def release(self, tag: str, digest: str, holder: str) -> None:
+        """Give a lease back."""

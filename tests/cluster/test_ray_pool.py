@@ -1,0 +1,118 @@
+"""Workers as Ray actors: each picture once, whatever dies, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra cluster is not installed")
+
+from onediff_ext.cluster import ray_library
+from onediff_ext.cluster.batch_queue import BatchQueue, Poisoned
+from onediff_ext.cluster.coordinator import Coordinator
+from onediff_ext.cluster.ray_graphs import RayGraphs
+from onediff_ext.cluster.ray_pool import RayPool
+from onediff_ext.core.errors import CheckpointError, OptionError, PictureError
+from tests.support.number_program import NumberProgram
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with ray_library.connected(None, 2) as connected:
+            yield connected
+
+
+def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator, list[Poisoned]]:
+    poisoned: list[Poisoned] = []
+    pool = RayPool(ray, program)
+    coordinator = Coordinator(
+        BatchQueue(sizes, [4] * len(sizes)),
+        pool,
+        lambda unit: unit,
+        lambda unit, outcome, worker: None,
+        lambda picture, reason: poisoned.append(picture),
+        worker_limit=2,
+    )
+    try:
+        coordinator.run()
+    finally:
+        pool.close()
+    return coordinator, poisoned
+
+
+def lines_of(folder: Path) -> dict[str, int]:
+    return {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
+
+
+def test_two_workers_write_each_picture_once(ray: Any, tmp_path: Path) -> None:
+    coordinator, poisoned = run(ray, NumberProgram(tmp_path, seconds=0.3), [33, 30])
+    written = lines_of(tmp_path)
+    assert len(written) == 63
+    assert set(written.values()) == {1}
+    assert not poisoned
+    processes = {worker.about["pid"] for worker in coordinator.workers}
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+
+
+def test_a_picture_that_ends_its_worker_each_time_is_given_up(ray: Any, tmp_path: Path) -> None:
+    coordinator, poisoned = run(ray, NumberProgram(tmp_path, fatal=(1, 2)), [8])
+    assert poisoned == [Poisoned(0, 1, 2)]
+    written = lines_of(tmp_path)
+    assert len(written) == 7
+    assert set(written.values()) == {1}
+    assert sum(bool(worker.lost) for worker in coordinator.workers) == 5
+
+
+def test_an_error_of_the_gpu_costs_its_worker_and_names_itself(ray: Any, tmp_path: Path) -> None:
+    coordinator, poisoned = run(ray, NumberProgram(tmp_path, failing=1), [4, 5])
+    assert poisoned == [Poisoned(1, 1, 0)]
+    assert any("illegal memory access" in worker.lost for worker in coordinator.workers)
+    assert set(lines_of(tmp_path).values()) == {1}
+
+
+def test_an_error_that_every_worker_has_ends_the_run(ray: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="broken"):
+        run(ray, NumberProgram(tmp_path, broken=True), [4])
+    with pytest.raises(PictureError, match="cannot be written"):
+        run(ray, NumberProgram(tmp_path, full=True), [4])
+
+
+def test_graphs_and_leases_travel_over_ray(ray: Any) -> None:
+    graphs = RayGraphs.start(ray)
+    assert graphs.publish("tag", "a" * 64, b"graph")
+    assert graphs.digests("tag") == {"a" * 64}
+    assert graphs.fetch("tag", "a" * 64) == b"graph"
+    assert graphs.lease("tag", "b" * 64, "worker-1")
+    assert not graphs.lease("tag", "b" * 64, "worker-2")
+    graphs.release_all("worker-1")
+    assert graphs.lease("tag", "b" * 64, "worker-2")
+
+
+def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(OptionError, match="need Ray") as raised:
+        ray_library.import_ray()
+    assert 'pip install "onediff-ext[cluster]"' in raised.value.hint
+
+
+def test_importing_the_cluster_package_loads_no_ray() -> None:
+    script = (
+        "import sys, onediff_ext.cluster.ray_pool, onediff_ext.cli.cluster_run\n"
+        "assert not {'ray', 'torch', 'fsspec'} & set(sys.modules), 'heavy'"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

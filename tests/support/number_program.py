@@ -1,0 +1,75 @@
+"""A worker's program without models: it writes numbers into files."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onediff_ext.cluster.batch_queue import Unit
+from onediff_ext.cluster.program import OpenProgram, Program
+from onediff_ext.core.errors import CheckpointError, PictureError
+from onediff_ext.store import GraphExchange
+
+
+@dataclass(frozen=True)
+class NumberProgram(Program):
+    """Appends a line to a file for each picture.
+
+    Args:
+        folder: Of the files.
+        seconds: Of each unit.
+        fatal: (batch, position) that ends the worker's process.
+        failing: Batch whose drawing raises an error of Python's own.
+        full: The disk is full.
+        broken: The checkpoint cannot be loaded.
+    """
+
+    folder: Path
+    seconds: float = 0.01
+    fatal: tuple[int, int] | None = None
+    failing: int | None = None
+    full: bool = False
+    broken: bool = False
+
+    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
+        if self.broken:
+            raise CheckpointError("The checkpoint is broken.", "Take another one.")
+        return _Open(self)
+
+
+class _Open(OpenProgram):
+    def __init__(self, program: NumberProgram) -> None:
+        self._program = program
+
+    def read(self, task: Unit) -> Unit:
+        return task
+
+    def draw(self, read: Unit) -> Unit:
+        program = self._program
+        time.sleep(program.seconds)
+        if program.fatal is not None:
+            batch, position = program.fatal
+            if read.batch == batch and position in read.positions:
+                os._exit(11)
+        if read.batch == program.failing:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return read
+
+    def write(self, drawn: Unit) -> list[Path]:
+        if self._program.full:
+            raise PictureError("a.png cannot be written.", "The disk is full.")
+        paths = []
+        for position in drawn.positions if drawn.writes else ():
+            paths.append(self._program.folder / f"{drawn.group}-{drawn.batch}-{position}")
+            with paths[-1].open("a") as file:
+                file.write("written\n")
+        return paths
+
+    def about(self) -> dict[str, Any]:
+        return {"device": "none"}
+
+    def close(self) -> None:
+        pass
