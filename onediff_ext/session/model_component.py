@@ -150,7 +150,12 @@ class Component:
                 self._forget_whole()
             if self._whole is None:
                 self._whole = CapturedForward(
-                    self.model, forward.eager, self.runners, self.session.cuda_graphs, self._known
+                    self.model,
+                    forward.eager,
+                    self.runners,
+                    self.session.cuda_graphs,
+                    self._known,
+                    without_graphs=self._without_graphs,
                 )
             self.captured = self._whole
         else:
@@ -178,7 +183,15 @@ class Component:
                 runners = [runner for runner in self.runners if runner.block in inside]
                 eager, cuda_graphs = forward_of(part), self.session.cuda_graphs
                 self._parts.append(
-                    CapturedForward(part, eager, runners, cuda_graphs, self._known, 1 / len(parts))
+                    CapturedForward(
+                        part,
+                        eager,
+                        runners,
+                        cuda_graphs,
+                        self._known,
+                        1 / len(parts),
+                        self._without_graphs,
+                    )
                 )
         for captured in self._parts:
             self._part_patches.set(captured.model, "forward", captured)
@@ -242,8 +255,10 @@ class Component:
 
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
-        """`paused`, told."""
+        """`paused`, told. Merged weights and 8-bit copies are freed, which only graphs read."""
         self.session.fell_back(self.role.label, MEMORY_IS_SHORT)
+        if self.session.budget.release_derived():
+            self.session.budget.release_cached()
         with self.paused():
             yield
         for runner in self.runners:

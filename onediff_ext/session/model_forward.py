@@ -92,6 +92,8 @@ class ModelForward:
             first = component if component is not None and session.drew(component) else None
             if first is not None:
                 first.foreign_blocks.before_picture(runners)
+            if component is not None and component.role.is_vae:
+                session.give_memory_back()
             output = self._timed(component, args, kwargs)
             session.contents.settle()
         if first is not None:

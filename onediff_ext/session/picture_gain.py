@@ -10,6 +10,7 @@ from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.machine import machine_digest
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.last_picture import LastPicture
 from onediff_ext.session.picture_timer import PictureTimer
@@ -33,6 +34,7 @@ class PictureSource(Protocol):
     def last_picture(self) -> LastPicture: ...
 
     def after_picture(self) -> None: ...
+    def give_memory_back(self, *, ran_out: bool = False) -> None: ...
     def current_kinds(self) -> list[BlockKind]: ...
 
 
@@ -50,7 +52,9 @@ class Picture(AbstractContextManager[None]):
         self._session.foreground.begin_picture()
         self._session.timer.begin()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, _cls: object, exc: BaseException | None, _frames: object) -> None:
+        if exc is not None and is_out_of_memory(exc):
+            self._session.give_memory_back(ran_out=True)
         _stop_timer(self._session)
         self._session.foreground.end_picture()
         self._session.after_picture()

@@ -30,6 +30,7 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.recorder import CudaRecorder
 from onediff_ext.engine.machine import machine_entries
+from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.torch_versions import keep_device_guard
 from onediff_ext.session.build_control import BuildControl
 from onediff_ext.session.checkpoint_use import CheckpointUse
@@ -83,7 +84,7 @@ class Session(KindRegistry):
         families: Sequence[BlockFamily],
         rules: Sequence[WrapperRule] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(MemoryBudget(limit_bytes=options.capture_limit_bytes))
         keep_device_guard()
         self.spot_checks.enabled = options.spot_checks
         self.options, self.families, self.rules = options, families, tuple(rules)
@@ -108,7 +109,7 @@ class Session(KindRegistry):
         self.cuda_graphs = CudaGraphCache(
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
-            options.capture_limit_bytes,
+            self.budget,
             self.spot_checks,
             self.found_wrong,
         )
@@ -239,8 +240,24 @@ class Session(KindRegistry):
         """Build what a forward found missing, unless builds are held or paused."""
         self._builds.after_forward()
 
+    def give_memory_back(self, *, ran_out: bool = False) -> None:
+        """Give back what the rest of a picture needs; to be called when no denoiser runs any more.
+
+        CUDA graphs stay if no picture has needed their memory so far. Merged weights and 8-bit
+        copies stay while their model is where they are.
+
+        Args:
+            ran_out: Memory ran out in the host's own code: all of it is left to others from now on.
+        """
+        if ran_out:
+            self.cuda_graphs.note_ran_out()
+        if self.budget.release_derived(elsewhere_only=not ran_out):
+            self.cuda_graphs.drop_all("a host has moved the model")
+        self.cuda_graphs.settle()
+
     def after_picture(self) -> None:
         """Record the checkpoint's kinds, and build what a picture found missing."""
+        self.give_memory_back()
         self.record_checkpoint()
         # Only here: a bare module's call says nothing of what a user wants after a cancel.
         self.background.needed(self.last_picture.kinds, self.last_picture.number)

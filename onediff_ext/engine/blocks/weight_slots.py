@@ -140,6 +140,15 @@ class WeightSlot:
         weight = self.unmerged()
         return None if weight is None else self._origin(weight, generation)
 
+    @property
+    def merged(self) -> torch.Tensor | None:
+        """The last merged weight."""
+        return self._merged
+
+    def release(self) -> None:
+        """Free the merged weight; the next `read` merges again."""
+        self._merged, self.made_from = None, None
+
     def merged_address(self) -> int:
         """Return the address of the last merged weight, or 0."""
         return 0 if self._merged is None else self._merged.data_ptr()

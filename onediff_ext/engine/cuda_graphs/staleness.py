@@ -17,6 +17,7 @@ from onediff_ext.engine.validity.foreign_code import defining_module, replaced_m
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
+from onediff_ext.engine.weak_tensors import WeakTensors
 
 # Packages with quantized tensors, whose operators have no state.
 _TENSOR_SOURCES = ("torchao.", "bitsandbytes.")
@@ -123,13 +124,15 @@ class Snapshot:
             parameters=True,
             left=[wrapper for _, _, wrapper in left],
         )
-        self._tensors = [*model.parameters(), *model.buffers()]
-        self._places, self._layouts = self._where(), list(map(_form_of, self._tensors))
+        tensors = [*model.parameters(), *model.buffers()]
+        self._tensors = WeakTensors(tensors)
+        self._places, self._layouts = _where(tensors), list(map(_form_of, tensors))
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._epoch: Hashable = None  # the last one in which the layouts were read
         self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
-            or next(filter(None, (_tensor_refusal(t, known) for t in self._tensors)), None)
+            or next(filter(None, (_tensor_refusal(t, known) for t in tensors)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
             or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
         )
@@ -142,10 +145,10 @@ class Snapshot:
     def weights_lie_where_they_did(self) -> bool:
         """Return whether a recording that reads the weights may be launched.
 
-        The snapshot keeps the weights alive, also those that the model has lost. Some may have
-        moved or been freed.
+        Some may have moved or been freed: the snapshot does not keep them alive.
         """
-        return self._where() == self._places
+        tensors = self._tensors.alive()
+        return tensors is not None and _where(tensors) == self._places
 
     def holds(self, epoch: Hashable = None) -> bool:
         """Return whether nothing has changed.
@@ -154,28 +157,31 @@ class Snapshot:
             epoch: Equal for the calls of one image; layouts of weights and code objects are read
                 once for them. None reads them each time.
         """
+        tensors = self._tensors.alive()
         return (
-            self._where() == self._places
+            tensors is not None
+            and _where(tensors) == self._places
             and self._known.current_settings() == self._settings
-            and self._has_its_layouts(epoch)
+            and self._has_its_layouts(tensors, epoch)
             and self._state.holds(epoch=epoch)
         )
 
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+        return self._storages
 
-    def _where(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
-
-    def _has_its_layouts(self, epoch: Hashable) -> bool:
+    def _has_its_layouts(self, tensors: list[torch.Tensor], epoch: Hashable) -> bool:
         """Whether weights lie as they did at their addresses: ``weight.data = weight.data.t()``."""
         if epoch is None or epoch != self._epoch:
             self._epoch = None
-            if list(map(_form_of, self._tensors)) != self._layouts:
+            if list(map(_form_of, tensors)) != self._layouts:
                 return False
             self._epoch = epoch
         return True
+
+
+def _where(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _refusal(
