@@ -83,9 +83,9 @@ RULES = (
         "Change Size box or Batch range under Advanced.",
     ),
     _rule(
-        r"medvram|lowvram|offloading",
+        r"offloading",
         "weights move to save memory",
-        "Start the WebUI without --medvram and --lowvram if memory allows.",
+        "Free GPU memory, or choose a smaller checkpoint.",
     ),
     _rule(r"hypernetwork", "a hypernetwork is on", "Take the hypernetwork out for more speed."),
     _rule(

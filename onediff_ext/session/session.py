@@ -255,6 +255,27 @@ class Session(KindRegistry):
             self.cuda_graphs.drop_all("a host has moved the model")
         self.cuda_graphs.settle()
 
+    def make_room(self, needed_bytes: int, device: torch.device) -> None:
+        """Give back what a host is about to need: CUDA graphs first, then derived weights.
+
+        Args:
+            needed_bytes: What the host needs.
+            device: Where.
+        """
+        if self.cuda_graphs.make_room(needed_bytes, device):
+            logger.info("The host needs %d MB: CUDA graphs are gone", needed_bytes >> 20)
+        free = self.budget.free_bytes(device, self.cuda_graphs.size_bytes)
+        if free is not None and free < needed_bytes and self.budget.release_derived():
+            self.budget.release_cached()
+
+    def returnable_bytes(self) -> int:
+        """How much memory in use by tensors `make_room` would give back.
+
+        The pools of CUDA graphs come on top. torch, and so the hosts, count them as unused.
+        """
+        held = self.cuda_graphs.held_bytes()
+        return held["buffers"] + max(held["weights"], self.budget.derived_bytes())
+
     def after_picture(self) -> None:
         """Record the checkpoint's kinds, and build what a picture found missing."""
         self.give_memory_back()

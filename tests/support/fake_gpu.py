@@ -30,7 +30,7 @@ class FakeGpu(GpuMemory):
         self.tensors = self.pools = self.cached = self.others = 0
         self.peak = self.released = 0
 
-    def read(self, device: torch.device) -> MemoryReading:  # noqa: ARG002
+    def read(self, device: torch.device) -> MemoryReading:
         self.peak = max(self.peak, self.tensors)
         reserved = self.tensors + self.pools + self.cached
         free = self.total_bytes - self.others - reserved

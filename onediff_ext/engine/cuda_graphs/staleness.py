@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,7 +102,11 @@ class Snapshot:
         merged: As given.
         refusal_reason: Why no CUDA graph of this model would be safe, or None.
         is_per_image: Whether the images of a batch do not depend on each other.
+        devices: Where the weights are.
+        origin: The same for snapshots that differ only in where the weights lie.
     """
+
+    devices: frozenset[torch.device]
 
     def __init__(
         self, model: nn.Module, known: TrustedModules, merged: frozenset[int] = frozenset()
@@ -126,8 +131,9 @@ class Snapshot:
         )
         tensors = [*model.parameters(), *model.buffers()]
         self._tensors = WeakTensors(tensors)
-        self._places, self._layouts = _where(tensors), list(map(_form_of, tensors))
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._layouts = list(map(_form_of, tensors))
+        self._note_places(tensors)
+        self.origin = object()
         self._epoch: Hashable = None  # the last one in which the layouts were read
         self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
@@ -150,6 +156,23 @@ class Snapshot:
         tensors = self._tensors.alive()
         return tensors is not None and _where(tensors) == self._places
 
+    def at_new_places(self) -> Snapshot | None:
+        """Return this snapshot with its weights where they lie now; None if more has changed.
+
+        A host that moves a model out of the GPU's memory and back changes nothing else.
+        """
+        tensors = self._tensors.alive()
+        if (
+            tensors is None
+            or self._known.current_settings() != self._settings
+            or not self._has_its_layouts(tensors, None)
+            or not self._state.holds()
+        ):
+            return None
+        moved = copy.copy(self)
+        moved._note_places(tensors)
+        return moved
+
     def holds(self, epoch: Hashable = None) -> bool:
         """Return whether nothing has changed.
 
@@ -169,6 +192,11 @@ class Snapshot:
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""
         return self._storages
+
+    def _note_places(self, tensors: list[torch.Tensor]) -> None:
+        self._places = _where(tensors)
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.devices = frozenset(tensor.device for tensor in tensors)
 
     def _has_its_layouts(self, tensors: list[torch.Tensor], epoch: Hashable) -> bool:
         """Whether weights lie as they did at their addresses: ``weight.data = weight.data.t()``."""
