@@ -186,9 +186,12 @@ class _Faults:
         done = sum(worker.pictures for worker in coordinator.workers)
         alive = [w for w in coordinator.workers if w.is_ready and not w.lost]
         if self._kill_at and done >= self._kill_at[0] and alive:
-            del self._kill_at[0]
             victim = self._random.choice(alive)
-            os.kill(victim.about["pid"], signal.SIGKILL)
+            try:
+                os.kill(victim.about["pid"], signal.SIGKILL)
+            except ProcessLookupError:  # died with its machine; the next round takes another
+                return
+            del self._kill_at[0]
             self.killed += 1
         if self._node_at is not None and done >= self._node_at:
             self._node_at = None

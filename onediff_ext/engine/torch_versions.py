@@ -56,6 +56,17 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return None
 
 
+def set_cuda_autocast(enabled: bool, dtype: torch.dtype) -> tuple[bool, torch.dtype]:
+    """Set autocast for CUDA without entering a context; return the settings from before.
+
+    Needs torch 2.4, as exports do.
+    """
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype)
+    return before
+
+
 def cudnn_attention_enabled() -> bool:
     """Return whether attention may use cuDNN's kernel; False before torch 2.2."""
     enabled = getattr(torch.backends.cuda, "cudnn_sdp_enabled", None)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import ExportError
+from onediff_ext.engine.torch_versions import autocast_dtype, set_cuda_autocast
 
 # Names of torch's functions, as modules and tensors call them.
 LOWER_PRECISION = frozenset(
@@ -74,17 +75,14 @@ class CudaAutocast(TorchFunctionMode):
 
     def __enter__(self) -> CudaAutocast:
         # `torch.autocast` would be recorded as a call of another graph; these settings are not.
-        self._outer = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", self._dtype)
+        self._outer = set_cuda_autocast(True, self._dtype)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         assert self._outer is not None
-        torch.set_autocast_enabled("cuda", self._outer[0])
-        torch.set_autocast_dtype("cuda", self._outer[1])
+        set_cuda_autocast(*self._outer)
 
     def __torch_function__(
         self,
@@ -94,7 +92,7 @@ class CudaAutocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if not torch.is_autocast_enabled("cuda"):
+        if autocast_dtype("cuda") is None:
             return func(*args, **kwargs)
         if name in LOWER_PRECISION:
             args, kwargs = _cast((args, kwargs), self._dtype)
