@@ -14,7 +14,7 @@ from onediff_ext.building.picture_clock import ModelCall
 from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
-from onediff_ext.engine.class_methods import forward_of
+from onediff_ext.engine.class_methods import forward_of, forward_slot, inner_forward_of
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
@@ -113,8 +113,8 @@ class Component:
         self.foreign_blocks.find_replaced(self.model, self.session.families)
         if not self.runners:
             self.foreign_blocks.note_unknown(self.model)
-        forward = self._forward = ModelForward(forward_of(self.model), self)
-        self._patches.set(self.model, "forward", forward)
+        forward = self._forward = ModelForward(inner_forward_of(self.model), self)
+        self._patches.set(self.model, forward_slot(self.model), forward)
         self._active = True
         if self.role.is_vae:
             fallback = OomFallback(
@@ -234,6 +234,8 @@ class Component:
     def suspend(self) -> None:
         """Restore every attribute to its value before `install`, and keep the runners for later."""
         self._set_active(False)  # a host may still hold a runner
+        if self._forward is not None:
+            self._patches.follow(self.model, forward_slot(self.model), self._forward)
         left = [*self._part_patches.undo(), *self._patches.undo()]
         # A foreign forward may keep models alive that nothing else uses.
         self.captured = self.foreign = self._forward = None

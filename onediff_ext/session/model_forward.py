@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from onediff_ext.engine.class_methods import forward_slot
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 
@@ -114,5 +115,5 @@ class ModelForward:
 
 def serving(model: nn.Module) -> Component | None:
     """The component that has replaced the model's forward, or None."""
-    forward = vars(model).get("forward")
+    forward = vars(model).get(forward_slot(model))
     return forward.component if isinstance(forward, ModelForward) else None

@@ -15,6 +15,9 @@ from onediff_ext.engine.weak_tensors import WeakTensors
 # The attributes that torch itself keeps in every module.
 INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
+# What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
+# picture (``enable_model_cpu_offload``). On the outer module the hook runs around all the rest.
+_HOOKED = frozenset({"_hf_hook", "_old_forward"})
 
 
 class ModuleAttributes:
@@ -100,14 +103,14 @@ class ModuleAttributes:
     def _read(self) -> list[Any]:
         values = list(chain.from_iterable(map(dict.values, self._dicts)))
         for name, value in self._outer.__dict__.items():
-            if name not in self._ignored:
+            if name not in self._ignored and name not in _HOOKED:
                 values += (name, value)
         return values
 
     def _read_names(self) -> list[str]:
         names = list(chain.from_iterable(self._dicts))
         for name in self._outer.__dict__:
-            if name not in self._ignored:
+            if name not in self._ignored and name not in _HOOKED:
                 names += (name, name)
         return names
 
