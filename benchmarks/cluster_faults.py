@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -175,7 +176,7 @@ class _Faults:
         self, machine: _NodesOfOneMachine, kills: int, pictures: int, seed: int, lose_node: bool
     ) -> None:
         self._machine, self._random = machine, random.Random(seed)
-        moments = [self._random.uniform(0.05, 0.8) * pictures for _ in range(kills)]
+        moments = [self._random.uniform(0.05, 0.5) * pictures for _ in range(kills)]
         self._kill_at = sorted(moments)
         self._node_at = self._random.uniform(0.2, 0.5) * pictures if lose_node else None
         self.killed = self.lost_nodes = self.joined_nodes = 0
@@ -187,12 +188,11 @@ class _Faults:
         alive = [w for w in coordinator.workers if w.is_ready and not w.lost]
         if self._kill_at and done >= self._kill_at[0] and alive:
             victim = self._random.choice(alive)
-            try:
+            # One that died with its machine is no kill; the next round takes another.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(victim.about["pid"], signal.SIGKILL)
-            except ProcessLookupError:  # died with its machine; the next round takes another
-                return
-            del self._kill_at[0]
-            self.killed += 1
+                del self._kill_at[0]
+                self.killed += 1
         if self._node_at is not None and done >= self._node_at:
             self._node_at = None
             self._machine.lose()

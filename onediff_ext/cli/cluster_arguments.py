@@ -34,17 +34,18 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def uses_workers(arguments: argparse.Namespace) -> bool:
-    """Whether the command runs in workers.
+def prepare_workers(arguments: argparse.Namespace) -> bool:
+    """Return whether the command runs in workers, and make its arguments ready for them.
 
     Raises:
         OptionError: An option has no meaning without workers.
     """
-    if arguments.gpus is None and arguments.cluster is None:
-        if arguments.graphs is not None:
-            raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
-        return False
-    return True
+    if arguments.gpus is not None or arguments.cluster is not None:
+        make_paths_absolute(arguments)
+        return True
+    if arguments.graphs is not None:
+        raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
+    return False
 
 
 def worker_limit(arguments: argparse.Namespace) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -341,8 +342,6 @@ def load_shared_model(
     Returns:
         The model, and the `SharedGraphs` of this process or None.
     """
-    import time
-
     from onediff_ext.building.shared_graphs import SharedGraphs
     from onediff_ext.cli import library_imports, model_loading
     from onediff_ext.cli.device_options import find_device
@@ -353,8 +352,7 @@ def load_shared_model(
     shared, pulling = None, None
     if session is not None and exchange is not None:
         device, context = find_device(arguments.device), session.build_context
-        # The name alone is the holder where the driver gives leases of lost workers back.
-        holder = name if hasattr(exchange, "release_all") else f"{name}-{secrets.token_hex(4)}"
+        holder = name if exchange.frees_lost_holders else f"{name}-{secrets.token_hex(4)}"
         entries = session.key_entries(device)
         shared = SharedGraphs(
             exchange, holder, session.library, context.build_records, entries, device

@@ -205,7 +205,7 @@ def run_txt2img_on_workers(
     Raises:
         OneDiffError: As in `run_img2img_on_workers`.
     """
-    from onediff_ext.pictures.naming import free_path
+    from onediff_ext.hosts.diffusers.jobs.txt2img_results import result_path
 
     seeds_of: dict[BatchShape, list[tuple[int, int]]] = {}
     number = 0
@@ -217,8 +217,7 @@ def run_txt2img_on_workers(
     paths: dict[int, Path] = {}
     for shape, pairs in seeds_of.items():
         for at, seed in pairs:
-            name = f"{seed:05d}-{shape.width_px}x{shape.height_px}.png"
-            paths[at] = free_path(arguments.output / name)
+            paths[at] = result_path(arguments.output, seed, shape.width_px, shape.height_px)
     queue = BatchQueue(
         [len(seeds_of[shape]) for shape in groups],
         [shape.batch for shape in groups],
@@ -265,13 +264,13 @@ def warm_up_workers(
         OneDiffError: As in `run_img2img_on_workers`.
     """
     program = WarmUpProgram(arguments, shapes, identity)
-    with worker_pool(arguments, program) as (_, pool):
+    with worker_pool(arguments, program) as pool:
         return start_all(pool, worker_limit(arguments))
 
 
 @contextlib.contextmanager
-def worker_pool(arguments: argparse.Namespace, program: Program) -> Iterator[tuple[Any, RayPool]]:
-    """The workers of a command, and Ray, within the ``with`` block."""
+def worker_pool(arguments: argparse.Namespace, program: Program) -> Iterator[RayPool]:
+    """The workers of a command within the ``with`` block."""
     from onediff_ext.store.exchange_address import open_exchange
 
     with ray_library.connected(arguments.cluster, worker_limit(arguments)) as ray:
@@ -282,7 +281,7 @@ def worker_pool(arguments: argparse.Namespace, program: Program) -> Iterator[tup
             exchange = RayGraphs.start(ray)
         pool = RayPool(ray, program, exchange)
         try:
-            yield ray, pool
+            yield pool
         finally:
             pool.close()
 
@@ -302,13 +301,12 @@ def _draw(
 
     workers: list[WorkerState] = []
     try:
-        with worker_pool(arguments, program) as (ray, pool):
-            pictures.metrics = ClusterMetrics(ray)
+        with worker_pool(arguments, program) as pool:
+            metrics = pictures.metrics = ClusterMetrics()
 
             def tick() -> None:
                 pictures.progress.show(coordinator.workers)
-                assert pictures.metrics is not None
-                pictures.metrics.workers(coordinator.workers)
+                metrics.workers(coordinator.workers)
                 if watch is not None:
                     watch(pool, coordinator)
 

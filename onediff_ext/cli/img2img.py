@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_amount
-from onediff_ext.cli.cluster_arguments import (
-    add_cluster_arguments,
-    make_paths_absolute,
-    uses_workers,
-)
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -78,9 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
         from onediff_ext.pictures.skipped import SkipReport
 
-    in_workers = uses_workers(arguments)
-    if in_workers:
-        make_paths_absolute(arguments)
+    in_workers = prepare_workers(arguments)
     job = make_job(arguments, model_identity(arguments))
     skipped, report = SkipReport(), RunReport()
     plan = plan_job(job, skipped)

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_count, required_sizes
-from onediff_ext.cli.cluster_arguments import (
-    add_cluster_arguments,
-    make_paths_absolute,
-    uses_workers,
-)
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -56,9 +52,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw; every image gets the next seed. 1 when images failed."""
-    in_workers = uses_workers(arguments)
-    if in_workers:
-        make_paths_absolute(arguments)
+    in_workers = prepare_workers(arguments)
     settings = draw_settings(arguments)
     sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
@@ -91,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = arguments.seed
 
     def write(shape: BatchShape, seeds: Sequence[int], drawn: Drawn) -> None:
-        _write(arguments.output, model, settings, drawn, seeds, report)
+        _write(arguments.output, shape, model, settings, drawn, seeds, report)
         note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
         progress.advance(shape.batch, note)
 
@@ -145,37 +139,19 @@ def _run_in_workers(
 
 def _write(
     folder: Path,
+    shape: BatchShape,
     model: LoadedModel,
     settings: DrawSettings,
     drawn: Drawn,
     seeds: Sequence[int],
     report: RunReport,
 ) -> None:
-    from onediff_ext.hosts.diffusers.jobs.txt2img_results import write_results
+    from onediff_ext.hosts.diffusers.jobs.txt2img_results import result_path, write_results
 
-    paths = result_paths(folder, [image.size if image else None for image in drawn.images], seeds)
+    paths = [result_path(folder, seed, shape.width_px, shape.height_px) for seed in seeds]
     written = write_results(model.image_generator, settings, model.identity, drawn, seeds, paths)
     for seed, result in zip(seeds, written, strict=True):
         if isinstance(result, Exception):
             report.skipped.append({"input": f"seed {seed}", "reason": str(result)})
         else:
             report.pictures.append(result)
-
-
-def result_paths(
-    folder: Path, sizes_px: Sequence[tuple[int, int] | None], seeds: Sequence[int]
-) -> list[Path]:
-    """Return a file for each picture that does not exist yet.
-
-    Args:
-        folder: Of the results.
-        sizes_px: (width, height) of each; None for a picture that was not drawn.
-        seeds: Of each.
-    """
-    from onediff_ext.pictures.naming import free_path
-
-    paths = []
-    for size, seed in zip(sizes_px, seeds, strict=True):
-        width_px, height_px = size or (0, 0)
-        paths.append(free_path(folder / f"{seed:05d}-{width_px}x{height_px}.png"))
-    return paths

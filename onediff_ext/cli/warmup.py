@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_count, required_sizes
-from onediff_ext.cli.cluster_arguments import (
-    add_cluster_arguments,
-    make_paths_absolute,
-    uses_workers,
-)
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
@@ -58,9 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
-    in_workers = uses_workers(arguments)
-    if in_workers:
-        make_paths_absolute(arguments)
+    in_workers = prepare_workers(arguments)
     shapes = _shapes(arguments)
     report_file.check_report_path(arguments.json)
     identity = model_identity(arguments)

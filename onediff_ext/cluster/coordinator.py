@@ -147,11 +147,14 @@ class Coordinator:
             self._queue.give_back(worker.units.pop(event.ticket))
             self._feed_hungry()
         elif isinstance(event, Finished):
-            worker.stolen.discard(event.ticket)
-            unit = worker.units.pop(event.ticket)
-            self._queue.done(unit)
-            self._on_finished(unit, event.outcome, worker)
+            self._finish(worker, event)
         self._feed(worker)
+
+    def _finish(self, worker: WorkerState, event: Finished) -> None:
+        worker.stolen.discard(event.ticket)
+        unit = worker.units.pop(event.ticket)
+        self._queue.done(unit)
+        self._on_finished(unit, event.outcome, worker)
 
     def _feed_hungry(self) -> None:
         """Hand out what came back, to idle workers first."""
@@ -163,6 +166,8 @@ class Coordinator:
         del self._alive[worker.name]
         self._hungry.pop(worker.name, None)
         self._queue.forget(worker.name)
+        for done in event.finished:
+            self._finish(worker, done)
         worker.lost = event.reason
         logger.info("Worker %s is lost: %s", worker.name, event.reason)
         if event.error is not None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from onediff_ext.cluster.coordinator import WorkerState
 
 
 class ClusterMetrics:
-    """The metrics of one run; names begin with ``ray_onediff_`` in Prometheus.
+    """The metrics of one run; names begin with ``ray_onediff_`` in Prometheus. Ray is connected."""
 
-    Args:
-        ray: The module, connected.
-    """
-
-    def __init__(self, ray: Any) -> None:
+    def __init__(self) -> None:
         from ray.util.metrics import Counter, Gauge
 
-        del ray  # the metrics go to the process that is connected
         of_worker = ("worker", "host")
         self._pictures = Counter(
             "onediff_pictures", "Pictures that were written.", tag_keys=of_worker

@@ -19,6 +19,8 @@ class RayGraphs(GraphExchange):
         actor: From `start`.
     """
 
+    frees_lost_holders = True
+
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
@@ -48,7 +50,6 @@ class RayGraphs(GraphExchange):
         self._ask("release", tag, digest, holder)
 
     def release_all(self, holder: str) -> None:
-        """Give back the leases of a worker that is gone."""
         self._actor.release_all.remote(holder)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -14,11 +14,13 @@ from onediff_ext.cluster.program import Program
 from onediff_ext.cluster.worker import RETURNED, Worker
 from onediff_ext.cluster.worker_pool import Event, Finished, Lost, Ready, Returned, WorkerPool
 from onediff_ext.core.errors import ClusterError
+from onediff_ext.core.words import first_line
 from onediff_ext.store import GraphExchange
 
 _THREADS = 6  # three units, one that is given back, and calls that take no time
 _LOOK_AT_NODES_S = 2.0
 _CLOSE_S = 10.0
+_LAST_UNITS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ class RayPool(WorkerPool):
         try:
             answer = self._ray.get(reference)
         except exceptions.RayActorError as exc:
-            return self._lost(call, _first_line(exc), is_node=_is_node_lost(exc))
+            return self._lost(call, _reason(exc), is_node=_is_node_lost(exc))
         except exceptions.RayTaskError as exc:
             cause = exc.cause if isinstance(exc.cause, Exception) else exc
             if isinstance(cause, onediff_ext.OneDiffError):
                 return self._lost(call, str(cause), error=cause)
-            return self._lost(call, f"{type(cause).__name__}: {_first_line(cause)}", is_own=True)
+            return self._lost(call, f"{type(cause).__name__}: {_reason(cause)}", is_own=True)
         except exceptions.RayError as exc:
-            return self._lost(call, _first_line(exc), is_node=True)
+            return self._lost(call, _reason(exc), is_node=True)
         if call.ticket is None:
             about, error = answer
             if error is not None:
@@ -142,21 +144,43 @@ class RayPool(WorkerPool):
         is_own: bool = False,
         error: Exception | None = None,
     ) -> Lost:
-        """Give a worker up, with all calls that it still has."""
+        """Give a worker up, with all calls that it still has.
+
+        A worker that has raised an error still lives. What it draws and writes meanwhile counts, so
+        that no picture is written twice.
+        """
         actor = self._actors.pop(call.worker)
+        others = {ref: other for ref, other in self._calls.items() if other.worker == call.worker}
+        if others:
+            wait_s = _LAST_UNITS_S if is_own else 0
+            done, _ = self._ray.wait(list(others), num_returns=len(others), timeout=wait_s)
+            finished = tuple(filter(None, (self._finished(others[ref], ref) for ref in done)))
+        else:
+            finished = ()
         self._ray.kill(actor, no_restart=True)
-        for reference in [ref for ref, other in self._calls.items() if other.worker == call.worker]:
+        for reference in others:
             del self._calls[reference]
-        release = getattr(self.exchange, "release_all", None)
-        if release is not None:
-            release(call.worker)
-        return Lost(call.worker, reason, is_node, call.ticket if is_own else None, error)
+        if self.exchange is not None:
+            self.exchange.release_all(call.worker)
+        ticket = call.ticket if is_own else None
+        return Lost(call.worker, reason, is_node, ticket, error, finished)
+
+    def _finished(self, call: _Call, reference: Any) -> Finished | None:
+        """Return the outcome of a unit whose worker is lost; None when there is none."""
+        try:
+            answer = self._ray.get(reference)
+        except self._ray.exceptions.RayError:
+            return None
+        if call.ticket is None or answer == RETURNED:
+            return None
+        return Finished(call.worker, call.ticket, answer)
 
 
-def _first_line(exc: BaseException) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("The actor is dead") or "exit detail" in line]
-    return (told or lines or [type(exc).__name__])[0][:200]
+def _reason(exc: BaseException) -> str:
+    """Return the line of Ray's message that says why."""
+    lines = map(str.strip, str(exc).splitlines())
+    told = (line for line in lines if line.startswith("The actor is dead") or "exit detail" in line)
+    return next(told, first_line(str(exc), type(exc).__name__))[:200]
 
 
 def _is_node_lost(exc: BaseException) -> bool:

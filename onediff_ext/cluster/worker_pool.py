@@ -63,12 +63,14 @@ class Lost(Event):
         is_node: Its whole machine is gone: no unit is to blame.
         ticket: The unit whose error ended it; None when the process died.
         error: The error that ends the run, such as a missing checkpoint; None goes on without it.
+        finished: Units that it had done, though nobody has asked for their answers yet.
     """
 
     reason: str
     is_node: bool = False
     ticket: int | None = None
     error: Exception | None = None
+    finished: tuple[Finished, ...] = ()
 
 
 class WorkerPool(ABC):

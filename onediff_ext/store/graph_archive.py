@@ -124,8 +124,7 @@ def read_archive(
                 for member in members:
                     _read_member(archive, member)
                 for member in members:
-                    header, payload = _read_member(archive, member)
-                    yield replace(header, origin=ORIGIN_IMPORTED), payload
+                    yield _read_member(archive, member)
         except UnsafeFileError as exc:
             raise StoreError(exc.message, exc.hint) from exc
         except _ZIP_ERRORS as exc:
@@ -172,10 +171,8 @@ def _checked_members(
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[GraphHeader, bytes]:
-    header, payload = decode_graph(archive.read(member), member.filename)
-    if f"{header.key.digest}{SUFFIX}" != member.filename:
-        raise GraphCorruptError(f"{member.filename} holds the graph of another kind.", _HINT)
-    return header, payload
+    digest = member.filename.removesuffix(SUFFIX)
+    return checked_graph(digest, archive.read(member), member.filename)
 
 
 def _checked_bytes(path: Path) -> bytes:
@@ -188,17 +185,29 @@ def _checked_bytes(path: Path) -> bytes:
             f"Graph {path.stem} cannot be read ({exc.strerror or exc}).",
             "`onediff-ext graphs list` shows what is stored.",
         ) from exc
-    decode_graph(graph_file, path.name)
+    _decoded(graph_file, path.name)
     return graph_file
 
 
-def decode_graph(graph_file: bytes, name: str) -> tuple[GraphHeader, bytes]:
-    """Check the bytes of a graph file; return its header and payload.
+def checked_graph(digest: str, graph_file: bytes, name: str) -> tuple[GraphHeader, bytes]:
+    """Return header and payload of a graph that another store holds; its origin is "imported".
+
+    Args:
+        digest: Of the kind that it has to be the graph of.
+        graph_file: The bytes of its file.
+        name: Of the file, for errors.
 
     Raises:
-        GraphCorruptError: They are damaged.
+        GraphCorruptError: They are damaged, or of another kind.
         UnknownSchemaError: Another version wrote them.
     """
+    header, payload = _decoded(graph_file, name)
+    if header.key.digest != digest:
+        raise GraphCorruptError(f"{name} holds the graph of another kind.", _HINT)
+    return replace(header, origin=ORIGIN_IMPORTED), payload
+
+
+def _decoded(graph_file: bytes, name: str) -> tuple[GraphHeader, bytes]:
     stream = BytesIO(graph_file)
     try:
         header = read_head(stream, len(graph_file))

@@ -13,7 +13,14 @@ LEASE_S = 30.0
 
 
 class GraphExchange(ABC):
-    """Graph files and leases that several machines share. Methods raise OSError when it is away."""
+    """Graph files and leases that several machines share. Methods raise OSError when it is away.
+
+    Attributes:
+        frees_lost_holders: Whether `release_all` gives back the leases of a process that is gone.
+            Elsewhere they end by themselves, so each process needs a name that nobody had before.
+    """
+
+    frees_lost_holders = False
 
     @abstractmethod
     def digests(self, tag: str) -> set[str]:
@@ -43,3 +50,6 @@ class GraphExchange(ABC):
     @abstractmethod
     def release(self, tag: str, digest: str, holder: str) -> None:
         """Give a lease back."""
+
+    def release_all(self, holder: str) -> None:  # noqa: B027
+        """Give back the leases of a holder that is gone, where `frees_lost_holders`."""

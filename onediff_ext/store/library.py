@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from onediff_ext.core.errors import (
@@ -19,17 +18,12 @@ from onediff_ext.core.errors import (
     UntrustedGraphError,
 )
 from onediff_ext.core.kind_key import KindKey
-from onediff_ext.core.records import ORIGIN_BUILT, ORIGIN_IMPORTED, GraphHeader
+from onediff_ext.core.records import ORIGIN_BUILT, GraphHeader
 from onediff_ext.store import eviction
 from onediff_ext.store.atomic_write import STALE_PART_AGE_S, collect_stale_parts, publish
 from onediff_ext.store.eviction import PruneReport
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.graph_archive import (
-    ImportReport,
-    decode_graph,
-    read_archive,
-    write_archive,
-)
+from onediff_ext.store.graph_archive import ImportReport, checked_graph, read_archive, write_archive
 from onediff_ext.store.graph_file import UnknownSchemaError, encode_head
 from onediff_ext.store.miss_explanation import explain_absence
 from onediff_ext.store.stored_graph import StoredGraph, graph_path, list_graphs, open_graph
@@ -360,10 +354,7 @@ class GraphLibrary:
         Raises:
             StoreError: They are damaged, of another kind or version, or cannot be written.
         """
-        header, payload = decode_graph(graph_file, digest)
-        if header.key.digest != digest:
-            raise GraphCorruptError("the file holds the graph of another kind", "")
-        return self._publish(replace(header, origin=ORIGIN_IMPORTED), payload)
+        return self._publish(*checked_graph(digest, graph_file, digest))
 
     def _publish(self, header: GraphHeader, payload: bytes) -> StoredGraph:
         head, header = encode_head(header)

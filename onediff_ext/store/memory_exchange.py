@@ -21,6 +21,8 @@ class MemoryExchange(GraphExchange):
         builds: How often each graph was published, by (tag, digest).
     """
 
+    frees_lost_holders = True
+
     def __init__(
         self, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -59,7 +61,6 @@ class MemoryExchange(GraphExchange):
                 del self._leases[tag, digest]
 
     def release_all(self, holder: str) -> None:
-        """Give back all leases of a holder that is gone."""
         with self._lock:
             held = [key for key, (owner, _) in self._leases.items() if owner == holder]
             for key in held:

@@ -18,7 +18,7 @@ from tests.differential.sequences import Driver, Found, Step, as_json
 from tests.differential.world import difference
 
 FIXED_SEED = 7
-A_UNETS_SEED, A_TRANSFORMERS_SEED = 2, 3  # of the first sequence: SD1.5's, Flux's
+A_UNETS_SEED, A_TRANSFORMERS_SEED = 6, 5  # of the first sequence: a UNet's, SD3's
 # A sequence for each cheap plant, as `--plant` has found and cut it down.
 SHORTEST = {
     "attributes-of-layers": (7, "tiling_on:1"),
@@ -43,13 +43,13 @@ def report(found: Found | None) -> str:
 @pytest.mark.parametrize("seed", [A_UNETS_SEED, A_TRANSFORMERS_SEED])
 def test_no_picture_is_wrong(seed: int) -> None:
     driver = Driver()
-    found = next(driver.random_run(seed, 30, seconds=20), None)
+    found = next(driver.random_run(seed, 40, seconds=40), None)
     if found is not None:
         found = driver.shortest(found, 30)
     assert found is None, f"--seed {seed}\n{report(found)}"
     assert driver.counts.steps > 10
-    assert driver.counts.replays > 3
-    assert driver.counts.graph_calls > 20
+    assert driver.counts.replays > 10
+    assert driver.counts.graph_calls > 100
 
 
 @pytest.mark.parametrize("plant", sorted(SHORTEST))

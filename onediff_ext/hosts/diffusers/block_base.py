@@ -20,8 +20,6 @@ class DiffusersBlocks(BlockFamily):
     """
 
     path: str
-    # The registry of diffusers' hooks; what they do is in a module's `forward`.
-    ignored_attrs = frozenset({"_diffusers_hook"})
     sources = ("diffusers.",)
     redundant_attrs = frozenset(
         {

@@ -121,7 +121,8 @@ def _check(pipe: object, models: list[Any], options: StepCacheOptions) -> None:
                 f"diffusers has no magnitudes of {name} for mag-cache.",
                 "Use first-block or taylorseer-lite.",
             )
-    if "cache_context" not in inspect.getsource(type(pipe).__call__):
+    call: Any = inspect.unwrap(type(pipe).__call__)
+    if "cache_context" not in call.__code__.co_names:
         raise OptionError(f"diffusers' {type(pipe).__name__} runs without step caches.", without)
 
 

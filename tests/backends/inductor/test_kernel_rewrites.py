@@ -337,3 +337,24 @@ def test_the_exact_gelu_stays_outside_of_its_product() -> None:
     found = targets_of(feeds("none")[1])
     assert found["aten.gelu.default"] == 1
     assert not found["aten._addmm_activation.default"]
+
+
+class CutSums(nn.Module):
+    """Sums of tensors with fewer dims, cut along each dim."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor, vector: torch.Tensor) -> Any:
+        total = (x + table) * vector
+        return [torch.ops.aten.slice.Tensor(total, self.dim, start, 4) for start in (0, 1)]
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1, -2])
+@pytest.mark.parametrize("rows", [5, 1])
+def test_parts_of_a_sum_with_fewer_dims_are_cut_along_their_own(dim: int, rows: int) -> None:
+    given = torch.randn(2, 5, 6), torch.randn(rows, 6), torch.randn(6)
+    graph = rewritten(CutSums(dim), *given)
+    for mine, theirs in zip(graph(*given), CutSums(dim)(*given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)

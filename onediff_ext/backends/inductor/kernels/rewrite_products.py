@@ -19,7 +19,7 @@ def rewrite_gelu_product(node: Any) -> None:
     if approximate != "tanh" or x.target is not ATEN.linear.default or len(x.users) != 1:
         return
     tokens, weight, bias = arguments_of(x, 3)
-    if not isinstance(bias, Node) or not _on_16_bits(x):
+    if not isinstance(bias, Node) or not _on_16_bits(x) or x.meta["val"].ndim < 2:
         return
     with node.graph.inserting_before(node):
         rows = _rows_of(tokens)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Node
 
 from onediff_ext.backends.inductor.kernels.fx_nodes import ATEN, arguments_of
@@ -27,24 +28,31 @@ def rewrite_sliced_sum(node: Any) -> None:
     x, dim, start, end, step = arguments_of(node, 5)
     if not isinstance(x, Node) or x.target not in _ELEMENTWISE or step not in (None, 1):
         return
-    dim = dim or 0
+    ndim = x.meta["val"].ndim
+    dim = (dim or 0) % ndim
     if not dim or any(user.target is not ATEN.slice.Tensor for user in x.users):
         return
     with node.graph.inserting_before(node):
-        node.replace_all_uses_with(_cut(x, _Cut(dim, start, end), node.meta["val"]))
+        node.replace_all_uses_with(_cut(x, _Cut(dim - ndim, start, end), node.meta["val"]))
 
 
-class _Cut:
-    """A slice of one dim, from `start` to `end`."""
+class _Cut(NamedTuple):
+    """A slice of one dim.
 
-    def __init__(self, dim: int, start: Any, end: Any) -> None:
-        self.dim, self.start, self.end = dim, start, end
+    Args:
+        axis: The dim, counted from the end, so that it holds for tensors with fewer dims too.
+        start, end: Numbers or nodes, as in the slice.
+    """
+
+    axis: int
+    start: Any
+    end: Any
 
     def part_of(self, parts: list[Any]) -> Any:
         """Return the one of two joined tensors that this is, or None."""
         if len(parts) != 2:
             return None
-        border = parts[0].meta["val"].shape[self.dim]
+        border = parts[0].meta["val"].shape[self.axis]
         if self.start in (None, 0) and _same(self.end, border):
             return parts[0]
         return parts[1] if _same(self.start, border) and self.end in (None, _LARGEST) else None
@@ -53,28 +61,30 @@ class _Cut:
 def _cut(x: Any, cut: _Cut, value: Any) -> Any:
     """Return the slice of a tensor as a node; `value` has its form."""
     graph, own = x.graph, x.meta["val"]
-    if x.target is ATEN.cat.default and arguments_of(x, 2)[1] in (cut.dim, cut.dim - own.ndim):
+    if (
+        x.target is ATEN.cat.default
+        and (arguments_of(x, 2)[1] or 0) % own.ndim - own.ndim == cut.axis
+    ):
         part = cut.part_of(list(x.args[0]))
         if part is not None:
             return part
     if x.target in _ELEMENTWISE:
-        arguments = [_cut(a, cut, value) if _has_dim(a, cut.dim, own) else a for a in x.args]
+        arguments = [_cut(a, cut, value) if _has_dim(a, cut.axis) else a for a in x.args]
         new = graph.call_function(x.target, tuple(arguments), dict(x.kwargs))
     else:
-        new = graph.call_function(ATEN.slice.Tensor, (x, cut.dim, cut.start, cut.end))
+        dim = own.ndim + cut.axis
+        new = graph.call_function(ATEN.slice.Tensor, (x, dim, cut.start, cut.end))
     new.meta["val"] = value
     return new
 
 
-def _has_dim(argument: Any, dim: int, whole: Any) -> bool:
-    """Whether a tensor has a dim of its whole's size, which is not broadcast."""
-    if not isinstance(argument, Node):
+def _has_dim(argument: Any, axis: int) -> bool:
+    """Whether an argument is a tensor with this dim, which is not broadcast."""
+    value = argument.meta["val"] if isinstance(argument, Node) else None
+    if not isinstance(value, torch.Tensor) or value.ndim < -axis:
         return False
-    value = argument.meta["val"]
-    if not hasattr(value, "ndim"):
-        return False
-    place = dim - (whole.ndim - value.ndim)
-    return place >= 0 and not (isinstance(value.shape[place], int) and value.shape[place] == 1)
+    size = value.shape[axis]
+    return not (isinstance(size, int) and size == 1)
 
 
 def _same(node: Any, size: Any) -> bool:

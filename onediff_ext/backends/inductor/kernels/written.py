@@ -7,8 +7,6 @@ reads them, and once more for the others.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.library import custom_op
 
@@ -29,10 +27,6 @@ def register_lowering() -> None:
     from torch._inductor import ir, lowering
 
     target = torch.ops.onediff.written.default
-    if target in lowering.lowerings:
-        return
-
-    def lower(x: Any) -> Any:
-        return ir.ExternKernel.require_contiguous(x)
-
-    lowering.register_lowering(target, type_promotion_kind=None)(lower)
+    if target not in lowering.lowerings:
+        register = lowering.register_lowering(target, type_promotion_kind=None)
+        register(ir.ExternKernel.require_contiguous)

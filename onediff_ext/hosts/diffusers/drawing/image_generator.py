@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -307,10 +307,14 @@ class ImageGenerator:
         step_cache = step_cache_for(pipe, settings.step_cache, steps_run)
         prompts_kept = nullcontext() if self._prompts is None else self._prompts.kept(pipe)
         noise = noise_sent_ahead(pipe.scheduler)
-        caches = (deepcache, step_cache, prompts_kept, noise)
-        with one_picture(self.pipe), ExitStack() as stack, self.vae.drawing() as vae:
-            for cache in caches:
-                stack.enter_context(cache)
+        with (
+            one_picture(self.pipe),
+            deepcache,
+            step_cache,
+            prompts_kept,
+            noise,
+            self.vae.drawing() as vae,
+        ):
             result = pipe(
                 **self._texts(settings, list(prompts or [settings.prompt] * len(seeds))),
                 num_inference_steps=settings.steps,

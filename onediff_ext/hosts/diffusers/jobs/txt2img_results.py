@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from onediff_ext.core.errors import PictureError
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
+from onediff_ext.pictures.naming import free_path
 from onediff_ext.pictures.writing import write_png
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
         DrawSettings,
         ImageGenerator,
     )
+
+
+def result_path(folder: Path, seed: int, width_px: int, height_px: int) -> Path:
+    """Return a file for a picture that does not exist yet."""
+    return free_path(folder / f"{seed:05d}-{width_px}x{height_px}.png")
 
 
 def write_results(
