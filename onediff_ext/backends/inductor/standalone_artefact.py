@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from onediff_ext.backends.inductor.device_index import loading_for
+from onediff_ext.backends.inductor.size_types import sizes_as_indices
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.torch_versions import ready_for_standalone_compile
 
@@ -46,7 +47,7 @@ def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> byte
     from torch._inductor import config, standalone_compile
 
     ready_for_standalone_compile(graph_module)
-    with config.patch(dict(CUDA_CONFIG)):
+    with config.patch(dict(CUDA_CONFIG)), sizes_as_indices():
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
         path = Path(folder) / "graph.bin"
