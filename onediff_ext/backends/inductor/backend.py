@@ -46,7 +46,7 @@ _IMPORTED_BY_LOADS = (
     "torch._inductor.standalone_compile",
 )
 
-# Raise this whenever the kernels in `backends/inductor/kernels` or `size_types.py` change.
+# Raise this whenever the kernels in `backends/inductor/kernels` or `code_choices.py` change.
 KERNELS = "9"
 
 
