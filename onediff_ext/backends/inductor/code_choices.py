@@ -4,7 +4,7 @@
   symbolic size in 64. An index divided by a size is then a division in 64 bits, which takes a GPU
   some hundred instructions.
 - **Rows in registers.** A norm over more than 1024 channels reads its row two or three times in a
-  loop. A GPU has the registers for 8192 channels.
+  loop. A GPU has the registers for 16384 channels.
 
 Source: `signature_to_meta` in torch/_inductor/codegen/triton_utils.py, whose parameter
 ``is_template`` has sizes follow the indices, as Inductor's own templates have it; `InductorChoices`
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-MOST_CHANNELS = 8192
+MOST_CHANNELS = 16384
 _PARAMETER = "is_template"
 _patching = threading.Lock()
 
