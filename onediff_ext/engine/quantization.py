@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.core.errors import ModelChangedError
 from onediff_ext.engine.graph_calls import is_observed
 from onediff_ext.engine.validity.tensor_contents import content_of
 from onediff_ext.engine.weak_tensors import WeakTensors
@@ -182,7 +182,7 @@ class QuantizedWeights:
             groups, and with fp8 the scale [1] of inputs of at most 1.
 
         Raises:
-            WeightsChangedError: A CUDA graph is being recorded, and the copies have to be written.
+            ModelChangedError: A CUDA graph is being recorded, and the copies have to be written.
         """
         sources = [[weights[i] for i in group] for group in self.quantization.groups]
         self._sources = WeakTensors(weight for group in sources for weight in group)
@@ -190,7 +190,7 @@ class QuantizedWeights:
         self.was_made = now != self.made_from
         if self.was_made:
             if is_observed():
-                raise WeightsChangedError("A weight has changed since the forward before it.")
+                raise ModelChangedError("A weight has changed since the forward before it.")
             self.made_from = None  # stays None when the copies fail halfway
             self._make(sources)
             self.made_from = now

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onediff_ext.core.errors import CaptureError, WeightsChangedError
+from onediff_ext.core.errors import CaptureError, ModelChangedError
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph, CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, read_call
 from onediff_ext.engine.cuda_graphs.forward_recorder import ForwardRecorder
@@ -298,10 +298,10 @@ class CapturedForward:
 
         try:
             return self._cuda_graphs.record(key, make, call.device, self._share)
-        except WeightsChangedError as exc:
+        except ModelChangedError as exc:
             self.reason = exc.message
         except CaptureError as exc:
-            if isinstance(exc.__cause__, WeightsChangedError):
+            if isinstance(exc.__cause__, ModelChangedError):
                 self.reason = exc.__cause__.message
             else:
                 self._refuse(key, f"cannot be recorded: {exc.message}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import MachineError
+from onediff_ext.core.errors import MachineError, ModelChangedError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
@@ -163,8 +163,13 @@ class BlockRunner:
     def _run(
         self, graph: Graph, prepared: _Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the kind's graph, and compare it with eager where that is due."""
+        """Run the kind's graph, and compare it with eager where that is due.
+
+        A comparison waits for the GPU, which ends a recording.
+        """
         kind, call, weights = prepared
+        if kind.state is not KindState.READY and is_observed():
+            raise ModelChangedError("A graph came in since the forward before it.")
         outputs: Tensors | None = None
         try:
             call = self.text_kv.graph_call(call, weights)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.core.errors import ModelChangedError
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.blocks.weight_slots import WeightSlot
@@ -54,11 +54,11 @@ class BlockWeights(DerivedWeights):
         """Return the weights that the last call's graph read, as they are now.
 
         Raises:
-            WeightsChangedError: The weights no longer have the form that the graph reads.
+            ModelChangedError: The weights no longer have the form that the graph reads.
         """
         weights = None if self.tree is None else self.read(self.tree)
         if weights is None:
-            raise WeightsChangedError("A block has other weights than it had a moment ago.")
+            raise ModelChangedError("A block has other weights than it had a moment ago.")
         return weights
 
     def for_graph(

@@ -271,6 +271,27 @@ def test_somebody_who_changes_the_model_at_every_call_stops_the_recording(
     assert captured(pipe).reason == "something changes the model at every call"
 
 
+def test_a_graph_that_comes_in_while_a_size_is_recorded_does_not_refuse_the_size(
+    pipe: Any, recorder: FrozenRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(pipe)
+    kind = compiled_state(pipe).components[0].runners[0].used
+    record = FrozenRecorder.record
+
+    def graph_first(recorder: FrozenRecorder, *args: Any, **kwargs: Any) -> Any:
+        kind.accept(kind.graph, "loaded")  # as another thread does
+        monkeypatch.undo()
+        return record(recorder, *args, **kwargs)
+
+    monkeypatch.setattr(FrozenRecorder, "record", graph_first)
+    step(pipe, height=8, width=8)
+    assert recorder.recorded == 1
+    assert "A graph came in" in captured(pipe).reason
+    settle(pipe, height=8, width=8)
+    assert recorder.recorded == 2
+    assert_right(pipe, height=8, width=8)
+
+
 def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: FrozenRecorder) -> None:
     recorder.error = CaptureError("operation not permitted when stream is capturing")
     for seed in range(5):
