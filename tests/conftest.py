@@ -14,6 +14,8 @@ import tempfile
 
 import pytest
 
+from onediff_ext.store.default_root import default_root
+
 _SETTINGS = {
     # Test models are tiny: more threads only wait for each other, and sums change with them.
     "OMP_NUM_THREADS": "1",
@@ -30,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before any test module loads torch, which reads these once.
     os.environ.update(_SETTINGS)
+    # One for all processes and runs. Its content is checked at each use.
+    os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
 
 
