@@ -22,6 +22,10 @@ _SETTINGS = {
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # glibc reads these at a process's start. It returns each large tensor to the system otherwise,
+    # and half of the time of a test that draws goes into getting the pages again.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 _store = pytest.StashKey[str]()
 
