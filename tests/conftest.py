@@ -28,6 +28,7 @@ _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 _store = pytest.StashKey[str]()
+_exports = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,11 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(_SETTINGS)
     # One for all processes and runs. Its content is checked at each use.
     os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
+    if not hasattr(config, "workerinput"):  # one for all processes of the run
+        os.environ["ONEDIFF_TEST_EXPORTS"] = config.stash[_exports] = tempfile.mkdtemp(
+            prefix="onediff-exports-"
+        )
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[_store], ignore_errors=True)
+    for key in (_store, _exports):
+        if folder := config.stash.get(key, ""):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
