@@ -211,9 +211,9 @@ def test_while_nothing_is_kept_one_process_builds_and_the_others_wait(
 def test_a_failed_build_keeps_nothing_and_lets_the_next_one_in(tmp_path, process, monkeypatch):
     monkeypatch.setattr(compiler_files, "_files_of_this_process", lambda: files)
     files = process("first")
-    with pytest.raises(RuntimeError, match="g[+][+]"), reused_compiler_files():  # noqa: PT012
-        build(tmp_path / "first")
-        raise RuntimeError("g++ failed")
+    build(tmp_path / "first")
+    with pytest.raises(RuntimeError, match="the compiler failed"), reused_compiler_files():
+        raise RuntimeError("the compiler failed")
     files = process("second")
     with reused_compiler_files():
         build(tmp_path / "second")
