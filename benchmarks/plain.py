@@ -232,7 +232,7 @@ def _make_model(model: str, folder: Path) -> int:
     import torch
 
     from benchmarks.models import make_pipeline
-    from tests.support.models import save_lora
+    from tests.support.adapter_weights import save_lora
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if device.type == "cuda" else torch.float32

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.pictures import photograph, psnr_db
 from benchmarks.results import write_result
 from onediff_ext.core.options import PRECISIONS
-from tests.live.client import WebUI
+from tests.support.webui_client import WebUI
 
 SIZES = "1024x1024, 960x720, 720x720, 512x512"
 JOB = {

@@ -14,14 +14,21 @@ import tempfile
 
 import pytest
 
+from onediff_ext.store.default_root import default_root
+
 _SETTINGS = {
     # Test models are tiny: more threads only wait for each other, and sums change with them.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # glibc reads these at a process's start. It returns each large tensor to the system otherwise,
+    # and half of the time of a test that draws goes into getting the pages again.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 _store = pytest.StashKey[str]()
+_exports = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,11 +37,19 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before any test module loads torch, which reads these once.
     os.environ.update(_SETTINGS)
+    # One for all processes and runs. Its content is checked at each use.
+    os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
+    if not hasattr(config, "workerinput"):  # one for all processes of the run
+        os.environ["ONEDIFF_TEST_EXPORTS"] = config.stash[_exports] = tempfile.mkdtemp(
+            prefix="onediff-exports-"
+        )
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[_store], ignore_errors=True)
+    for key in (_store, _exports):
+        if folder := config.stash.get(key, ""):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -135,7 +135,12 @@ class BuildContext:
             in_background: At a low priority.
         """
         pace = self.share.pace if in_background else None
-        return WorkerProcess(self.backend.name, folder, in_background, pace)
+        try:
+            self.library.folder.prepare()
+            compiler_files = self.library.folder.compiler_files
+        except StoreError:  # the next stored graph warns of it
+            compiler_files = None
+        return WorkerProcess(self.backend.name, folder, in_background, pace, compiler_files)
 
     def build_in(self, worker: WorkerProcess, program: bytes, device: str) -> Built:
         """Build one exported program in one worker; see `WorkerProcess.build`."""

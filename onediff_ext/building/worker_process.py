@@ -30,6 +30,7 @@ from onediff_ext.core.errors import (
     WorkerKilledError,
     WorkerLostError,
 )
+from onediff_ext.engine.backend_port import COMPILER_FILES_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class WorkerProcess:
     Args:
         backend: Name of the backend that it builds for.
         cache: Folder for the compilers' own caches; workers may share one.
+        compiler_files: Folder in which workers keep the compilers' files that all graphs share;
+            None is one in `cache`.
         in_background: At a low priority, since pictures are drawn beside it.
         pace: Returns the speed that the pictures on a device leave to it now, 1 for full speed. A
             time limit takes it into account: a worker that waits for the processors is not lost.
@@ -73,10 +76,12 @@ class WorkerProcess:
         cache: Path,
         in_background: bool = False,
         pace: Callable[[torch.device], float] | None = None,
+        compiler_files: Path | None = None,
     ) -> None:
         self._backend, self._in_background = backend, in_background
         self._pace, self._device = pace, torch.device("cpu")
         self._cache = cache.absolute()  # workers have a current folder of their own
+        self._compiler_files = (compiler_files or cache / "compiler-files").absolute()
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._scratch: Path | None = None
@@ -196,7 +201,7 @@ class WorkerProcess:
                     text=True,
                     # Not the user's current folder: it may hold modules and programs of any kind.
                     cwd=self._scratch,
-                    env=_environment(self._cache),
+                    env=_environment(self._cache, self._scratch, self._compiler_files),
                     start_new_session=True,  # a group of its own: its compilers end with it
                 )
             scratch = self._scratch
@@ -289,17 +294,19 @@ def _command(script: Path) -> list[str]:
     return [sys.executable, *options, str(script), str(package), where]
 
 
-def _environment(cache: Path) -> dict[str, str]:
+def _environment(cache: Path, scratch: Path, compiler_files: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {
+        COMPILER_FILES_VARIABLE: str(compiler_files),
         **os.environ,
         # An empty or relative entry means the current folder, which differs in the worker.
         "PYTHONPATH": os.pathsep.join(entry for entry in inherited if os.path.isabs(entry)),
-        # Not the user's cache: builds leave nothing behind and find nothing old.
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        # Not the user's cache: builds leave nothing behind and find nothing old. And not another
+        # worker's: a killed compiler leaves partial files.
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # several workers share the cores already
-        # A killed compiler's files are deleted with this folder. Windows reads TMP and TEMP.
-        **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(cache)),
+        # Deleted with the worker. Windows reads TMP and TEMP.
+        **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(scratch)),
         "OMP_NUM_THREADS": "1",
     }

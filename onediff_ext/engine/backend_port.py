@@ -10,6 +10,10 @@ import torch
 # A loaded graph takes the block's weights, then its input tensors, and returns its outputs.
 Graph = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
+# In a worker's environment: a folder where `Backend.build` may keep what its compiler makes for
+# all graphs alike.
+COMPILER_FILES_VARIABLE = "ONEDIFF_COMPILER_FILES"
+
 
 class Backend(ABC):
     """Compiles and loads the graphs of block kinds.

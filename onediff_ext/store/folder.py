@@ -7,6 +7,7 @@
     <root>/content-hashes.json  cache of content hashes
     <root>/history.json         build times and measured steps
     <root>/saved-time.json      the time that graphs have saved
+    <root>/compiler-files/      what compilers make for all graphs alike, for the next build process
     <root>/tmp/  <root>/locks/  parts being written, lock files
 
 A store whose `schema.json` names another schema belongs to another version of this product, which
@@ -38,7 +39,7 @@ from onediff_ext.store.write_errors import mapped_write_errors
 
 STORE_SCHEMA = 1
 _SCHEMA_FILE = "schema.json"
-_FOLDERS = ("graphs", "checkpoints", "verdicts", "tmp", "locks")
+_FOLDERS = ("graphs", "checkpoints", "verdicts", "compiler-files", "tmp", "locks")
 _PEEK_BYTES = 12
 _PRIVATE = 0o700  # graphs are native code: other users must not put one there
 
@@ -93,6 +94,11 @@ class StoreFolder:
     def build_records(self) -> Path:
         """Folder of the build records; "verdicts" is its older name."""
         return self.home / "verdicts"
+
+    @property
+    def compiler_files(self) -> Path:
+        """Folder of the compilers' files that all graphs share; may be deleted at any time."""
+        return self.home / "compiler-files"
 
     @property
     def tmp(self) -> Path:

@@ -69,9 +69,8 @@ class GraphLibrary:
             key: The key of the kind.
 
         Returns:
-            None for a miss; `explain` has the reason. A damaged file is a miss and is deleted if
-            possible. A file of another version, or one that other users may have written, is a
-            miss and stays.
+            None for a miss; `explain` has the reason. A damaged file is deleted if possible. A file
+            of another version, or one that other users may have written, stays.
         """
         return self.find(key.digest)
 
@@ -321,9 +320,7 @@ class GraphLibrary:
         return write_archive(archive_path, paths)
 
     def import_archive(self, path: Path, trust: bool = False) -> ImportReport:
-        """Import the graphs of an archive. All are checked before the first one is imported.
-
-        A sound graph that is stored already stays as it is.
+        """Import the graphs of an archive that are not stored yet, after all were checked.
 
         Args:
             path: The archive.

@@ -22,6 +22,11 @@ from tests.support.session_fixtures import SmallUNet
 TIMEOUT_S = 240
 
 
+@pytest.fixture
+def exports() -> None:
+    """Every block is traced."""
+
+
 def no_room(*args, **kwargs):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

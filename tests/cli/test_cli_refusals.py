@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from onediff_ext.core.errors import OptionError
-from tests.support import models
+from tests.support import adapter_weights, models
 from tests.support.sample_pictures import save_pictures
 
 if TYPE_CHECKING:
@@ -252,7 +252,9 @@ def test_loras(command_line: CommandLine, folder: Path, tmp_path: Path) -> None:
     refused(f"{command_line.lora('kohya')}:strong", "'strong' is no LoRA weight", ":0.8")
     refused(command_line.lora("kohya", "sdxl"), "LoRA for another text encoder", "this kind")
     refused(command_line.checkpoint(), "is a checkpoint, not a LoRA", "Choose a LoRA")
-    wide = models.save_lora(models.sd15(context_dim=96), tmp_path / "wide.safetensors", text=False)
+    wide = adapter_weights.save_lora(
+        models.sd15(context_dim=96), tmp_path / "wide.safetensors", text=False
+    )
     refused(wide, "LoRA for a text context 96 wide", "this kind")
     pickle = tmp_path / "lora.pt"
     shutil.copy(command_line.lora("kohya"), pickle)

@@ -10,7 +10,7 @@ import torch
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
-from tests.support import models
+from tests.support import adapter_weights, models
 from tests.support.draw import draw_latents, relative_error
 
 
@@ -72,7 +72,7 @@ def test_replaced_parameters_are_seen(warm):
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
 def test_lora_is_right_in_every_state_without_a_build(layout, warm, tmp_path):
-    path = models.save_lora(models.sd15(), tmp_path / "style.safetensors", layout)
+    path = adapter_weights.save_lora(models.sd15(), tmp_path / "style.safetensors", layout)
     reference, pipe = models.sd15(), models.sd15()
     before = draw_latents(reference)
     compile_pipe(pipe, session=warm)
@@ -110,7 +110,7 @@ def test_lora_is_right_in_every_state_without_a_build(layout, warm, tmp_path):
 
 def test_a_lora_that_is_fused_while_it_is_off_draws_nothing(warm, tmp_path):
     """peft takes it out of the weights again within the first forward."""
-    path = models.save_lora(models.sd15(), tmp_path / "style.safetensors", "diffusers")
+    path = adapter_weights.save_lora(models.sd15(), tmp_path / "style.safetensors", "diffusers")
     reference, pipe = models.sd15(), models.sd15()
     compile_pipe(pipe, session=warm)
     for one in (reference, pipe):
@@ -136,7 +136,7 @@ def test_a_lora_that_is_fused_while_it_is_off_draws_nothing(warm, tmp_path):
 
 def test_two_loras_at_once(warm, tmp_path):
     paths = [
-        models.save_lora(models.sd15(), tmp_path / f"{i}.safetensors", "diffusers", seed=i)
+        adapter_weights.save_lora(models.sd15(), tmp_path / f"{i}.safetensors", "diffusers", seed=i)
         for i in (1, 2)
     ]
     reference, pipe = models.sd15(), models.sd15()
@@ -151,7 +151,7 @@ def test_two_loras_at_once(warm, tmp_path):
 
 
 def test_compiling_a_pipe_that_has_a_lora(warm, tmp_path):
-    path = models.save_lora(models.sd15(), tmp_path / "style.safetensors", "diffusers")
+    path = adapter_weights.save_lora(models.sd15(), tmp_path / "style.safetensors", "diffusers")
     pipe = models.sd15()
     load_lora(pipe, path)
     expected = draw_latents(pipe)

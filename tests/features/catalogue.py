@@ -16,7 +16,7 @@ from tests.features.feature import (
     small_sd15,
     small_sdxl,
 )
-from tests.support import models, transformer_models
+from tests.support import adapter_weights, models, transformer_models
 
 _PIPELINES = "Pipelines"
 _ARGUMENTS = "Arguments of a call"
@@ -161,7 +161,9 @@ def _scheduler(pipe: Any) -> None:
 
 
 def _load_loras(pipe: Any, *names: str) -> None:
-    states = [models.lora_tensors(pipe, text=False, rank=2, seed=i) for i in range(len(names))]
+    states = [
+        adapter_weights.lora_tensors(pipe, text=False, rank=2, seed=i) for i in range(len(names))
+    ]
     for name, state in zip(names, states, strict=True):
         pipe.load_lora_weights(state, adapter_name=name)
 
@@ -198,14 +200,16 @@ def _lora_scale(pipe: Any) -> Options:
 @feature(_ADAPTERS, "IP-Adapter", options=_SIZE)
 def _ip_adapter(pipe: Any) -> Options:
     pipe.load_ip_adapter(
-        models.ip_adapter_tensors(pipe.unet),
+        adapter_weights.ip_adapter_tensors(pipe.unet),
         subfolder=None,
         weight_name=None,
         image_encoder_folder=None,
         low_cpu_mem_usage=False,
     )
     pipe.set_ip_adapter_scale(0.8)
-    embeds = torch.randn(2, 1, models.IMAGE_WIDTH, generator=torch.Generator().manual_seed(4))
+    embeds = torch.randn(
+        2, 1, adapter_weights.IMAGE_WIDTH, generator=torch.Generator().manual_seed(4)
+    )
     return {"ip_adapter_image_embeds": [embeds]}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.live.client import Drawn, WebUI, assert_same
+from tests.support.webui_client import Drawn, WebUI, assert_same
 
 
 @pytest.fixture(scope="session")

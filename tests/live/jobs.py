@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.live.client import Drawn, WebUI
+from tests.support.webui_client import Drawn, WebUI
 
 STEPS = 12
 

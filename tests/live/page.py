@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.live.client import WebUI, WebUIError
+from tests.support.webui_client import WebUI, WebUIError
 
 # What the tabs of img2img are to their function.
 IMG2IMG_BATCH = 5

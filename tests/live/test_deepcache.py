@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import PROMPT, Drawn, WebUI, WebUIError, assert_different
 from tests.live.jobs import (
     STEPS,
     assert_identical,
@@ -18,6 +17,7 @@ from tests.live.jobs import (
     difference,
     shallow,
 )
+from tests.support.webui_client import PROMPT, Drawn, WebUI, WebUIError, assert_different
 
 LONG = "a red apple on a table, " * 20
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import PROMPT, WebUI, assert_different, assert_same, encode
 from tests.live.jobs import STEPS, assert_identical, cached, difference, shallow
+from tests.support.webui_client import PROMPT, WebUI, assert_different, assert_same, encode
 
 
 @pytest.fixture(autouse=True)

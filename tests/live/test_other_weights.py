@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import WebUI, assert_different, assert_same
+from tests.support.webui_client import WebUI, assert_different, assert_same
 
 
 def checkpoint_of(webui: WebUI, variable: str) -> str:

@@ -1,6 +1,6 @@
 """Other code that changes layers or takes the UNet over: equal pictures, or eager with a reason.
 
-The files are those of `tests/live/files.py`.
+The files are those of `tests/support/live_files.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import (
+from tests.support.live_files import NETWORKS
+from tests.support.webui_client import (
     PROMPT,
     Drawn,
     WebUI,
@@ -20,7 +21,6 @@ from tests.live.client import (
     assert_same,
     encode,
 )
-from tests.live.files import NETWORKS
 
 CONTROLNET = "tiny-controlnet"
 
@@ -72,7 +72,7 @@ def test_lycoris(webui: WebUI, loras: list[str], plain: Drawn, same: Any, name: 
 @pytest.mark.usefixtures("unchanged")
 def test_hypernetwork(webui: WebUI, plain: Drawn, eager: Any) -> None:
     if not any(h["name"] == "tiny-hypernetwork" for h in webui.get("/sdapi/v1/hypernetworks")):
-        pytest.skip("the WebUI lacks the files of tests/live/files.py")
+        pytest.skip("the WebUI lacks the files of tests/support/live_files.py")
     job = {"prompt": f"{PROMPT} <hypernet:tiny-hypernetwork:1>"}
     assert_different(eager("a hypernetwork changes the context", **job), plain)
     # The host keeps it loaded until the networks of the next job are activated.
@@ -156,7 +156,7 @@ def controlnet(webui: WebUI, photo: np.ndarray, **unit: Any) -> dict[str, Any]:
         pytest.skip("the WebUI has no ControlNet")
     model = next((name for name in models if name.startswith(CONTROLNET)), None)
     if model is None:
-        pytest.skip("the WebUI lacks the files of tests/live/files.py")
+        pytest.skip("the WebUI lacks the files of tests/support/live_files.py")
     image = {"image": encode(photo), "module": "none", "model": model}
     return {"ControlNet": {"args": [{"enabled": True, **image, **unit}]}}
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.live.client import BACKEND, DEFAULTS, Drawn, WebUI, assert_same
 from tests.live.page import IMG2IMG_BATCH, Page
+from tests.support.webui_client import BACKEND, DEFAULTS, Drawn, WebUI, assert_same
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from onediff_ext.panel.details import detail_lines
 from onediff_ext.panel.header import header_of
 from onediff_ext.panel.phrases import phrases_in
 from onediff_ext.panel.reasons import explain
-from tests.live.client import WebUI
 from tests.support.browser import browser, outside
 from tests.support.header_states import LONG, STATES
+from tests.support.webui_client import WebUI
 
 PANEL = "#onediff_txt2img"
 DOCS = Path(__file__).resolve().parents[2] / "docs/images"

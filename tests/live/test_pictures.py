@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.client import WebUI, assert_different, assert_same
+from tests.support.webui_client import WebUI, assert_different, assert_same
 
 LONG = "a red apple on a table, " * 20
 

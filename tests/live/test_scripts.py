@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.live.client import Drawn, WebUI, assert_same
+from tests.support.webui_client import Drawn, WebUI, assert_same
 
 
 def test_xyz_plot(webui: WebUI) -> None:

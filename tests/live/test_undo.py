@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.live.client import Drawn, WebUI, WebUIError, assert_same
 from tests.live.jobs import breaking
+from tests.support.webui_client import Drawn, WebUI, WebUIError, assert_same
 
 
 @pytest.mark.usefixtures("unchanged")

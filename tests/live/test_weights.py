@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.client import PROMPT, WebUI, assert_different, assert_same
+from tests.support.webui_client import PROMPT, WebUI, assert_different, assert_same
 
 
 @pytest.mark.usefixtures("no_rebuild")
@@ -88,12 +88,12 @@ def test_checkpoint_by_override_settings(webui: WebUI, checkpoints: list[str]) -
 def test_checkpoint_of_another_architecture(
     webui: WebUI, checkpoints: list[str], in_memory: int, request: pytest.FixtureRequest
 ) -> None:
-    """A small SDXL, that of `tests/live/files.py`; by the backend `eager`, since its kinds are
+    """A small SDXL, that of `tests/support/live_files.py`, by the backend `eager`: its kinds are
     needed nowhere else."""
     titles = [model["title"] for model in webui.get("/sdapi/v1/sd-models")]
     other = next((title for title in titles if title.startswith("tiny-xl")), None)
     if other is None:
-        pytest.skip("the WebUI lacks the files of tests/live/files.py")
+        pytest.skip("the WebUI lacks the files of tests/support/live_files.py")
     chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
     webui.set_options(sd_checkpoints_limit=in_memory)
     # Other previews download a model for SDXL; builds beside pictures can take long.

@@ -79,10 +79,10 @@ class CommandLine:
     @functools.cache  # noqa: B019
     def lora(self, layout: str, name: str = "sd15") -> Path:
         """A LoRA file for an architecture, the same numbers in either layout."""
-        from tests.support import models
+        from tests.support import adapter_weights, models
 
         path = self._folder / f"lora-{name}-{layout}.safetensors"
-        return models.save_lora(models.BUILDERS[name](), path, layout)
+        return adapter_weights.save_lora(models.BUILDERS[name](), path, layout)
 
     def arguments(self, *arguments: object, store: Path | None = None) -> list[str]:
         """A whole command: checkpoint, store and backend added where they are not given."""

@@ -308,11 +308,11 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
             return result
 
     class Half(nn.Module):
-        """Encoder or decoder: [B, C, H, W] → [B, C', H, W]."""
+        """Encoder or decoder: [B, C, stride H, stride W] → [B, C', H, W]."""
 
-        def __init__(self, inputs: int, outputs: int) -> None:
+        def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
             super().__init__()
-            self.conv_in = ops.Conv2d(inputs, 16, 3, padding=1)
+            self.conv_in = ops.Conv2d(inputs, 16, 3, stride=stride, padding=1)
             self.attention, self.block = AttnBlock(16), ResnetBlock(16, 8)
             self.norm_out = nn.GroupNorm(4, 8)
             self.conv_out = ops.Conv2d(8, outputs, 3, padding=1)

@@ -75,7 +75,11 @@ class FakeEngine:
     def __init__(self, classes: SimpleNamespace, seed: int, config: object) -> None:
         with torch.inference_mode():
             torch.manual_seed(seed)
-            unet, encoder, decoder = classes.UNet(), classes.Half(3, 8), classes.Half(4, 3)
+            unet, encoder, decoder = (
+                classes.UNet(),
+                classes.Half(3, 8, stride=8),
+                classes.Half(4, 3),
+            )
         unet.__class__.__name__ = "UNetModel"
         vae = IntegratedAutoencoderKL()
         vae.encoder, vae.decoder = encoder.eval(), decoder.eval()

@@ -185,11 +185,11 @@ class Decoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """x [B, 3, H, W] → mean and deviation of a latent [B, 8, H, W]."""
+    """x [B, 3, 8 H, 8 W] → mean and deviation of a latent [B, 8, H, W]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv_in = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv_in = nn.Conv2d(3, 8, 3, stride=8, padding=1)
         self.block = ResnetBlock(8, 16)
         self.conv_out = nn.Conv2d(16, 8, 3, padding=1)
 

@@ -18,6 +18,7 @@ from onediff_ext.building.builder import Builder
 from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
+from tests.support.kept_exports import kept_exports
 
 _BUILT: dict[str, bytes] = {}
 _LOADED: dict[tuple[bytes, torch.device], Graph] = {}
@@ -67,6 +68,6 @@ def quick_builds() -> Iterator[None]:
             if listen is not None:
                 listen(BuildProgress(done, len(kinds), kind.label, 0.0))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with kept_exports(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Builder, "build", build)
         yield

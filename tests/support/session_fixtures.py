@@ -18,6 +18,8 @@ from onediff_ext.core.priority import SessionPriorities
 from onediff_ext.hosts.diffusers.compile import new_session
 from onediff_ext.session.session import Session
 from tests.support import models
+from tests.support.kept_exports import kept_exports
+from tests.support.quick_builds import quick_loads
 
 torch.set_num_threads(1)
 
@@ -29,7 +31,14 @@ def workers_at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def open_session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+def exports() -> Iterator[None]:
+    """Each kind is traced once in a run. Tests of the tracing replace this."""
+    with kept_exports():
+        yield
+
+
+@pytest.fixture
+def open_session(tmp_path: Path, exports: None) -> Iterator[Callable[..., Session]]:
     """Sessions of the eager backend over one new store, closed at the end."""
     opened: list[Session] = []
 
@@ -67,13 +76,15 @@ class InstantWorker(WorkerProcess):
 
 
 @pytest.fixture
-def instant_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds finish at once, without worker processes."""
+def instant_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Builds finish at once, without worker processes, and each graph is loaded once in a run."""
     monkeypatch.setattr(
         BuildContext,
         "new_worker",
         lambda self, folder, in_background: InstantWorker("eager", folder),
     )
+    with quick_loads():
+        yield
 
 
 class SmallUNet:

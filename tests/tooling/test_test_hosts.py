@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.live import files
+from tests.support import live_files as files
 from tests.support import models
 from tools.hosts.__main__ import live_environment, main
 from tools.hosts.checkout import (

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_unet, to_ldm_vae
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
-from tests.live import files
-from tests.support import models
+from tests.support import adapter_weights, models
+from tests.support import live_files as files
 from tools.hosts.webuis import TEXT_LAYERS, VAE_WIDTHS
 
 _CLIP_L, _CLIP_G = 768, 1280
@@ -169,7 +169,9 @@ def _components(pipe: Any) -> dict[str, Any]:
 def _write_loras(folder: Path, parts: Mapping[str, Any]) -> None:
     pipe = SimpleNamespace(**parts)
     for seed, name in enumerate(("random-a", "random-b")):
-        _save(models.lora_tensors(pipe, "kohya", seed=seed), folder / f"{name}.safetensors")
+        _save(
+            adapter_weights.lora_tensors(pipe, "kohya", seed=seed), folder / f"{name}.safetensors"
+        )
 
 
 def _write_vae(folder: Path, own: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.backends.inductor.compiler_files import reused_compiler_files
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.backend_port import Graph
 
@@ -39,7 +40,7 @@ def build_library(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor])
     """
     from torch._inductor import aot_compile, config
 
-    with config.patch(dict(CPU_CONFIG)):
+    with config.patch(dict(CPU_CONFIG)), reused_compiler_files():
         library = aot_compile(graph_module, tuple(fakes))
     if not isinstance(library, str):
         raise BackendError(f"AOTInductor returned {type(library).__name__} instead of a library.")

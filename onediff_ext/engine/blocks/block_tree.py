@@ -148,7 +148,7 @@ class BlockTree:
     def is_training(self) -> bool:
         """Whether a layer computes something else than in inference, being in training mode.
 
-        A dropout with probability 0 does not: Forge leaves its UNet in training mode with such
+        A dropout with probability 0 does not: some hosts leave a UNet in training mode with such
         layers.
         """
         return any(module.training for module in self._dropouts)

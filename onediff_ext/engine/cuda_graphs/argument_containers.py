@@ -1,9 +1,9 @@
 """Lists and dictionaries among a call's arguments, which a forward may change.
 
-diffusers' UNet pops the residuals of a T2I-Adapter from the caller's own list, Forge's those of a
-ControlNet, and Forge's notes the number of each block in its ``transformer_options``. A replay runs
-no Python, so the same is done to the containers of its call. A forward that runs twice gets them as
-they were.
+diffusers' UNet pops the residuals of a T2I-Adapter from the caller's own list. Other UNets pop
+those of a ControlNet, or note the number of each block in a dictionary of their options. A replay
+runs no Python, so the same is done to the containers of its call. A forward that runs twice gets
+them as they were.
 """
 
 from __future__ import annotations

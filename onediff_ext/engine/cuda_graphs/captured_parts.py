@@ -1,7 +1,8 @@
 """CUDA graphs of a model's parts, for a model whose forward cannot be recorded as a whole.
 
-ControlNet for A1111 calls a UNet's parts from a forward of its own. That forward waits for the GPU
-and follows a schedule that its arguments do not show, but the parts are the model's own modules.
+A ControlNet extension may call a UNet's parts from a forward of its own. That forward waits for
+the GPU and follows a schedule that its arguments do not show, but the parts are the model's own
+modules.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from onediff_ext.engine.torch_versions import (
 from onediff_ext.engine.validity.foreign_code import transform_is_active
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-# They name a prompt and change no computation: reForge gives each prompt a new one in each image.
+# They name a prompt and change no computation: a host may give each prompt a new one in each image.
 _NAMES = (uuid.UUID,)
 
 

@@ -79,7 +79,7 @@ class ForwardRecorder:
             target.copy_(source)
 
         def forward() -> Any:
-            args, kwargs = call.arguments(inputs)  # Forge's UNet empties the lists of a ControlNet
+            args, kwargs = call.arguments(inputs)  # a UNet may empty its lists
             with ExitStack() as stack:
                 for part in text_kv_graphs.values():
                     stack.enter_context(part.pinned())

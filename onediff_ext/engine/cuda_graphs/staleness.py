@@ -62,8 +62,8 @@ class TrustedModules:
 def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> str | None:
     """Why a model's forward belongs to another extension, or None.
 
-    Such a forward may do something else at each step without having it as an argument: ControlNet
-    for A1111 follows its own schedule there.
+    Such a forward may do something else at each step without having it as an argument: a
+    ControlNet extension may follow its own schedule there.
 
     Args:
         model: The host's module.

@@ -130,7 +130,7 @@ def replaced_methods(module: object) -> dict[str, object]:
     """Return the methods that an instance overrides with attributes of its own, by name.
 
     Methods that no forward calls are left out. A class's method that was put back by hand counts
-    as unchanged: ControlNet for A1111 does this. Of this package's own stand-ins counts what they
+    as unchanged: some extensions do this. Of this package's own stand-ins counts what they
     have replaced, their attribute `replaced`.
     """
     cls, found = type(module), {}

@@ -117,7 +117,7 @@ class ModuleAttributes:
     def _decides_the_same(self, values: list[Any]) -> bool:
         """Return whether everything except the ignored attributes is what it was.
 
-        A1111 renames each layer with every checkpoint, and notes what it merged into the layer.
+        A host may rename each layer with every checkpoint, or note in a layer what it merged there.
         """
         names = self._read_names()
         ours, theirs = self._deciding(self._names, self._values), self._deciding(names, values)

@@ -11,7 +11,7 @@ import torch
 from tests.differential.drawing import LORA_SCALE_IN
 from tests.differential.registry import feature, operation
 from tests.differential.world import TRANSFORMERS, World
-from tests.support import models
+from tests.support import adapter_weights
 from tests.support.transformer_models import lora_state
 
 _NAMES = ("x", "y", "z")
@@ -172,7 +172,7 @@ def lora_scale_of_the_call(world: World, random: Random) -> None:
 @operation(lambda w: not w.adapters and not w.no_adapters)
 def lora_from_a_file(world: World, random: Random) -> None:
     """Load a LoRA from a state dict with diffusers' own names."""
-    from tests.support.models import lora_tensors
+    from tests.support.adapter_weights import lora_tensors
 
     seed = random.randrange(1000)
     if world.is_unet:
@@ -195,7 +195,7 @@ def ip_adapter(world: World, random: Random) -> Callable[[], None]:
     seed = random.randrange(1000)
     kept = [(m, m.attn_processors, dict(m.config)) for m in world.each_denoiser()]
     for pipe in world.both:
-        tensors = models.ip_adapter_tensors(world.denoiser(pipe), seed, world.dtype)
+        tensors = adapter_weights.ip_adapter_tensors(world.denoiser(pipe), seed, world.dtype)
         world.denoiser(pipe)._load_ip_adapter_weights([tensors], low_cpu_mem_usage=False)
         pipe.set_ip_adapter_scale(0.8)
     seeds = [random.randrange(1000)]
@@ -203,7 +203,7 @@ def ip_adapter(world: World, random: Random) -> Callable[[], None]:
     def embeds(world: World) -> list[torch.Tensor]:
         made = torch.Generator().manual_seed(seeds[0])
         count = 1 if world.picture.guidance <= 1 else 2
-        images = torch.randn(2, 1, models.IMAGE_WIDTH, generator=made)[:count]
+        images = torch.randn(2, 1, adapter_weights.IMAGE_WIDTH, generator=made)[:count]
         return [images.to(world.device, world.dtype)]
 
     world.picture.extra["ip_adapter_image_embeds"] = embeds

@@ -12,9 +12,10 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.blocks import TransformerFamily
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.session import Session
+from tests.support.adapter_weights import lora_tensors
 from tests.support.cuda_graph_steps import captured, inputs, settle
 from tests.support.frozen_recorder import FrozenRecorder
-from tests.support.models import lora_tensors, sd15
+from tests.support.models import sd15
 
 Step = dict[str, Any]
 

@@ -14,7 +14,7 @@ from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, enable_deepcache
-from tests.support import models
+from tests.support import adapter_weights, models
 from tests.support.deepcache_draws import counts, state_of
 from tests.support.deepcache_draws import draw as draw_any
 from tests.support.draw import relative_error
@@ -90,7 +90,7 @@ def test_a_lora_of_another_weight_makes_new_captures_and_the_same_latents(sessio
     pipe = captured_pipe(session, "sd15", "3")
     reference = models.sd15()
     for one in (pipe, reference):
-        one.load_lora_weights(models.lora_tensors(one, text=False), adapter_name="one")
+        one.load_lora_weights(adapter_weights.lora_tensors(one, text=False), adapter_name="one")
     enable_deepcache(reference, 3)
     for weight in (0.5, 1.5):
         for one in (pipe, reference):

@@ -32,7 +32,7 @@ from onediff_ext.hosts.diffusers.deepcache import (
     disable_deepcache,
     enable_deepcache,
 )
-from tests.support import models
+from tests.support import adapter_weights, models
 from tests.support.deepcache_draws import counts, draw, state_of
 from tests.support.draw import relative_error
 
@@ -311,7 +311,7 @@ class ChangesLora:
 )
 def test_a_lora_that_changes_midway_makes_a_full_call(change: Any):
     pipe = models.sd15()
-    pipe.load_lora_weights(models.lora_tensors(pipe, text=False), adapter_name="one")
+    pipe.load_lora_weights(adapter_weights.lora_tensors(pipe, text=False), adapter_name="one")
     enable_deepcache(pipe, "strong")
     log = EvaluationLog(pipe.unet)
     draw(pipe)

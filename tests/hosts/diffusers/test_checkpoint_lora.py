@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
-from tests.support import models
+from tests.support import adapter_weights, models
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_both_layouts_are_the_same_lora(name: str, tmp_path: Path) -> None:
     plain = answer(models.BUILDERS[name]())
     for layout in ("diffusers", "kohya"):
         pipe = models.BUILDERS[name]()
-        path = models.save_lora(pipe, tmp_path / f"{layout}.safetensors", layout)
+        path = adapter_weights.save_lora(pipe, tmp_path / f"{layout}.safetensors", layout)
         load_lora(pipe, path)
         answers.append(answer(pipe))
     assert (answers[0] - plain).abs().mean() > 0.02
@@ -53,7 +53,9 @@ def test_text_encoder_and_alpha_count(tmp_path: Path) -> None:
     answers = []
     for text, alpha in ((True, 4.0), (False, 4.0), (True, 2.0)):
         pipe = models.sd15()
-        path = models.save_lora(pipe, tmp_path / "a.safetensors", "kohya", text=text, alpha=alpha)
+        path = adapter_weights.save_lora(
+            pipe, tmp_path / "a.safetensors", "kohya", text=text, alpha=alpha
+        )
         load_lora(pipe, path)
         answers.append(answer(pipe))
     assert (answers[0] - answers[1]).abs().mean() > 0.01
@@ -63,12 +65,12 @@ def test_text_encoder_and_alpha_count(tmp_path: Path) -> None:
 def test_weight_and_several(tmp_path: Path) -> None:
     pipe = models.sd15()
     plain = answer(pipe)
-    first = load_lora(pipe, models.save_lora(pipe, tmp_path / "v1.5 cat.safetensors"), 0.0)
+    first = load_lora(pipe, adapter_weights.save_lora(pipe, tmp_path / "v1.5 cat.safetensors"), 0.0)
     assert first == "v1_5_cat"
     assert torch.allclose(answer(pipe), plain, atol=1e-5)
     pipe.set_adapters([first], [0.7])
     alone = answer(pipe)
-    other = models.lora_tensors(models.sd15(), seed=1)
+    other = adapter_weights.lora_tensors(models.sd15(), seed=1)
     save_file(other, str(tmp_path / "dog.safetensors"))
     second = load_lora(pipe, tmp_path / "dog.safetensors", 0.0)
     # The first keeps its weight.
@@ -89,14 +91,14 @@ def refuse(pipe: Any, path: Path, message: str, hint: str) -> None:
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
 def test_other_architecture(layout: str, tmp_path: Path) -> None:
-    path = models.save_lora(models.sdxl(), tmp_path / "xl.safetensors", layout)
+    path = adapter_weights.save_lora(models.sdxl(), tmp_path / "xl.safetensors", layout)
     refuse(models.sd15(), path, r"wide.*\(sd1\) has 64", "this kind of checkpoint")
-    path = models.save_lora(models.sd15(), tmp_path / "sd.safetensors", layout)
+    path = adapter_weights.save_lora(models.sd15(), tmp_path / "sd.safetensors", layout)
     refuse(models.sdxl(), path, r"wide.*\(sdxl\) has \d", "this kind of checkpoint")
 
 
 def test_text_encoder_of_another_architecture(tmp_path: Path) -> None:
-    tensors = models.lora_tensors(models.sdxl(), "kohya")
+    tensors = adapter_weights.lora_tensors(models.sdxl(), "kohya")
     path = tmp_path / "text.safetensors"
     save_file({key: one for key, one in tensors.items() if "_te2_" in key}, str(path))
     refuse(models.sd15(), path, "another text encoder, 128 wide", "this kind of checkpoint")
@@ -104,7 +106,7 @@ def test_text_encoder_of_another_architecture(tmp_path: Path) -> None:
 
 def test_other_widths(tmp_path: Path) -> None:
     wide = models.sd15(widths=(64, 128, 128))
-    path = models.save_lora(wide, tmp_path / "wide.safetensors", "kohya", text=False)
+    path = adapter_weights.save_lora(wide, tmp_path / "wide.safetensors", "kohya", text=False)
     refuse(models.sd15(), path, "cannot be loaded|does not fit", "")
 
 
@@ -125,7 +127,7 @@ def test_files_that_are_no_lora(tmp_path: Path) -> None:
 
 def test_weights_of_one_dimension_are_refused(tmp_path: Path) -> None:
     pipe = models.sd15()
-    path = models.save_lora(pipe, tmp_path / "lora.safetensors", "kohya")
+    path = adapter_weights.save_lora(pipe, tmp_path / "lora.safetensors", "kohya")
     for shape in ((), (3,), (0,), (1, 1, 1)):
         weights = {key: torch.zeros(shape) for key in load_file(path)}
         save_file(weights, str(path))
@@ -137,7 +139,7 @@ def test_weights_of_one_dimension_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["forward", "keys", "training", "weight", "x" * 200, "\x1b[2J"])
 def test_a_name_that_modules_have_themselves(name: str, tmp_path: Path) -> None:
     pipe = models.sd15()
-    path = models.save_lora(pipe, tmp_path / f"{name}.safetensors", "diffusers")
+    path = adapter_weights.save_lora(pipe, tmp_path / f"{name}.safetensors", "diffusers")
     adapter = load_lora(pipe, path)
     assert adapter in pipe.get_active_adapters()
     assert adapter.isidentifier()

@@ -19,7 +19,7 @@ from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
-from tests.support import models
+from tests.support import adapter_weights, models
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_parts_of_a_checkpoint(
 
 @pytest.mark.parametrize("layout", ["kohya", "diffusers"])
 def test_lora_as_checkpoint(layout: str, tmp_path: Path) -> None:
-    path = models.save_lora(models.sd15(), tmp_path / "lora.safetensors", layout)
+    path = adapter_weights.save_lora(models.sd15(), tmp_path / "lora.safetensors", layout)
     refuse(path, "is a LoRA, not a checkpoint", "Choose a checkpoint first")
 
 

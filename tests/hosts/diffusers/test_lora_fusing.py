@@ -15,7 +15,7 @@ import torch
 
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
-from tests.support import models
+from tests.support import adapter_weights, models
 
 
 class Fusing:
@@ -23,7 +23,7 @@ class Fusing:
 
     def __init__(self, folder: Path) -> None:
         self.ours, self.twin = models.sd15(seed=3), models.sd15(seed=3)
-        path = models.save_lora(models.sd15(seed=3), folder / "style.safetensors")
+        path = adapter_weights.save_lora(models.sd15(seed=3), folder / "style.safetensors")
         for pipe in (self.ours, self.twin):
             pipe.unet.half()
             load_lora(pipe, path, 0.003, adapter_name="style")

@@ -21,7 +21,7 @@ from onediff_ext.engine.running import kind_lookup
 from onediff_ext.hosts.diffusers.compile import compile_pipe, one_picture, undo_compile
 from onediff_ext.hosts.diffusers.compile_module import compile_module
 from onediff_ext.session.session import Session
-from tests.support import models
+from tests.support import adapter_weights, models
 from tests.support.counted_work import counted_work
 from tests.support.draw import draw_latents, relative_error
 from tests.support.frozen_recorder import FrozenRecorder
@@ -205,7 +205,7 @@ def test_another_extensions_call_stays(
 
 
 def lora(pipe: Any) -> None:
-    pipe.load_lora_weights(models.lora_tensors(pipe, text=False))
+    pipe.load_lora_weights(adapter_weights.lora_tensors(pipe, text=False))
 
 
 class Way:

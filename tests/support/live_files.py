@@ -1,6 +1,6 @@
 """Small random files that fit the demo checkpoint, for a WebUI of the A1111 family.
 
-    python -m tests.live.files /path/to/webui
+    python -m tests.support.live_files /path/to/webui
 
 writes LyCORIS networks, a hypernetwork, a ControlNet and a small SDXL checkpoint into its
 ``models``. They draw nothing sensible; they change pictures visibly, which is what tests need.
