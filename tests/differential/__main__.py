@@ -35,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", help="of `MODELS` or `WIDE_MODELS`; a random one for each sequence"
     )
+    parser.add_argument(
+        "--dtype", help="of the models, such as float64: what is still there is no rounding"
+    )
     parser.add_argument("--plant", metavar="NAME", help='a known fault; "list" prints their names')
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--eager", action="store_true", help="compile nothing: try the operations")
@@ -66,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         plant=options.plant,
         store=options.store,
         model=options.model,
+        dtype=options.dtype and getattr(torch, options.dtype),
     )
     began, found = time.monotonic(), list[Found]()
     if options.sequence is not None:

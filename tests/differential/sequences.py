@@ -13,11 +13,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from tests.differential import operations  # noqa: F401  (registers them)
+from tests.differential.mismatches import Mismatch
 from tests.differential.plants import PLANTS
 from tests.differential.registry import OPERATIONS
+from tests.differential.rounding import Excused
 from tests.differential.stand_ins import stand_ins
-from tests.differential.world import Mismatch, World
+from tests.differential.world import World
 
 # Steps that are done whatever time they take: a new kind's program takes seconds to make.
 _IN_ANY_CASE = 12
@@ -54,6 +58,7 @@ class Counts:
     operations: Counter[str] = field(default_factory=Counter)
     graph_calls: int = 0
     replays: int = 0
+    excused: list[Excused] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Driver:
         plant: The name of a fault to be put back.
         store: A folder of graphs for all sequences; None gives each sequence its own. With a real
             compiler, only the first sequence waits for it then.
-        model: As `World` takes it.
+        model, dtype: As `World` takes them.
     """
 
     def __init__(
@@ -91,9 +96,10 @@ class Driver:
         plant: str | None = None,
         store: Path | None = None,
         model: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.device, self.compiled, self.plant = device, compiled, plant
-        self.store, self.model = store, model
+        self.store, self.model, self.dtype = store, model, dtype
         self.counts = Counts()
 
     def random_run(self, seed: int, steps: int, seconds: float = math.inf) -> Iterator[Found]:
@@ -133,7 +139,13 @@ class Driver:
 
     def is_planted(self, found: Found) -> bool:
         """Whether a sequence shows the planted fault: nothing differs without it."""
-        plain = Driver(self.device, compiled=self.compiled, store=self.store, model=self.model)
+        plain = Driver(
+            self.device,
+            compiled=self.compiled,
+            store=self.store,
+            model=self.model,
+            dtype=self.dtype,
+        )
         return plain.run(found.world, found.steps) is None
 
     def shortest(self, found: Found, seconds: float) -> Found:
@@ -183,7 +195,10 @@ class Driver:
         ):
             store = self.store or Path(folder)
             world = World(
-                self.device, store, Random(seed), compiled=self.compiled, model=self.model
+                *(self.device, store, Random(seed)),
+                compiled=self.compiled,
+                model=self.model,
+                dtype=self.dtype,
             )
             figures.world = world
             try:
@@ -194,6 +209,7 @@ class Driver:
                 world.close()
                 self.counts.graph_calls += figures.graph_calls
                 self.counts.replays += figures.replays
+                self.counts.excused += world.excused
 
 
 def _choose(world: World, random: Random, preferred: Sequence[str]) -> Step:
@@ -212,6 +228,10 @@ def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, An
         "operations": dict(sorted(counts.operations.items())),
         "graph_calls": counts.graph_calls,
         "replays": counts.replays,
+        "excused_as_rounding": [
+            {"error": each.error, "own": each.own, "dtype": str(each.dtype)}
+            for each in counts.excused
+        ],
         "mismatches": [
             {
                 "what": each.mismatch.what,
