@@ -31,6 +31,8 @@ _LEAST, _MOST = 25, 70
 # drawn alike, a LoRA would rarely still be loaded when its weights are written.
 _GROUPS = sorted({operation.group for operation in OPERATIONS.values()})
 _PREFERRED = 6.0
+# Where nothing is replayed, no replay can be stale: how often the next step ends that, if it can.
+_RESTORING = 0.6
 
 
 @dataclass(frozen=True)
@@ -203,17 +205,18 @@ class Driver:
             figures.world = world
             try:
                 mismatch = self._settle(world)
-                figures.is_plain = False
                 yield world, mismatch
             finally:
                 world.close()
                 self.counts.graph_calls += figures.graph_calls
-                self.counts.replays += figures.replays
+                self.counts.replays += world.replays
                 self.counts.excused += world.excused
 
 
 def _choose(world: World, random: Random, preferred: Sequence[str]) -> Step:
     fitting = [op for op in OPERATIONS.values() if op.fits(world)]
+    if world.compiles and not world.has_replayed and random.random() < _RESTORING:
+        fitting = [op for op in fitting if op.restores]
     weights = [op.weight * (_PREFERRED if op.group in preferred else 1) for op in fitting]
     chosen = random.choices(fitting, weights)[0]
     return Step(chosen.name, random.randrange(2**20))

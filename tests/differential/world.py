@@ -63,6 +63,8 @@ class World:
         compiles: Whether one of them is compiled at all.
         hold: How many kinds a build may make; None for all of them.
         excused: Errors that passed as rounding.
+        replays: How often CUDA graphs were replayed.
+        has_replayed: Whether one was for the last picture.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class World:
         self.others: list[Any] = []  # more pipelines that hold parts of ours, and ballast
         self.most_images: int | None = None  # for which ours has memory
         self.replaying = False
+        self.replays = 0
+        self.has_replayed = False
         self.gains: list[list[float]] = []  # of `own_processor`
         self.counters: list[list[int]] = []  # what features count, a number in each
         self.ip_images: list[int] = [0]  # the seed of what an IP-Adapter looks at
@@ -166,6 +170,11 @@ class World:
         return self.device.type == "cuda"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no feature is on, and no adapter loaded."""
+        return not self.on and not self.adapters
+
+    @property
     def no_adapters(self) -> bool:
         """Whether something is on that peft's adapters cannot be put under."""
         mine = {"ip_adapter", "layer_wrapped", "layer_replaced", "qkv_fused", "offloaded"}
@@ -230,9 +239,10 @@ class World:
 
     def compare(self) -> Mismatch | None:
         """Draw with both; returns what differs."""
-        freed = self.freed
+        freed, replays = self.freed, self.replays
         with self._short_of_memory():
             ours = self._outcome(self.pipe)
+        self.has_replayed = self.replays > replays
         counted = [counter[0] for counter in self.counters]
         theirs = self._outcome(self.twin)
         if self.most_images is not None and isinstance(ours, torch.OutOfMemoryError):
