@@ -74,7 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
     began, found = time.monotonic(), list[Found]()
     if options.sequence is not None:
         steps = [Step.parse(text) for text in options.sequence.split()]
-        one = driver.run(options.world, steps)
+        one = driver.run(
+            options.world,
+            steps,
+            options.seconds,
+            lambda step: print(f"{time.monotonic() - began:7.1f} s {step}", flush=True),
+        )
         if one is not None:
             found.append(one)
             _say(one)

@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,16 +127,28 @@ class Driver:
             if mismatch is not None:
                 yield Found(world_seed, tuple(done), mismatch)
 
-    def run(self, world_seed: int, steps: Sequence[Step]) -> Found | None:
-        """Given steps, those left out that do not fit; where it went wrong, if it did."""
+    def run(
+        self,
+        world_seed: int,
+        steps: Sequence[Step],
+        seconds: float = math.inf,
+        listen: Callable[[Step], None] | None = None,
+    ) -> Found | None:
+        """Given steps, those left out that do not fit; where it went wrong, if it did.
+
+        No step begins after so many seconds. `listen` hears of each step that was done.
+        """
         done: list[Step] = []
+        end = time.monotonic() + seconds
         with self._world(world_seed) as (world, mismatch):
             for step in steps:
-                if mismatch is not None:
+                if mismatch is not None or time.monotonic() >= end:
                     break
                 if OPERATIONS[step.name].fits(world):
                     done.append(step)
                     mismatch = self._step(world, step)
+                    if listen is not None:
+                        listen(step)
         return None if mismatch is None else Found(world_seed, tuple(done), mismatch)
 
     def is_planted(self, found: Found) -> bool:

@@ -39,7 +39,7 @@ TRANSFORMERS = {name: MODELS[name] for name in ("sd3", "flux", "qwen_image", "z_
 # Drawn only if asked for. Their merged weights take more than 10 MiB: memory of their own that goes
 # back to the GPU when it is freed, so that compute-sanitizer sees who still reads it.
 WIDE_MODELS: dict[str, Callable[[int], Any]] = {
-    "sd15-wide": lambda seed: models.sd15(seed, widths=(640, 1280), attention=(True, True)),
+    "sd15-wide": lambda seed: models.sd15(seed, widths=(896,), attention=(True,)),
 }
 
 
