@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.blocks.argument_parts import JOINT, Members
+from onediff_ext.engine.blocks.argument_parts import JOINT, TWICE, Members
 from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Arguments, Dims
 from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
 from onediff_ext.engine.quantization import EightBitLinears
@@ -229,7 +229,7 @@ class Flux2SingleFamily(_OneStreamFamily):
 
 
 class QwenImageFamily(_TokenFamily):
-    """Qwen-Image's block."""
+    """Qwen-Image's block. Edit-2511's has a second timestep, for the tokens of its sources."""
 
     label = "QwenImageTransformerBlock"
     path = "diffusers.models.transformers.transformer_qwenimage:QwenImageTransformerBlock"
@@ -246,7 +246,11 @@ class QwenImageFamily(_TokenFamily):
         "encoder_hidden_states_mask": ("batch", "context"),
         "temb": VECTOR,
         "image_rotary_emb": Members((_TABLE, ("context", None))),  # of image and text
+        "modulate_index": _MASK,
     }
+
+    def dims_of(self, block: Any) -> Mapping[str, Dims | Members]:
+        return {**self.dims, "temb": (TWICE, None)} if block.zero_cond_t else self.dims
 
 
 class ZImageFamily(_OneStreamFamily):
