@@ -73,6 +73,7 @@ class Component:
             # Most families share one function, which each replay calls.
             list({type(f).global_settings: f.global_settings for f in families}.values()),
             session.code,
+            list({type(f).patched_by: f.patched_by for f in families}.values()),
         )
         self._patches = Patches()
         self.runners: list[BlockRunner] = []

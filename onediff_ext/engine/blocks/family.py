@@ -193,6 +193,14 @@ class BlockFamily(ABC):
         """
         return None
 
+    def patched_by(self, module: nn.Module) -> str | None:  # noqa: ARG002
+        """Return who replaced a module's forward, for people, where the host knows it.
+
+        Args:
+            module: Any module of the host's models.
+        """
+        return None
+
     def prepare(self, block: Any) -> None:  # noqa: B027
         """Prepare a structural copy of a block for tracing; the default changes nothing."""
 
