@@ -25,6 +25,7 @@ from onediff_ext.engine.running.call_signature import (
     autocast_state,
     boundary_reason,
     normalise,
+    precision_of,
     signature,
 )
 from onediff_ext.engine.running.graph_check import GraphCheck
@@ -330,13 +331,14 @@ class BlockRunner:
         call = replace(call, tensors=tuple(inputs))
         autocast = autocast_state(inputs[0].device.type)
         # The tree is part of it: another thread may have read other modules since.
-        known_as = (tree, signature(call), autocast)
+        precision = precision_of(self._registry.precision, call)
+        known_as = (tree, signature(call), autocast, precision)
         kind = self._found.get(known_as)
         if kind is None:
             ahead = () if call.prompt is None else self.family.prompt_layers
             kind = self._found[known_as] = find_kind(
                 self._registry, self.family, self.block, tree, weights,
-                self.text_kv.graph_call(call, weights), autocast, ahead,
+                self.text_kv.graph_call(call, weights), autocast, ahead, precision,
             )  # fmt: skip
         return _Prepared(kind, call, weights)
 

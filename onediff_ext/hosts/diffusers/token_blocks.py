@@ -37,7 +37,6 @@ _MASK: Dims = ("batch", "tokens")
 _ONE_INPUT = EightBitLinears(
     together=(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),),
     exact=("norm.linear",),
-    precisions=("fp8",),
 )
 
 _PROCESSORS = frozenset(
@@ -61,8 +60,7 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
     streams: Mapping[str, Dims] = {"hidden_states": TOKENS, "encoder_hidden_states": CONTEXT}
     outputs: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     attentions: tuple[str, ...] = ("attn",)
-    # Products of one vector for a picture stay exact: they cost nothing. int8 was not tried: its
-    # products need more than 16 rows, and a short prompt has less.
+    # Products of one vector for a picture stay exact: they cost nothing.
     eight_bits: EightBitLinears | None = EightBitLinears(
         together=(
             ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -71,7 +69,6 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
             ("feed_forward.linear_1", "feed_forward.linear_3"),
         ),
         exact=("norm.linear", "norm1.linear", "norm1_context.linear", "img_mod.1", "txt_mod.1"),
-        precisions=("fp8",),
     )
 
     def block_class(self) -> type[nn.Module] | None:
@@ -281,7 +278,6 @@ class ZImageFamily(_OneStreamFamily):
             ("feed_forward.w1", "feed_forward.w3"),
         ),
         exact=("adaLN_modulation.0",),
-        precisions=("fp8",),
     )
     redundant_attrs = DiffusersBlocks.redundant_attrs | {"layer_id"}
 
