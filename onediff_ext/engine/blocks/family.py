@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.blocks.arguments import named_arguments
+from onediff_ext.engine.blocks.prompt_recipe import PromptRecipe
 from onediff_ext.engine.quantization import EightBitLinears
 
 # Inclusive bounds of the dims that may vary, in latent cells and tokens. Below 64 images the code
@@ -198,6 +199,14 @@ class BlockFamily(ABC):
 
         Args:
             module: Any module of the host's models.
+        """
+        return None
+
+    def prompt_recipe(self, model: nn.Module) -> PromptRecipe | None:  # noqa: ARG002
+        """Return which part of a model's forward depends on the prompt alone, or None.
+
+        Args:
+            model: A model with such blocks.
         """
         return None
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from onediff_ext.engine.blocks.argument_parts import JOINT, TWICE, Members
 from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Arguments, Dims
+from onediff_ext.engine.blocks.prompt_recipe import PromptRecipe
 from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
 from onediff_ext.engine.quantization import EightBitLinears
 from onediff_ext.hosts.diffusers.attention_processors import (
@@ -24,6 +25,7 @@ from onediff_ext.hosts.diffusers.attention_processors import (
     use_native_backend,
 )
 from onediff_ext.hosts.diffusers.block_base import DiffusersBlocks
+from onediff_ext.hosts.diffusers.prompt_recipes import RECIPES
 
 _VECTORS: Dims = ("batch", None, None)
 # Tables for RoPE: of all tokens, of one stream's, or of each picture's.
@@ -91,6 +93,9 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
 
     def global_settings(self) -> Hashable:
         return active_backend()
+
+    def prompt_recipe(self, model: nn.Module) -> PromptRecipe | None:
+        return RECIPES.get(type(model).__name__)
 
     def prepare(self, block: Any) -> None:
         use_native_backend(block)
