@@ -27,6 +27,7 @@ from onediff_ext.engine.weak_tensors import WeakTensors
 EIGHT_BIT_TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 PRECISIONS = tuple(EIGHT_BIT_TYPES)
 SMALLEST_SCALE = 1e-12
+FEWEST_ROWS = {"fp8": 1, "int8": 17}  # of an input, for the libraries' products on a GPU
 _MULTIPLE = 16  # the libraries' 8-bit products need both dims to be multiples of it
 
 
@@ -37,12 +38,10 @@ class EightBitLinears:
     Args:
         together: Names of layers that read one input; they become one product.
         exact: Layers that keep the host's precision, by the ends of their names.
-        precisions: Those of `PRECISIONS` in which the blocks were tried.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
     exact: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,11 @@ RULES = (
         "Choose a cross attention optimization named sdp in Settings → Optimizations.",
     ),
     _rule(
+        r"step cache",
+        "a step cache is on",
+        "Nothing: it decides at each step, and its blocks run through graphs.",
+    ),
+    _rule(
         r"another extension",
         "another extension changed the model",
         "Turn extensions off one by one to find it.",

@@ -20,6 +20,7 @@ from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_o
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, foreign_forward
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.session.foreign_blocks import ForeignBlocks
 from onediff_ext.session.model_forward import ModelForward, serving
@@ -73,6 +74,7 @@ class Component:
             # Most families share one function, which each replay calls.
             list({type(f).global_settings: f.global_settings for f in families}.values()),
             session.code,
+            list({type(f).patched_by: f.patched_by for f in families}.values()),
         )
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
@@ -114,6 +116,7 @@ class Component:
         if not self.runners:
             self.foreign_blocks.note_unknown(self.model)
         forward = self._forward = ModelForward(inner_forward_of(self.model), self)
+        forward.prompt_work = self._prompt_work()
         self._patches.set(self.model, forward_slot(self.model), forward)
         self._active = True
         if self.role.is_vae:
@@ -124,6 +127,15 @@ class Component:
             self._set_active(True)
         else:
             self._capture(forward)
+
+    def _prompt_work(self) -> PromptWork | None:
+        """Return what does the prompt's part of the forward ahead of it, or None."""
+        families = {type(runner.family): runner.family for runner in self.runners}.values()
+        recipes = (family.prompt_recipe(self.model) for family in families)
+        recipe = next(filter(None, recipes), None)
+        if recipe is None:
+            return None
+        return PromptWork(self.model, recipe, self.runners, self._known)
 
     def follow_class(self) -> None:
         """Judge the model's forward again if its class, or its class's forward, is another now."""
@@ -235,6 +247,8 @@ class Component:
         """Restore every attribute to its value before `install`, and keep the runners for later."""
         self._set_active(False)  # a host may still hold a runner
         if self._forward is not None:
+            if self._forward.prompt_work is not None:
+                self._forward.prompt_work.remove()
             self._patches.follow(self.model, forward_slot(self.model), self._forward)
         left = [*self._part_patches.undo(), *self._patches.undo()]
         # A foreign forward may keep models alive that nothing else uses.

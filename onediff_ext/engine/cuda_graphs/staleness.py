@@ -38,6 +38,7 @@ class TrustedModules:
         per_image: As `BlockFamily.per_image`.
         settings: `BlockFamily.global_settings` of each family.
         code: Watches the Python code of this process.
+        patched_by: `BlockFamily.patched_by` of each family.
     """
 
     sources: Sequence[str] = ()
@@ -48,11 +49,16 @@ class TrustedModules:
     per_image: frozenset[str] = frozenset()
     settings: Sequence[Callable[[], Hashable]] = ()
     code: PythonCode = field(default_factory=PythonCode)
+    patched_by: Sequence[Callable[[nn.Module], str | None]] = ()
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """`sources`, torch's own modules and this package."""
         return ("torch.nn.modules", "onediff_ext.", *self.sources)
+
+    def patcher_of(self, module: nn.Module) -> str:
+        """Who replaced a method of a module, for people."""
+        return next(filter(None, (find(module) for find in self.patched_by)), "another extension")
 
     def current_settings(self) -> Hashable:
         """The settings of the host's process, as they are now."""
@@ -245,7 +251,7 @@ def _refusal(
     else:
         replaced = [m for m in replaced_methods(module) if (id(module), m) not in passing]
     if replaced:
-        return f"a {cls.__qualname__} has the {replaced[0]} of another extension"
+        return f"a {cls.__qualname__} has the {replaced[0]} of {known.patcher_of(module)}"
     return None
 
 

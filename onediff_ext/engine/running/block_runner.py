@@ -17,6 +17,7 @@ from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal, Tensors
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
+from onediff_ext.engine.blocks.prompt_recipe import Done
 from onediff_ext.engine.class_methods import class_method
 from onediff_ext.engine.graph_calls import is_observed, run_graph
 from onediff_ext.engine.out_of_memory import is_out_of_memory
@@ -25,6 +26,7 @@ from onediff_ext.engine.running.call_signature import (
     autocast_state,
     boundary_reason,
     normalise,
+    precision_of,
     signature,
 )
 from onediff_ext.engine.running.graph_check import GraphCheck
@@ -72,6 +74,8 @@ class BlockRunner:
         compared: Number of calls that ran a graph and returned eager's result, to compare them.
         weights: Reads the block's weights.
         text_kv: Computes keys and values of the prompt ahead of the graph.
+        done: Says when the block's work was done before the forward (`PromptWork`): the block then
+            returns its first argument. None for most blocks.
     """
 
     capturable = True  # calls with equal shapes run the same kernels
@@ -93,6 +97,7 @@ class BlockRunner:
         self.eager_reason: str | None = ""
         self.weights = BlockWeights(registry)
         self.text_kv = BlockTextKv(block, family, self.weights, registry)
+        self.done: Done | None = None
         self._check = GraphCheck(family, registry)
         self._found: dict[Hashable, BlockKind] = {}
         self._missing_in: int | None = None  # the epoch of the last call without a graph
@@ -124,6 +129,8 @@ class BlockRunner:
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.done is not None and self.done.now:
+            return args[0]
         if not self.active or self._is_still_missing():
             return self.eager(*args, **kwargs)
         try:
@@ -335,13 +342,14 @@ class BlockRunner:
         call = replace(call, tensors=tuple(inputs))
         autocast = autocast_state(inputs[0].device.type)
         # The tree is part of it: another thread may have read other modules since.
-        known_as = (tree, signature(call), autocast)
+        precision = precision_of(self._registry.precision, call)
+        known_as = (tree, signature(call), autocast, precision)
         kind = self._found.get(known_as)
         if kind is None:
             ahead = () if call.prompt is None else self.family.prompt_layers
             kind = self._found[known_as] = find_kind(
                 self._registry, self.family, self.block, tree, weights,
-                self.text_kv.graph_call(call, weights), autocast, ahead,
+                self.text_kv.graph_call(call, weights), autocast, ahead, precision,
             )  # fmt: skip
         return _Prepared(kind, call, weights)
 
