@@ -99,7 +99,7 @@ class ModelForward:
             if first is not None:
                 first.foreign_blocks.before_picture(runners)
             if component is not None and component.role.is_vae:
-                session.give_memory_back()
+                session.memory.give_back()
             output = self._timed(component, args, kwargs)
             session.contents.settle()
         if first is not None:

@@ -14,6 +14,7 @@ from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.last_picture import LastPicture
 from onediff_ext.session.picture_timer import PictureTimer
+from onediff_ext.session.session_memory import SessionMemory
 from onediff_ext.store import SavedTimes, StepRecord
 
 
@@ -32,9 +33,10 @@ class PictureSource(Protocol):
     def foreground(self) -> ForegroundScheduler: ...
     @property
     def last_picture(self) -> LastPicture: ...
+    @property
+    def memory(self) -> SessionMemory: ...
 
     def after_picture(self) -> None: ...
-    def give_memory_back(self, *, ran_out: bool = False) -> None: ...
     def current_kinds(self) -> list[BlockKind]: ...
 
 
@@ -54,7 +56,7 @@ class Picture(AbstractContextManager[None]):
 
     def __exit__(self, _cls: object, exc: BaseException | None, _frames: object) -> None:
         if exc is not None and is_out_of_memory(exc):
-            self._session.give_memory_back(ran_out=True)
+            self._session.memory.give_back(ran_out=True)
         _stop_timer(self._session)
         self._session.foreground.end_picture()
         self._session.after_picture()

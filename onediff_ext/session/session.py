@@ -39,6 +39,7 @@ from onediff_ext.session.last_picture import Drawn, Fallback, Fallbacks, LastPic
 from onediff_ext.session.met_kinds import MetKinds
 from onediff_ext.session.picture_gain import Picture
 from onediff_ext.session.picture_timer import PictureTimer
+from onediff_ext.session.session_memory import SessionMemory
 from onediff_ext.session.status import session_status
 from onediff_ext.session.stored_graph_lookup import StoredGraphLookup
 from onediff_ext.session.substitutes import Substitute, substitutes
@@ -69,7 +70,8 @@ class Session(KindRegistry):
         builder: Builds kinds; `builder.run` is the present build run.
         background: The builds beside the pictures.
         read_ahead: Graphs that are loaded while a checkpoint's weights are.
-        captures: The CUDA graphs.
+        cuda_graphs: The CUDA graphs.
+        memory: Gives memory back to the rest of a picture and to the host.
         checkpoint: The checkpoint in use (`use_checkpoint`), or None.
         last_picture: The components that drew the last picture.
         timer: The time of the last picture.
@@ -106,6 +108,7 @@ class Session(KindRegistry):
         self.background = self._builds.background
         self.stage, self.sizes_done = "", (0, 0)
         self.checkpoint: CheckpointUse | None = None
+        self.memory = SessionMemory(self)
         self.cuda_graphs = CudaGraphCache(
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
@@ -240,45 +243,9 @@ class Session(KindRegistry):
         """Build what a forward found missing, unless builds are held or paused."""
         self._builds.after_forward()
 
-    def give_memory_back(self, *, ran_out: bool = False) -> None:
-        """Give back what the rest of a picture needs; to be called when no denoiser runs any more.
-
-        CUDA graphs stay if no picture has needed their memory so far. Merged weights and 8-bit
-        copies stay while their model is where they are.
-
-        Args:
-            ran_out: Memory ran out in the host's own code: all of it is left to others from now on.
-        """
-        if ran_out:
-            self.cuda_graphs.note_ran_out()
-        if self.budget.release_derived(elsewhere_only=not ran_out):
-            self.cuda_graphs.drop_all("a host has moved the model")
-        self.cuda_graphs.settle()
-
-    def make_room(self, needed_bytes: int, device: torch.device) -> None:
-        """Give back what a host is about to need: CUDA graphs first, then derived weights.
-
-        Args:
-            needed_bytes: What the host needs.
-            device: Where.
-        """
-        if self.cuda_graphs.make_room(needed_bytes, device):
-            logger.info("The host needs %d MB: CUDA graphs are gone", needed_bytes >> 20)
-        free = self.budget.free_bytes(device, self.cuda_graphs.size_bytes)
-        if free is not None and free < needed_bytes and self.budget.release_derived():
-            self.budget.release_cached()
-
-    def returnable_bytes(self) -> int:
-        """How much memory in use by tensors `make_room` would give back.
-
-        The pools of CUDA graphs come on top. torch, and so the hosts, count them as unused.
-        """
-        held = self.cuda_graphs.held_bytes()
-        return held["buffers"] + max(held["weights"], self.budget.derived_bytes())
-
     def after_picture(self) -> None:
         """Record the checkpoint's kinds, and build what a picture found missing."""
-        self.give_memory_back()
+        self.memory.give_back()
         self.record_checkpoint()
         # Only here: a bare module's call says nothing of what a user wants after a cancel.
         self.background.needed(self.last_picture.kinds, self.last_picture.number)

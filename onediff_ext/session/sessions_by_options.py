@@ -67,13 +67,13 @@ class SessionsByOptions:
             session.background.end_pause()
 
     def make_room(self, needed_bytes: int, device: torch.device) -> None:
-        """As `Session.make_room`, of all sessions."""
+        """As `SessionMemory.make_room`, of all sessions."""
         for session in list(self._sessions.values()):
-            session.make_room(needed_bytes, device)
+            session.memory.make_room(needed_bytes, device)
 
     def returnable_bytes(self) -> int:
-        """As `Session.returnable_bytes`, of all sessions."""
-        return sum(session.returnable_bytes() for session in list(self._sessions.values()))
+        """As `SessionMemory.returnable_bytes`, of all sessions."""
+        return sum(session.memory.returnable_bytes() for session in list(self._sessions.values()))
 
     def close(self) -> None:
         """Close all sessions."""
