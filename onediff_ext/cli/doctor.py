@@ -46,7 +46,11 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     device = torch.device("cuda" if has_gpu else "cpu")
     name = torch.cuda.get_device_name() if has_gpu else f"CPU, {torch.get_num_threads()} threads"
     yield True, f"torch {torch.__version__} on {name}"
-    if not has_gpu:
+    if has_gpu:
+        from onediff_ext.core.gpu_advice import memory_advice
+
+        yield True, memory_advice(torch.cuda.get_device_properties(device).total_memory)
+    else:
         yield True, "no GPU: pictures are drawn on the CPU, where graphs win little"
     reason = no_graphs_reason(device)
     yield reason is None, f"graphs by inductor: {reason or 'available'}"
