@@ -299,6 +299,7 @@ def transformer_contenders() -> list[Contender]:
     """Return all contenders for a transformer, in the order of measurement."""
     return [
         *_ours(),
+        Ours("ours-int8", build="wait", precision="int8"),
         RepeatedBlocks("compile_repeated_blocks as shown", dynamic=None),
         RepeatedBlocks(),
         RepeatedBlocks("compile_repeated_blocks captured", captured=True),

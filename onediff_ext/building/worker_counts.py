@@ -29,9 +29,11 @@ def workers_beside_foreground(
         running: Workers that have their GPU memory already.
 
     Returns:
-        At least 1. On a GPU free memory limits the number, on a CPU the picture does.
+        On a GPU, free memory limits the number: 0 beside a picture that leaves no room for a
+        worker, whose build waits then. On a CPU the picture does. Otherwise at least 1.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        return max(1, min(worker_count(options), running + free_bytes // _WORKER_GPU_BYTES))
+        fitting = running + free_bytes // _WORKER_GPU_BYTES
+        return max(0 if is_drawing else 1, min(worker_count(options), fitting))
     return 1 if is_drawing and not options.workers else worker_count(options)

@@ -63,7 +63,7 @@ class WorkerFailures:
         Args:
             allowed: The limit without failures.
         """
-        return 1 if self._one_at_a_time else max(1, min(self._most_workers, allowed))
+        return min(allowed, 1 if self._one_at_a_time else max(1, self._most_workers))
 
     def may_retry(self, job: Job, error: OneDiffError) -> bool:
         """Count a failure; return whether another worker process tries the job again."""

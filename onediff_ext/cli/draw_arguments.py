@@ -97,7 +97,7 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
 
 def _start_values(arguments: argparse.Namespace) -> dict[str, object]:
     """Return steps, guidance and sampler: as given, else those that suit the model."""
-    model = transformer_model_of(arguments.model)
+    model = transformer_model_of(arguments.config or arguments.model)
     suited: dict[str, object] = {}
     if model is not None:
         suited = {"steps": model.steps, "guidance": model.guidance, "scheduler": "Euler"}

@@ -56,6 +56,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         help=".safetensors checkpoint or diffusers folder (default: the demo model)",
     )
     group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FOLDER",
+        help=unless_in_panel(
+            "diffusers folder of the same model, for a file that has only the weights of a"
+            " transformer such as Flux.1: its text encoders and VAE are used"
+        ),
+    )
+    group.add_argument(
         "--vae",
         type=Path,
         help=unless_in_panel("VAE .safetensors in place of the checkpoint's own"),

@@ -57,6 +57,8 @@ def _hashed_identity(arguments: argparse.Namespace) -> dict[str, object]:
         "loras": loras,
         "dtype": arguments.dtype,
     }
+    if arguments.config is not None:
+        identity["config"] = hashes.content_hash(arguments.config)
     if arguments.precision != CompileOptions.precision and not arguments.eager:
         identity["precision"] = arguments.precision
     return identity

@@ -103,7 +103,11 @@ def load_image_generator(arguments: argparse.Namespace) -> ImageGenerator:
     device = find_device(arguments.device)
     dtype = find_dtype(arguments.dtype, device)
     checkpoint = load_checkpoint(
-        arguments.model, dtype=dtype, device=device, vae_path=arguments.vae
+        arguments.model,
+        dtype=dtype,
+        device=device,
+        vae_path=arguments.vae,
+        config=arguments.config,
     )
     image_generator = ImageGenerator(checkpoint, arguments.vae_tiling)
     for path, weight in map(parse_lora, arguments.lora):

@@ -104,6 +104,8 @@ def _refuse_choices_of_the_panel(arguments: argparse.Namespace) -> None:
 
     if arguments.vae is not None:
         raise OptionError("The page takes no --vae.", "It draws with the checkpoint's own VAE.")
+    if arguments.config is not None:
+        raise OptionError("The page takes no --config.", "Start it with the diffusers folder.")
     for name, is_given in (
         ("--backend", arguments.backend != CompileOptions.backend),
         ("--precision", arguments.precision != CompileOptions.precision),

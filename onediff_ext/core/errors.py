@@ -21,7 +21,7 @@
         │   └── WorkerKilledError    … because something outside it killed it
         ├── ExportError    a block cannot be expressed as a graph
         │   └── BlockGoneError       the block was unloaded or changed
-        ├── WeightsChangedError      weights changed while a forward was recorded
+        ├── ModelChangedError        the model changed while a forward was recorded
         └── CaptureError   a forward cannot be recorded as a CUDA graph
 
 Each error has a message (what happened) and a hint (what to do next).
@@ -127,8 +127,8 @@ class BlockGoneError(ExportError):
     """The block was unloaded or changed after its kind was determined."""
 
 
-class WeightsChangedError(BackendError):
-    """Weights changed while a forward was recorded; it can be recorded later."""
+class ModelChangedError(BackendError):
+    """Weights or graphs changed while a forward was recorded; it can be recorded later."""
 
 
 class CaptureError(BackendError):

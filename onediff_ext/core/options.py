@@ -49,7 +49,8 @@ class CompileOptions:
         step_cache: A step cache of diffusers for pipelines with transformers, such as
             ``"first-block:0.08"``; see `StepCacheOptions`. Faster, but pictures differ.
         capture_limit: Most sizes with a CUDA graph at the same time.
-        capture_limit_bytes: GPU memory for CUDA graphs; None means a quarter of the device's.
+        capture_limit_bytes: Most GPU memory for CUDA graphs; None means a quarter of the device's.
+            They never take more than what is free.
     """
 
     backend: str = "inductor"

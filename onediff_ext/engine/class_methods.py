@@ -6,6 +6,7 @@ keep running what was there before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +66,26 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     """
     own: Callable[..., Any] | None = vars(module).get("forward")
     return ClassForward(module) if own is None else own
+
+
+def forward_slot(module: nn.Module) -> str:
+    """Return the attribute in which a module's forward lies, under a hook of accelerate if any.
+
+    accelerate's hooks bring a model's weights to the GPU (``enable_model_cpu_offload``) and run
+    the forward that was there before from ``_old_forward``. What stands in place of that one is
+    called with the weights where they belong, and the hook stays the outermost.
+    """
+    own = vars(module).get("forward")
+    if not isinstance(own, functools.partial) or "_old_forward" not in vars(module):
+        return "forward"
+    return "_old_forward" if own.func.__module__ == "accelerate.hooks" else "forward"
+
+
+def inner_forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what runs as a module's forward under a hook of accelerate, as `forward_of`."""
+    slot = forward_slot(module)
+    if slot == "forward":
+        return forward_of(module)
+    own: Callable[..., Any] = vars(module)[slot]
+    is_class_s = getattr(own, "__func__", None) is type(module).forward
+    return ClassForward(module) if is_class_s else own

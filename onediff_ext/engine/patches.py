@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -52,6 +52,28 @@ class Patches:
         self._changes.append(change)
         if not isinstance(owner, ModuleType):  # Python modules are never copied
             self._copy_of(owner).changes.append(change)
+
+    def follow(self, owner: object, name: str, value: object) -> None:
+        """Undo a change at another attribute, to which somebody has moved the new value.
+
+        accelerate moves a module's ``forward`` to ``_old_forward`` while its own hook is there, and
+        back. It keeps a bound method of the class there, where the module itself has none.
+
+        Args:
+            owner: As for `set`.
+            name: The attribute that has the value now.
+            value: As for `set`.
+        """
+        if vars(owner).get(name) is not value:
+            return
+        for change in self._changes:
+            if change.owner is owner and change.value is value and change.name != name:
+                own = getattr(type(owner), change.name, None) or getattr(type(owner), name, None)
+                if change.before is _ABSENT and callable(own):
+                    change.before = MethodType(own, owner)
+                elif getattr(change.before, "__func__", _ABSENT) is own:
+                    change.before = _ABSENT
+                change.name = name
 
     def hook(self, handle: RemovableHandle, owner: object | None = None) -> None:
         """Remove a forward hook of a module with the next `undo`.

@@ -18,14 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.core.errors import ModelChangedError
 from onediff_ext.engine.graph_calls import is_observed
 from onediff_ext.engine.validity.tensor_contents import content_of
+from onediff_ext.engine.weak_tensors import WeakTensors
 
 # The 8-bit dtype of each precision, and the largest magnitude that is used.
 EIGHT_BIT_TYPES = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 PRECISIONS = tuple(EIGHT_BIT_TYPES)
 SMALLEST_SCALE = 1e-12
+FEWEST_ROWS = {"fp8": 1, "int8": 17}  # of an input, for the libraries' products on a GPU
 _MULTIPLE = 16  # the libraries' 8-bit products need both dims to be multiples of it
 
 
@@ -36,12 +38,10 @@ class EightBitLinears:
     Args:
         together: Names of layers that read one input; they become one product.
         exact: Layers that keep the host's precision, by the ends of their names.
-        precisions: Those of `PRECISIONS` in which the blocks were tried.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
     exact: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class QuantizedWeights:
         self.quantization = quantization
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unit: list[torch.Tensor] = []
-        self._sources: list[list[torch.Tensor]] = []
+        self._sources = WeakTensors([])
         self.made_from: Hashable = None
         self.was_made = False
 
@@ -151,13 +151,23 @@ class QuantizedWeights:
         """Memory of the copies."""
         return sum(t.numel() * t.element_size() for copies in self._copies for t in copies)
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the copies lie; None before they are made."""
+        return self._copies[0][0].device if self._copies else None
+
+    def release(self) -> None:
+        """Free the copies; the next `apply` makes them again."""
+        self._copies, self._unit, self.made_from = [], [], None
+
     def would_be_made_from(self, generation: int) -> Hashable:
         """Return what `made_from` would be if the copies were made now from the same weights.
 
         Args:
             generation: From `TensorContents.current_generation`.
         """
-        return (generation, *(content_of(w) for group in self._sources for w in group))
+        sources = self._sources.alive()
+        return None if sources is None else (generation, *map(content_of, sources))
 
     def apply(self, weights: Sequence[torch.Tensor], generation: int) -> list[torch.Tensor]:
         """Return a block's weights as its quantized graph takes them.
@@ -171,30 +181,31 @@ class QuantizedWeights:
             groups, and with fp8 the scale [1] of inputs of at most 1.
 
         Raises:
-            WeightsChangedError: A CUDA graph is being recorded, and the copies have to be written.
+            ModelChangedError: A CUDA graph is being recorded, and the copies have to be written.
         """
-        self._sources = [[weights[i] for i in group] for group in self.quantization.groups]
+        sources = [[weights[i] for i in group] for group in self.quantization.groups]
+        self._sources = WeakTensors(weight for group in sources for weight in group)
         now = self.would_be_made_from(generation)
         self.was_made = now != self.made_from
         if self.was_made:
             if is_observed():
-                raise WeightsChangedError("A weight has changed since the forward before it.")
+                raise ModelChangedError("A weight has changed since the forward before it.")
             self.made_from = None  # stays None when the copies fail halfway
-            self._make()
+            self._make(sources)
             self.made_from = now
         taken = list(weights)
         for group, (copy, _) in zip(self.quantization.groups, self._copies, strict=True):
             taken[group[0]] = copy
         return [*taken, *(scale for _, scale in self._copies), *self._unit]
 
-    def _make(self) -> None:
+    def _make(self, sources: Sequence[Sequence[torch.Tensor]]) -> None:
         precision = self.quantization.precision
-        device = self._sources[0][0].device
+        device = sources[0][0].device
         if not self._copies or self._copies[0][0].device != device:
-            self._copies = [_allocate(group, precision) for group in self._sources]
+            self._copies = [_allocate(group, precision) for group in sources]
             self._unit = _unit(precision, device)
         fill = _fill_fp8 if precision == "fp8" else _fill_int8
-        for group, (rows, scales) in zip(self._sources, self._copies, strict=True):
+        for group, (rows, scales) in zip(sources, self._copies, strict=True):
             fill([weight.detach() for weight in group], rows, scales)
 
 

@@ -141,6 +141,27 @@ class WebUIHost(ABC):
         """
         return None
 
+    def device(self) -> torch.device | None:
+        """Where the host computes; None for where its models are now.
+
+        Hosts that offload keep models on the CPU until they are needed.
+        """
+        return None
+
+    def share_memory(  # noqa: B027
+        self,
+        patches: Patches,
+        make_room: Callable[[int, torch.device], None],
+        returnable: Callable[[], int],
+    ) -> None:
+        """Let the host's memory management take memory from CUDA graphs. Most hosts have none.
+
+        Args:
+            patches: Makes the changes and undoes them.
+            make_room: Takes the bytes that the host is about to need, and the device.
+            returnable: How many bytes of tensors would be given back.
+        """
+
     @abstractmethod
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.

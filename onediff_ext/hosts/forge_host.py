@@ -19,6 +19,7 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.validity.foreign_code import defining_module
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
+from onediff_ext.hosts.forge_memory import share_with
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
 # Height and width of the VAE's warm-up in latent cells: its kinds do not depend on the size.
@@ -187,14 +188,30 @@ class ForgeFamilyHost(WebUIHost):
 
     def move_to_device(self, trusted_patchers: list[Any]) -> None:
         """Bring models to their device, as the host does before sampling."""
-        from backend import memory_management
-
-        memory_management.load_models_gpu(trusted_patchers)
+        self.memory_management().load_models_gpu(trusted_patchers)
 
     def computation_dtype(self, unet: Any) -> torch.dtype:
         """The dtype that the UNet's inputs are cast to."""
         dtype: torch.dtype = unet.model.computation_dtype
         return dtype
+
+    def memory_management(self) -> Any:
+        """The host's Python module that knows and frees the GPU's memory."""
+        from backend import memory_management
+
+        return memory_management
+
+    def device(self) -> torch.device | None:
+        objects = forge_objects(self.loaded_model())
+        return None if objects is None else objects.unet.load_device
+
+    def share_memory(
+        self,
+        patches: Patches,
+        make_room: Callable[[int, torch.device], None],
+        returnable: Callable[[], int],
+    ) -> None:
+        share_with(self.memory_management(), patches, make_room, returnable)
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record the UNet's forward as a CUDA graph."""

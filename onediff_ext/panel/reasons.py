@@ -83,9 +83,9 @@ RULES = (
         "Change Size box or Batch range under Advanced.",
     ),
     _rule(
-        r"medvram|lowvram|offloading",
+        r"offloading",
         "weights move to save memory",
-        "Start the WebUI without --medvram and --lowvram if memory allows.",
+        "Free GPU memory, or choose a smaller checkpoint.",
     ),
     _rule(r"hypernetwork", "a hypernetwork is on", "Take the hypernetwork out for more speed."),
     _rule(
@@ -152,6 +152,11 @@ RULES = (
         r"attention (by|of class|processor)|attention is replaced",
         "this attention has no graphs",
         "Choose a cross attention optimization named sdp in Settings → Optimizations.",
+    ),
+    _rule(
+        r"step cache",
+        "a step cache is on",
+        "Nothing: it decides at each step, and its blocks run through graphs.",
     ),
     _rule(
         r"another extension",

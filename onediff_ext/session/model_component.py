@@ -14,12 +14,13 @@ from onediff_ext.building.picture_clock import ModelCall
 from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
-from onediff_ext.engine.class_methods import forward_of
+from onediff_ext.engine.class_methods import forward_of, forward_slot, inner_forward_of
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, foreign_forward
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.session.foreign_blocks import ForeignBlocks
 from onediff_ext.session.model_forward import ModelForward, serving
@@ -73,6 +74,7 @@ class Component:
             # Most families share one function, which each replay calls.
             list({type(f).global_settings: f.global_settings for f in families}.values()),
             session.code,
+            list({type(f).patched_by: f.patched_by for f in families}.values()),
         )
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
@@ -113,8 +115,9 @@ class Component:
         self.foreign_blocks.find_replaced(self.model, self.session.families)
         if not self.runners:
             self.foreign_blocks.note_unknown(self.model)
-        forward = self._forward = ModelForward(forward_of(self.model), self)
-        self._patches.set(self.model, "forward", forward)
+        forward = self._forward = ModelForward(inner_forward_of(self.model), self)
+        forward.prompt_work = self._prompt_work()
+        self._patches.set(self.model, forward_slot(self.model), forward)
         self._active = True
         if self.role.is_vae:
             fallback = OomFallback(
@@ -124,6 +127,15 @@ class Component:
             self._set_active(True)
         else:
             self._capture(forward)
+
+    def _prompt_work(self) -> PromptWork | None:
+        """Return what does the prompt's part of the forward ahead of it, or None."""
+        families = {type(runner.family): runner.family for runner in self.runners}.values()
+        recipes = (family.prompt_recipe(self.model) for family in families)
+        recipe = next(filter(None, recipes), None)
+        if recipe is None:
+            return None
+        return PromptWork(self.model, recipe, self.runners, self._known)
 
     def follow_class(self) -> None:
         """Judge the model's forward again if its class, or its class's forward, is another now."""
@@ -150,7 +162,12 @@ class Component:
                 self._forget_whole()
             if self._whole is None:
                 self._whole = CapturedForward(
-                    self.model, forward.eager, self.runners, self.session.cuda_graphs, self._known
+                    self.model,
+                    forward.eager,
+                    self.runners,
+                    self.session.cuda_graphs,
+                    self._known,
+                    without_graphs=self._without_graphs,
                 )
             self.captured = self._whole
         else:
@@ -178,7 +195,15 @@ class Component:
                 runners = [runner for runner in self.runners if runner.block in inside]
                 eager, cuda_graphs = forward_of(part), self.session.cuda_graphs
                 self._parts.append(
-                    CapturedForward(part, eager, runners, cuda_graphs, self._known, 1 / len(parts))
+                    CapturedForward(
+                        part,
+                        eager,
+                        runners,
+                        cuda_graphs,
+                        self._known,
+                        1 / len(parts),
+                        self._without_graphs,
+                    )
                 )
         for captured in self._parts:
             self._part_patches.set(captured.model, "forward", captured)
@@ -221,6 +246,10 @@ class Component:
     def suspend(self) -> None:
         """Restore every attribute to its value before `install`, and keep the runners for later."""
         self._set_active(False)  # a host may still hold a runner
+        if self._forward is not None:
+            if self._forward.prompt_work is not None:
+                self._forward.prompt_work.remove()
+            self._patches.follow(self.model, forward_slot(self.model), self._forward)
         left = [*self._part_patches.undo(), *self._patches.undo()]
         # A foreign forward may keep models alive that nothing else uses.
         self.captured = self.foreign = self._forward = None
@@ -242,8 +271,10 @@ class Component:
 
     @contextmanager
     def _without_graphs(self) -> Iterator[None]:
-        """`paused`, told."""
+        """`paused`, told. Merged weights and 8-bit copies are freed, which only graphs read."""
         self.session.fell_back(self.role.label, MEMORY_IS_SHORT)
+        if self.session.budget.release_derived():
+            self.session.budget.release_cached()
         with self.paused():
             yield
         for runner in self.runners:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from onediff_ext.engine.class_methods import forward_slot
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 
 if TYPE_CHECKING:
+    from onediff_ext.engine.prompt_work import PromptWork
     from onediff_ext.session.model_component import Component
+
+_PROMPT_IS_DONE = "the prompt's part is done"  # a variant of the forward
 
 
 class ModelForward:
@@ -28,6 +32,7 @@ class ModelForward:
     Attributes:
         eager: As given.
         captured: The forward as a CUDA graph, or None.
+        prompt_work: Does the prompt's part of a forward ahead of it; None where nothing is known.
         variant, keeps: Those of `captured`, whichever it is at the next call.
     """
 
@@ -37,6 +42,7 @@ class ModelForward:
         self._component = weakref.ref(component)
         self._forward = eager
         self.captured: CapturedForward | None = None
+        self.prompt_work: PromptWork | None = None
         self._variant: Hashable = None
         self._keeps: object = None
 
@@ -92,6 +98,8 @@ class ModelForward:
             first = component if component is not None and session.drew(component) else None
             if first is not None:
                 first.foreign_blocks.before_picture(runners)
+            if component is not None and component.role.is_vae:
+                session.memory.give_back()
             output = self._timed(component, args, kwargs)
             session.contents.settle()
         if first is not None:
@@ -107,10 +115,17 @@ class ModelForward:
         if component is None or not component.role.is_denoiser:
             return self._forward(*args, **kwargs)
         with self._session.timer.forward((*args, *kwargs.values())):
-            return self._forward(*args, **kwargs)
+            if self.prompt_work is None or self.captured is None:
+                return self._forward(*args, **kwargs)
+            return self.prompt_work(self._run, self.eager, args, kwargs)
+
+    def _run(self, prompt_is_done: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward; with its prompt's part done it is another one for CUDA graphs."""
+        self.variant = _PROMPT_IS_DONE if prompt_is_done else None
+        return self._forward(*args, **kwargs)
 
 
 def serving(model: nn.Module) -> Component | None:
     """The component that has replaced the model's forward, or None."""
-    forward = vars(model).get("forward")
+    forward = vars(model).get(forward_slot(model))
     return forward.component if isinstance(forward, ModelForward) else None

@@ -10,9 +10,11 @@ from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.machine import machine_digest
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.session.checkpoint_use import CheckpointUse
 from onediff_ext.session.last_picture import LastPicture
 from onediff_ext.session.picture_timer import PictureTimer
+from onediff_ext.session.session_memory import SessionMemory
 from onediff_ext.store import SavedTimes, StepRecord
 
 
@@ -31,6 +33,8 @@ class PictureSource(Protocol):
     def foreground(self) -> ForegroundScheduler: ...
     @property
     def last_picture(self) -> LastPicture: ...
+    @property
+    def memory(self) -> SessionMemory: ...
 
     def after_picture(self) -> None: ...
     def current_kinds(self) -> list[BlockKind]: ...
@@ -50,7 +54,9 @@ class Picture(AbstractContextManager[None]):
         self._session.foreground.begin_picture()
         self._session.timer.begin()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, _cls: object, exc: BaseException | None, _frames: object) -> None:
+        if exc is not None and is_out_of_memory(exc):
+            self._session.memory.give_back(ran_out=True)
         _stop_timer(self._session)
         self._session.foreground.end_picture()
         self._session.after_picture()

@@ -30,6 +30,7 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.recorder import CudaRecorder
 from onediff_ext.engine.machine import machine_entries
+from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.torch_versions import keep_device_guard
 from onediff_ext.session.build_control import BuildControl
 from onediff_ext.session.checkpoint_use import CheckpointUse
@@ -38,6 +39,7 @@ from onediff_ext.session.last_picture import Drawn, Fallback, Fallbacks, LastPic
 from onediff_ext.session.met_kinds import MetKinds
 from onediff_ext.session.picture_gain import Picture
 from onediff_ext.session.picture_timer import PictureTimer
+from onediff_ext.session.session_memory import SessionMemory
 from onediff_ext.session.status import session_status
 from onediff_ext.session.stored_graph_lookup import StoredGraphLookup
 from onediff_ext.session.substitutes import Substitute, substitutes
@@ -68,7 +70,8 @@ class Session(KindRegistry):
         builder: Builds kinds; `builder.run` is the present build run.
         background: The builds beside the pictures.
         read_ahead: Graphs that are loaded while a checkpoint's weights are.
-        captures: The CUDA graphs.
+        cuda_graphs: The CUDA graphs.
+        memory: Gives memory back to the rest of a picture and to the host.
         checkpoint: The checkpoint in use (`use_checkpoint`), or None.
         last_picture: The components that drew the last picture.
         timer: The time of the last picture.
@@ -83,7 +86,7 @@ class Session(KindRegistry):
         families: Sequence[BlockFamily],
         rules: Sequence[WrapperRule] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(MemoryBudget(limit_bytes=options.capture_limit_bytes))
         keep_device_guard()
         self.spot_checks.enabled = options.spot_checks
         self.options, self.families, self.rules = options, families, tuple(rules)
@@ -105,10 +108,11 @@ class Session(KindRegistry):
         self.background = self._builds.background
         self.stage, self.sizes_done = "", (0, 0)
         self.checkpoint: CheckpointUse | None = None
+        self.memory = SessionMemory(self)
         self.cuda_graphs = CudaGraphCache(
             CudaRecorder(),
             options.capture_limit if options.captures and self.backend.capturable else 0,
-            options.capture_limit_bytes,
+            self.budget,
             self.spot_checks,
             self.found_wrong,
         )
@@ -241,6 +245,7 @@ class Session(KindRegistry):
 
     def after_picture(self) -> None:
         """Record the checkpoint's kinds, and build what a picture found missing."""
+        self.memory.give_back()
         self.record_checkpoint()
         # Only here: a bare module's call says nothing of what a user wants after a cancel.
         self.background.needed(self.last_picture.kinds, self.last_picture.number)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.session.session import Session
 
@@ -63,6 +65,15 @@ class SessionsByOptions:
         for session in list(self._sessions.values()):
             session.cancel_builds()
             session.background.end_pause()
+
+    def make_room(self, needed_bytes: int, device: torch.device) -> None:
+        """As `SessionMemory.make_room`, of all sessions."""
+        for session in list(self._sessions.values()):
+            session.memory.make_room(needed_bytes, device)
+
+    def returnable_bytes(self) -> int:
+        """As `SessionMemory.returnable_bytes`, of all sessions."""
+        return sum(session.memory.returnable_bytes() for session in list(self._sessions.values()))
 
     def close(self) -> None:
         """Close all sessions."""

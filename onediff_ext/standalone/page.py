@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 from onediff_ext import __version__
+from onediff_ext.core.step_cache_options import STEP_CACHES
 from onediff_ext.hosts.diffusers.schedulers import sampler_names
 from onediff_ext.panel import html
 from onediff_ext.panel.gradio_versions import accepted, every_seconds
@@ -174,6 +175,14 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
             -1, label="Seed", info="-1: another each time", precision=0, elem_id="onediff_seed"
         )
         batch = gr.Slider(1, 16, value=1, step=1, label="Pictures at once", elem_id="onediff_batch")
+        step_cache = gr.Dropdown(
+            label="Step cache",
+            info="Faster with transformers such as Flux.1; pictures differ.",
+            choices=["off", *(f"{name}:{number:g}" for name, number in STEP_CACHES.items())],
+            value="off",
+            allow_custom_value=True,
+            elem_id="onediff_step_cache",
+        )
     return {
         "prompt": prompt,
         "negative": negative,
@@ -182,6 +191,7 @@ def _picture(defaults: PageDefaults) -> dict[str, Any]:
         "guidance": guidance,
         "seed": seed,
         "batch": batch,
+        "step_cache": step_cache,
     }
 
 

@@ -11,6 +11,7 @@ from gradio.processing_utils import save_file_to_cache
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
+from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
@@ -27,7 +28,7 @@ from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_pictur
 from onediff_ext.standalone.folder_job import FolderProgress, run_folder
 from onediff_ext.standalone.page import Page, PageDefaults
 
-_PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch")
+_PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch", "step_cache")
 _FOLDER = (
     "source",
     "target",
@@ -259,6 +260,7 @@ def _settings(choices: Choices, picture: Values, strength: float = 0.6) -> DrawS
         strength=float(_given(strength, "strength")),
         scheduler=picture["sampler"],
         deepcache=DeepCacheOptions.parse(choices.deepcache) if choices.enabled else OFF,
+        step_cache=StepCacheOptions.parse(picture["step_cache"] or "off"),
     )
 
 

@@ -126,7 +126,7 @@ class AttachedModels:
             name=checkpoint.name,
             path=checkpoint.path,
             architecture=checkpoint.architecture,
-            device=None if parameter is None else parameter.device,
+            device=self._host.device() or (None if parameter is None else parameter.device),
         )
         return True
 

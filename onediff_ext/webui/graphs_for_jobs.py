@@ -11,6 +11,7 @@ from typing import Any
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
+from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import WebUIHost
 from onediff_ext.session.session import Session
 from onediff_ext.session.sessions_by_options import SessionsByOptions
@@ -51,6 +52,7 @@ class GraphsForJobs:
         self._sessions = SessionsByOptions(
             lambda options: Session(options, host.families(), host.rules())
         )
+        self._memory = Patches()  # of the host's memory management, while jobs run
         self._running = "off"
         self._earlier_fallbacks: Counter[tuple[str, str]] = Counter()  # of the jobs before
 
@@ -84,6 +86,11 @@ class GraphsForJobs:
             self.jobs.add(job)
             self.eager.clear()
             self.deepcache = DeepCacheTally()
+            if not len(self._memory):
+                with self.eager.on_failure():
+                    self.host.share_memory(
+                        self._memory, self._sessions.make_room, self._sessions.returnable_bytes
+                    )
             if is_foreground:
                 self._enter_foreground(job)
             with self.eager.on_failure():
@@ -138,6 +145,7 @@ class GraphsForJobs:
             self.models.end_deepcache_runs()
             if not self.jobs.has_other_than(host_job):
                 self.models.detach()
+                self._memory.undo()
             self._finish_ended(host_job)
 
     def model_loaded(self) -> None:
@@ -152,6 +160,7 @@ class GraphsForJobs:
             for job in self.jobs:
                 self._finish(job)
             self.models.close()
+            self._memory.undo()
             self._sessions.close()
             self._running = "off"
 

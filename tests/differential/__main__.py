@@ -35,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", help="of `MODELS` or `WIDE_MODELS`; a random one for each sequence"
     )
+    parser.add_argument(
+        "--dtype", help="of the models, such as float64: what is still there is no rounding"
+    )
     parser.add_argument("--plant", metavar="NAME", help='a known fault; "list" prints their names')
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--eager", action="store_true", help="compile nothing: try the operations")
@@ -66,11 +69,17 @@ def main(arguments: list[str] | None = None) -> int:
         plant=options.plant,
         store=options.store,
         model=options.model,
+        dtype=options.dtype and getattr(torch, options.dtype),
     )
     began, found = time.monotonic(), list[Found]()
     if options.sequence is not None:
         steps = [Step.parse(text) for text in options.sequence.split()]
-        one = driver.run(options.world, steps)
+        one = driver.run(
+            options.world,
+            steps,
+            options.seconds,
+            lambda step: print(f"{time.monotonic() - began:7.1f} s {step}", flush=True),
+        )
         if one is not None:
             found.append(one)
             _say(one)

@@ -77,7 +77,7 @@ def merged_weights_belong_to_nobody(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def weights_that_moved(patch: pytest.MonkeyPatch) -> None:
     """Skip the check of weight addresses before a launch."""
-    patch.setattr(staleness.Snapshot, "_where", _always([]))
+    patch.setattr(staleness, "_where", _always([]))
 
 
 @_plant

@@ -25,6 +25,8 @@ class Operation:
         fits: Whether it can be done now.
         weight: How often it is drawn, beside others.
         group: The Python module that defines it.
+        restores: Whether CUDA graphs may be replayed again after it: a feature is off, or time
+            passes.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Operation:
     fits: Test
     weight: float = 1.0
     group: str = ""
+    restores: bool = False
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -49,11 +52,13 @@ def _add(operation: Operation) -> None:
     OPERATIONS[operation.name] = operation
 
 
-def operation(fits: Test = always, weight: float = 1.0) -> Callable[[Apply], Apply]:
+def operation(
+    fits: Test = always, weight: float = 1.0, *, restores: bool = False
+) -> Callable[[Apply], Apply]:
     """Register a function under its name, as something that is done once."""
 
     def register(apply: Apply) -> Apply:
-        _add(Operation(apply.__name__, apply, fits, weight, apply.__module__))
+        _add(Operation(apply.__name__, apply, fits, weight, apply.__module__, restores))
         return apply
 
     return register
@@ -83,6 +88,6 @@ def feature(
             )
         )
         group = switch_on.__module__
-        _add(Operation(f"{name}_off", off, lambda w: name in w.on, 4 * weight, group))
+        _add(Operation(f"{name}_off", off, lambda w: name in w.on, 4 * weight, group, True))
 
     return register

@@ -6,18 +6,22 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from tests.differential import operations  # noqa: F401  (registers them)
+from tests.differential.mismatches import Mismatch
 from tests.differential.plants import PLANTS
 from tests.differential.registry import OPERATIONS
+from tests.differential.rounding import Excused
 from tests.differential.stand_ins import stand_ins
-from tests.differential.world import Mismatch, World
+from tests.differential.world import World
 
 # Steps that are done whatever time they take: a new kind's program takes seconds to make.
 _IN_ANY_CASE = 12
@@ -27,6 +31,8 @@ _LEAST, _MOST = 25, 70
 # drawn alike, a LoRA would rarely still be loaded when its weights are written.
 _GROUPS = sorted({operation.group for operation in OPERATIONS.values()})
 _PREFERRED = 6.0
+# Where nothing is replayed, no replay can be stale: how often the next step ends that, if it can.
+_RESTORING = 0.6
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Counts:
     operations: Counter[str] = field(default_factory=Counter)
     graph_calls: int = 0
     replays: int = 0
+    excused: list[Excused] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Driver:
         plant: The name of a fault to be put back.
         store: A folder of graphs for all sequences; None gives each sequence its own. With a real
             compiler, only the first sequence waits for it then.
-        model: As `World` takes it.
+        model, dtype: As `World` takes them.
     """
 
     def __init__(
@@ -91,9 +98,10 @@ class Driver:
         plant: str | None = None,
         store: Path | None = None,
         model: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.device, self.compiled, self.plant = device, compiled, plant
-        self.store, self.model = store, model
+        self.store, self.model, self.dtype = store, model, dtype
         self.counts = Counts()
 
     def random_run(self, seed: int, steps: int, seconds: float = math.inf) -> Iterator[Found]:
@@ -119,21 +127,39 @@ class Driver:
             if mismatch is not None:
                 yield Found(world_seed, tuple(done), mismatch)
 
-    def run(self, world_seed: int, steps: Sequence[Step]) -> Found | None:
-        """Given steps, those left out that do not fit; where it went wrong, if it did."""
+    def run(
+        self,
+        world_seed: int,
+        steps: Sequence[Step],
+        seconds: float = math.inf,
+        listen: Callable[[Step], None] | None = None,
+    ) -> Found | None:
+        """Given steps, those left out that do not fit; where it went wrong, if it did.
+
+        No step begins after so many seconds. `listen` hears of each step that was done.
+        """
         done: list[Step] = []
+        end = time.monotonic() + seconds
         with self._world(world_seed) as (world, mismatch):
             for step in steps:
-                if mismatch is not None:
+                if mismatch is not None or time.monotonic() >= end:
                     break
                 if OPERATIONS[step.name].fits(world):
                     done.append(step)
                     mismatch = self._step(world, step)
+                    if listen is not None:
+                        listen(step)
         return None if mismatch is None else Found(world_seed, tuple(done), mismatch)
 
     def is_planted(self, found: Found) -> bool:
         """Whether a sequence shows the planted fault: nothing differs without it."""
-        plain = Driver(self.device, compiled=self.compiled, store=self.store, model=self.model)
+        plain = Driver(
+            self.device,
+            compiled=self.compiled,
+            store=self.store,
+            model=self.model,
+            dtype=self.dtype,
+        )
         return plain.run(found.world, found.steps) is None
 
     def shortest(self, found: Found, seconds: float) -> Found:
@@ -183,21 +209,26 @@ class Driver:
         ):
             store = self.store or Path(folder)
             world = World(
-                self.device, store, Random(seed), compiled=self.compiled, model=self.model
+                *(self.device, store, Random(seed)),
+                compiled=self.compiled,
+                model=self.model,
+                dtype=self.dtype,
             )
             figures.world = world
             try:
                 mismatch = self._settle(world)
-                figures.is_plain = False
                 yield world, mismatch
             finally:
                 world.close()
                 self.counts.graph_calls += figures.graph_calls
-                self.counts.replays += figures.replays
+                self.counts.replays += world.replays
+                self.counts.excused += world.excused
 
 
 def _choose(world: World, random: Random, preferred: Sequence[str]) -> Step:
     fitting = [op for op in OPERATIONS.values() if op.fits(world)]
+    if world.compiles and not world.has_replayed and random.random() < _RESTORING:
+        fitting = [op for op in fitting if op.restores]
     weights = [op.weight * (_PREFERRED if op.group in preferred else 1) for op in fitting]
     chosen = random.choices(fitting, weights)[0]
     return Step(chosen.name, random.randrange(2**20))
@@ -212,6 +243,10 @@ def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, An
         "operations": dict(sorted(counts.operations.items())),
         "graph_calls": counts.graph_calls,
         "replays": counts.replays,
+        "excused_as_rounding": [
+            {"error": each.error, "own": each.own, "dtype": str(each.dtype)}
+            for each in counts.excused
+        ],
         "mismatches": [
             {
                 "what": each.mismatch.what,

@@ -27,9 +27,7 @@ class Figures:
     """Counted while a world lives."""
 
     graph_calls: int = 0
-    replays: int = 0
     world: World | None = None
-    is_plain: bool = True  # nothing was done to the models yet
 
 
 @contextmanager
@@ -54,14 +52,14 @@ def stand_ins(device: str) -> Iterator[Figures]:
 
 @contextmanager
 def _programs_of_one_world(figures: Figures) -> Iterator[None]:
-    """Programs are shared by all worlds if they were made before the first operation: a later one
-    may have been traced with what is just being tried."""
+    """Programs are shared by all worlds if they were made while no feature was on: others may have
+    been traced with what is just being tried."""
     shared = quick_builds._BUILT
 
     class Programs(dict[str, bytes]):
         def __setitem__(self, digest: str, payload: bytes) -> None:
             super().__setitem__(digest, payload)
-            if figures.is_plain:
+            if figures.world is None or figures.world.is_plain:
                 shared[digest] = payload
 
     with pytest.MonkeyPatch.context() as patch:
@@ -84,8 +82,8 @@ def _counted_loads(load: Callable[..., Graph], figures: Figures) -> Callable[...
 
 def _counted_replays(replay: Callable[..., None], figures: Figures) -> Callable[..., None]:
     def counted(recording: Any) -> None:
-        figures.replays += 1
         assert figures.world is not None
+        figures.world.replays += 1
         figures.world.replaying = True
         try:
             replay(recording)

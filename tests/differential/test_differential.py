@@ -12,10 +12,10 @@ from random import Random
 import pytest
 import torch
 
+from tests.differential.mismatches import difference
 from tests.differential.plants import PLANTS, PLANTS_FOR_A_GPU
 from tests.differential.registry import OPERATIONS
 from tests.differential.sequences import Driver, Found, Step, as_json
-from tests.differential.world import difference
 
 FIXED_SEED = 7
 A_UNETS_SEED, A_TRANSFORMERS_SEED = 6, 5  # of the first sequence: a UNet's, SD3's
@@ -59,6 +59,12 @@ def test_a_planted_fault_is_found(plant: str) -> None:
     assert Driver(plant=plant, model="sd15").run(world, steps) is not None
     found = Driver(model="sd15").run(world, steps)
     assert found is None, report(found)
+
+
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+def test_what_a_plant_takes_away_is_there(plant: str) -> None:
+    with PLANTS[plant]():
+        pass
 
 
 def test_operations_change_both_alike() -> None:

@@ -274,6 +274,14 @@ def _vae_slicing(pipe: Any) -> None:
     pipe.vae.enable_slicing()
 
 
+@feature(_MEMORY, "`enable_model_cpu_offload`", options=_SIZE)
+def _model_offload(pipe: Any) -> None:
+    from accelerate import cpu_offload_with_hook
+
+    # As the method does, which calls a CPU "cpu:0" and then moves the model at each step.
+    cpu_offload_with_hook(pipe.unet, torch.device("cpu"))
+
+
 @feature(_MEMORY, "sequential offloading (`cpu_offload`)", options=_SIZE)
 def _sequential_offload(pipe: Any) -> None:
     from accelerate import cpu_offload

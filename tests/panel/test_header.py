@@ -123,7 +123,7 @@ def test_a_why_has_six_words_at_most() -> None:
 @pytest.mark.parametrize(
     ("reason", "why"),
     [
-        ("--medvram and --lowvram move weights in and out while drawing", "weights move"),
+        ("weights are on another device (offloading)", "weights move"),
         ("weights are stored as fp8", "stored in another format"),
         ("a BasicTransformerBlock is a ToMeBlock of tomesd.patch", "token merging is on"),
         ("builds were cancelled; the next picture has its missing graphs built", "were cancelled"),

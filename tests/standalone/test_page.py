@@ -57,12 +57,14 @@ def client(page: SimpleNamespace) -> Any:
     return Client(page.url, verbose=False)
 
 
-def arguments(enabled: bool = False, steps: int = 2, seed: int = 5) -> list[Any]:
+def arguments(
+    enabled: bool = False, steps: int = 2, seed: int = 5, step_cache: str = "off"
+) -> list[Any]:
     """Panel and picture inputs of the page."""
     given = {f.name: f.default for f in FIELDS}
     given |= {"enabled": enabled, "preset": "Custom", "backend": "eager", "vae": "ignore all"}
     panel = [to_control(field, given[field.name]) for field in FIELDS]
-    return [*panel, "a fox", "", "Euler", steps, 4.0, seed, 1]
+    return [*panel, "a fox", "", "Euler", steps, 4.0, seed, 1, step_cache]
 
 
 def written(page: SimpleNamespace, folder: str = "out") -> list[Path]:

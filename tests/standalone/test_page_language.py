@@ -77,7 +77,8 @@ def test_every_fixed_text_of_the_page_is_translated(page: SimpleNamespace, langu
 
 def _choices(made: Any) -> set[str]:
     """Names of files, samplers and sizing rules, and prompts to try."""
-    components = (made.model["checkpoint"], made.picture["sampler"], made.image["size"])
+    picture = (made.picture[name] for name in ("sampler", "step_cache"))
+    components = (made.model["checkpoint"], *picture, made.image["size"])
     names = {name for component in components for name, _ in component.choices}
     return names | {
         text for text in texts_of(made.blocks) if text.startswith(("a ", "an ", "two "))

@@ -95,7 +95,7 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
     ) -> Any:
         kwargs = kwargs or {}
         for tag, reason in _REFUSED.items():
-            if tag in func.tags and not _drops_nothing(func, args, kwargs):
+            if tag in func.tags and not _is_permitted(func, args, kwargs):
                 raise RuntimeError(f"{reason} ({func})")
         self._before_writing(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -223,6 +223,14 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         made = torch.UntypedStorage(storage.size_bytes, device=storage.device)
         spoil(made)
         return made, not storage.own
+
+
+def _is_permitted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator with one of these tags may be recorded all the same."""
+    if func is torch.ops.aten.index.Tensor:  # only masks have to be counted first
+        counted = (torch.bool, torch.uint8)
+        return all(index is None or index.dtype not in counted for index in args[1])
+    return _drops_nothing(func, args, kwargs)
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -103,23 +103,6 @@ def qwen_vl(seed: int = 0) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def qwen_vae(seed: int = 0) -> Any:
-    """Qwen-Image's VAE of videos."""
-    import diffusers
-
-    return models.build(
-        diffusers.AutoencoderKLQwenImage,
-        seed + 2,
-        base_dim=8,
-        z_dim=models.LATENT_CHANNELS,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * models.LATENT_CHANNELS,
-        latents_std=[1.0] * models.LATENT_CHANNELS,
-    )
-
-
 def _flux() -> Any:
     pipe = models.flux()
     pipe.register_modules(
@@ -161,7 +144,9 @@ FOLDERS: dict[str, Callable[[], Any]] = {
     "flux2-klein": lambda: _with_texts(
         models.flux2, lambda: qwen3(layers=28, width=TEXT_WIDTH // 3), qwen_tokenizer
     ),
-    "qwen-image": lambda: _with_texts(models.qwen_image, qwen_vl, qwen_tokenizer, vae=qwen_vae),
+    "qwen-image": lambda: _with_texts(
+        models.qwen_image, qwen_vl, qwen_tokenizer, vae=models.qwen_vae
+    ),
     "z-image": lambda: _with_texts(models.z_image, qwen3, qwen_tokenizer),
     "lumina2": lambda: _with_texts(models.lumina2, gemma2, gemma_tokenizer),
 }

@@ -163,9 +163,9 @@ def flux_embeddings(tokens: int, batch: int = 1, seed: int = 0) -> Embeddings:
     }
 
 
-def chroma(seed: int = 0) -> Any:
-    """A pipeline of Chroma."""
-    transformer = build(
+def chroma_transformer(seed: int = 0) -> Any:
+    """Chroma's two kinds of block."""
+    return build(
         diffusers.ChromaTransformer2DModel,
         seed + 3,
         in_channels=4 * LATENT_CHANNELS,
@@ -179,10 +179,15 @@ def chroma(seed: int = 0) -> Any:
         approximator_hidden_dim=16,
         approximator_layers=1,
     )
-    return _pipe(diffusers.ChromaPipeline, transformer, vae(seed))
 
 
-def flux2(seed: int = 0) -> Any:
+def chroma(seed: int = 0, cls: Any = None, **parts: Any) -> Any:
+    """A pipeline of Chroma."""
+    transformer = parts.pop("transformer", None) or chroma_transformer(seed)
+    return _pipe(cls or diffusers.ChromaPipeline, transformer, vae(seed), **parts)
+
+
+def flux2(seed: int = 0, cls: Any = None, **parts: Any) -> Any:
     """A pipeline of Flux.2-klein."""
     transformer = build(
         diffusers.Flux2Transformer2DModel,
@@ -197,7 +202,7 @@ def flux2(seed: int = 0) -> Any:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    return _pipe(diffusers.Flux2KleinPipeline, transformer, flux2_vae(seed))
+    return _pipe(cls or diffusers.Flux2KleinPipeline, transformer, flux2_vae(seed), **parts)
 
 
 def flux2_vae(seed: int = 0) -> Any:
@@ -214,23 +219,50 @@ def flux2_vae(seed: int = 0) -> Any:
     )
 
 
-def qwen_image(seed: int = 0) -> Any:
-    """A pipeline of Qwen-Image, without its VAE of videos."""
-    transformer = build(
+def qwen_image_transformer(seed: int = 0, **config: Any) -> Any:
+    """Qwen-Image's one kind of block; `zero_cond_t` makes that of Edit-2511."""
+    return build(
         diffusers.QwenImageTransformer2DModel,
         seed + 3,
-        in_channels=4 * LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=TEXT_WIDTH,
-        axes_dims_rope=(4, 6, 6),
+        **{
+            "in_channels": 4 * LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": TEXT_WIDTH,
+            "axes_dims_rope": (4, 6, 6),
+            **config,
+        },
     )
-    return _pipe(diffusers.QwenImagePipeline, transformer, None)
 
 
-def z_image(seed: int = 0) -> Any:
+def qwen_vae(seed: int = 0) -> Any:
+    """Qwen-Image's VAE of videos."""
+    return build(
+        diffusers.AutoencoderKLQwenImage,
+        seed + 2,
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+
+
+def qwen_image(seed: int = 0, cls: Any = None, **parts: Any) -> Any:
+    """A pipeline of Qwen-Image; text to image is without its VAE of videos."""
+    return _pipe(
+        cls or diffusers.QwenImagePipeline,
+        parts.pop("transformer", None) or qwen_image_transformer(seed),
+        None if cls is None else qwen_vae(seed),
+        **parts,
+    )
+
+
+def z_image(seed: int = 0, cls: Any = None, **parts: Any) -> Any:
     """A pipeline of Z-Image."""
     transformer = build(
         diffusers.ZImageTransformer2DModel,
@@ -245,7 +277,7 @@ def z_image(seed: int = 0) -> Any:
         axes_dims=[4, 6, 6],
         axes_lens=[1024, 64, 64],
     )
-    return _pipe(diffusers.ZImagePipeline, transformer, vae(seed))
+    return _pipe(cls or diffusers.ZImagePipeline, transformer, vae(seed), **parts)
 
 
 def lumina2(seed: int = 0) -> Any:
@@ -267,7 +299,7 @@ def lumina2(seed: int = 0) -> Any:
     return _pipe(diffusers.Lumina2Pipeline, transformer, vae(seed))
 
 
-def _pipe(cls: Any, transformer: Any, vae: Any) -> Any:
+def _pipe(cls: Any, transformer: Any, vae: Any, **parts: Any) -> Any:
     return quiet(
         cls(
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -275,6 +307,7 @@ def _pipe(cls: Any, transformer: Any, vae: Any) -> Any:
             vae=vae,
             text_encoder=None,
             tokenizer=None,
+            **parts,
         )
     )
 

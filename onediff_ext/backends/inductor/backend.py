@@ -46,8 +46,8 @@ _IMPORTED_BY_LOADS = (
     "torch._inductor.standalone_compile",
 )
 
-# Raise this whenever the kernels in `backends/inductor/kernels` change.
-KERNELS = "8"
+# Raise this whenever the kernels in `backends/inductor/kernels` or `code_choices.py` change.
+KERNELS = "9"
 
 
 class InductorBackend(Backend):

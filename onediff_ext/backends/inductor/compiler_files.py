@@ -174,7 +174,8 @@ def _files_of_this_process() -> CompilerFiles | None:
         compiler: Any = cpp_builder.get_cpp_compiler()
         if not cpp_builder.is_gcc():
             return None
-        headers, cache = Path(codecache._HEADER_DIR), Path(codecache.cache_dir())
+        inductor: Any = codecache
+        headers, cache = Path(inductor._HEADER_DIR), Path(inductor.cache_dir())
         status = os.stat(program := os.path.realpath(shutil.which(compiler) or compiler))
     except (AttributeError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as exc:
         logger.debug("No files of the compiler are kept: %s", exc)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.backends.inductor.code_choices import our_choices
 from onediff_ext.backends.inductor.device_index import loading_for
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.torch_versions import ready_for_standalone_compile
@@ -29,7 +30,12 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # Otherwise our own kernels load through Triton, which has gcc compile a launcher for each of
     # them in the process that draws (docs/architecture.md).
     "static_launch_user_defined_triton_kernels": True,
+    # Otherwise each process that draws tries several block sizes for a reduction at its first call,
+    # whose inputs may be small: a norm of 64 or 128 channels was left with one row for each program
+    # (63 us instead of 17, H200), and sums were rounded in another order in each process.
+    "deterministic": True,
 }
+_NEWER = frozenset({"deterministic"})  # settings that torch 2.8 does not have
 # Older torch versions change a setting for all threads, so two threads must not load at once.
 _loading = threading.Lock()
 
@@ -46,7 +52,8 @@ def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> byte
     from torch._inductor import config, standalone_compile
 
     ready_for_standalone_compile(graph_module)
-    with config.patch(dict(CUDA_CONFIG)):
+    settings = {k: v for k, v in CUDA_CONFIG.items() if k not in _NEWER or hasattr(config, k)}
+    with config.patch(settings), our_choices():
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:
         path = Path(folder) / "graph.bin"

@@ -15,8 +15,9 @@ import torch
 from onediff_ext.engine.blocks.complex_pairs import ComplexPair
 from onediff_ext.engine.blocks.family import Dims
 
-# The name of a dim of text tokens, then image tokens.
+# The names of a dim of text tokens, then image tokens, and of one that has the batch twice.
 JOINT = "joint"
+TWICE = "twice"
 
 
 class Members(NamedTuple):
@@ -36,9 +37,9 @@ class Form(NamedTuple):
     """How an argument is put together again; part of stored keys by its text.
 
     Args:
-        kind: ``"tensor"``, ``"complex"``, ``"joint"`` or ``"tuple"``.
-        axis: Of the joint dim.
-        members: Forms of the members of a tuple, or of the one thing that is joint.
+        kind: ``"tensor"``, ``"complex"``, ``"joint"``, ``"twice"`` or ``"tuple"``.
+        axis: Of the dim that is cut.
+        members: Forms of the members of a tuple, or of the one thing that is cut.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class Form(NamedTuple):
     def __repr__(self) -> str:
         if self.kind == "tuple":
             return f"({', '.join(map(repr, self.members))})"
-        return f"joint {self.axis} {self.members[0]!r}" if self.members else self.kind
+        return f"{self.kind} {self.axis} {self.members[0]!r}" if self.members else self.kind
 
 
 _TENSOR, _COMPLEX = Form("tensor"), Form("complex")
@@ -60,7 +61,7 @@ def take_apart(value: Any, dims: Dims | Members, text: int) -> tuple[Form, list[
     Args:
         value: A tensor, or a tuple or list of tensors.
         dims: Names of the dims of each tensor, which are those of all members of a tuple unless
-            they are `Members`. One may be `JOINT`.
+            they are `Members`. One may be `JOINT` or `TWICE`.
         text: Number of text tokens.
 
     Returns:
@@ -81,6 +82,13 @@ def take_apart(value: Any, dims: Dims | Members, text: int) -> tuple[Form, list[
     form = _TENSOR
     if value.is_complex():
         form, value = _COMPLEX, torch.view_as_real(value).flatten(-2)  # [..., D] → [..., 2D]
+    if TWICE in dims:
+        axis = dims.index(TWICE)
+        if value.shape[axis] % 2:
+            return None
+        named = _named(dims, "batch")
+        halves = [Part(half, named) for half in value.chunk(2, axis)]
+        return Form("twice", axis, (form,)), halves
     if JOINT not in dims:
         return form, [Part(value, dims)]
     axis = dims.index(JOINT)
@@ -105,10 +113,10 @@ def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
     """
     if form.kind == "tuple":
         return tuple(put_together(member, tensors) for member in form.members)
-    if form.kind != "joint":
+    if form.kind not in (JOINT, TWICE):
         return _whole(form, next(tensors))
-    text, image = next(tensors), next(tensors)
-    return _whole(form.members[0], torch.cat([text, image], form.axis))
+    first, second = next(tensors), next(tensors)
+    return _whole(form.members[0], torch.cat([first, second], form.axis))
 
 
 def _whole(form: Form, tensor: torch.Tensor) -> Any:
@@ -118,4 +126,4 @@ def _whole(form: Form, tensor: torch.Tensor) -> Any:
 
 
 def _named(dims: Dims, name: str) -> Dims:
-    return tuple(name if dim == JOINT else dim for dim in dims)
+    return tuple(name if dim in (JOINT, TWICE) else dim for dim in dims)

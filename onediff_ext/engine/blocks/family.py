@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.blocks.arguments import named_arguments
+from onediff_ext.engine.blocks.prompt_recipe import PromptRecipe
 from onediff_ext.engine.quantization import EightBitLinears
 
 # Inclusive bounds of the dims that may vary, in latent cells and tokens. Below 64 images the code
@@ -190,6 +191,22 @@ class BlockFamily(ABC):
         """Return the settings of the host's process that decide what such blocks compute.
 
         A CUDA graph is stale when they change. For the blocks' own graphs `sort` decides.
+        """
+        return None
+
+    def patched_by(self, module: nn.Module) -> str | None:  # noqa: ARG002
+        """Return who replaced a module's forward, for people, where the host knows it.
+
+        Args:
+            module: Any module of the host's models.
+        """
+        return None
+
+    def prompt_recipe(self, model: nn.Module) -> PromptRecipe | None:  # noqa: ARG002
+        """Return which part of a model's forward depends on the prompt alone, or None.
+
+        Args:
+            model: A model with such blocks.
         """
         return None
 

@@ -11,6 +11,7 @@ from onediff_ext.core.kind_key import KindKey
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.checking.spot_checks import SpotChecks
+from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.validity.tensor_contents import TensorContents
 
@@ -26,13 +27,15 @@ class KindRegistry(ABC):
         code: Watches the Python code of this process.
         contents: Watches the tensors from which merged weights and 8-bit copies were computed.
         spot_checks: Chooses graphs in use that are compared with eager again.
+        budget: Decides what CUDA graphs may hold, and frees merged weights and 8-bit copies.
     """
 
     rules: Sequence[WrapperRule]
     precision = "exact"
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.code, self.contents, self.spot_checks = PythonCode(), TensorContents(), SpotChecks()
+        self.budget = MemoryBudget() if budget is None else budget
 
     @property
     @abstractmethod

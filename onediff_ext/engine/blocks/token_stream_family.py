@@ -56,6 +56,10 @@ class TokenStreamBlocks(BlockFamily):
         """Return whether the block returns this one of its `outputs`, and not None for it."""
         return True
 
+    def dims_of(self, block: Any) -> Mapping[str, Dims | Members]:  # noqa: ARG002
+        """Return the `dims` of this block's arguments."""
+        return self.dims
+
     def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
         reason = self.eager_reason(block, arguments)
         if reason is not None:
@@ -63,13 +67,14 @@ class TokenStreamBlocks(BlockFamily):
         if any(not isinstance(arguments.get(name), torch.Tensor) for name in self.streams):
             return UNKNOWN_ARGUMENTS
         text = arguments[list(self.streams)[-1]].shape[1]  # not used without a text stream
+        named = {**self.dims_of(block), **self.streams}
         forms: list[tuple[str, Form]] = []
         parts: list[Part] = []
         for name in dict.fromkeys((*self.streams, *self.arguments)):
             value = arguments.get(name)
             if value is None:
                 continue
-            dims = self.streams.get(name) or self.dims.get(name)
+            dims = named.get(name)
             if dims is None:
                 if value is False or (isinstance(value, Mapping) and not value):
                     continue

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.core.errors import ModelChangedError
 from onediff_ext.engine.graph_calls import is_observed
 
 # What a graph assumes of a weight: dtype, shape, strides in elements.
@@ -140,6 +140,15 @@ class WeightSlot:
         weight = self.unmerged()
         return None if weight is None else self._origin(weight, generation)
 
+    @property
+    def merged(self) -> torch.Tensor | None:
+        """The last merged weight."""
+        return self._merged
+
+    def release(self) -> None:
+        """Free the merged weight; the next `read` merges again."""
+        self._merged, self.made_from = None, None
+
     def merged_address(self) -> int:
         """Return the address of the last merged weight, or 0."""
         return 0 if self._merged is None else self._merged.data_ptr()
@@ -154,7 +163,7 @@ class WeightSlot:
             The weight; None when it is gone or its wrapper can no longer be merged.
 
         Raises:
-            WeightsChangedError: A CUDA graph is being recorded, and the weight has to be merged.
+            ModelChangedError: A CUDA graph is being recorded, and the weight has to be merged.
         """
         weight: torch.Tensor | None = self.holder.get(self.name)
         if weight is None or self._wrapped is None:
@@ -165,7 +174,7 @@ class WeightSlot:
             if rule.refusal_reason(wrapper) is not None:
                 return None
             if is_observed():
-                raise WeightsChangedError("A weight has changed since the forward before it.")
+                raise ModelChangedError("A weight has changed since the forward before it.")
             self.made_from = None  # stays None when the merge fails halfway
             self._merged = rule.merged_weight(wrapper, weight, lambda: self._allocate(weight))
             self.made_from = made_from

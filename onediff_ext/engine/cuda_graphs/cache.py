@@ -18,7 +18,9 @@ from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.cuda_graphs.static_buffers import StaticBuffers
 from onediff_ext.engine.cuda_graphs.text_kv_graph import TextKvGraph
+from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.streams import StreamOrder
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,8 @@ class CudaGraphCache:
     Args:
         recorder: Makes recordings.
         limit: Most whole forwards alive as CUDA graphs; 0 switches CUDA graphs off.
-        limit_bytes: When the pool has grown by more, all CUDA graphs are dropped, since a pool
-            releases memory only as a whole. None is a quarter of the device's memory.
+        budget: Decides how much memory they may hold. When the pool has grown by more, all CUDA
+            graphs are dropped, since a pool releases memory only as a whole.
         spot_checks: Choose which replays in use are compared with eager again.
         found_wrong: Called with a model's class name and a reason when a replay that had passed
             its comparisons differs from eager.
@@ -84,7 +86,7 @@ class CudaGraphCache:
         static_buffers: What the recordings read and write.
         lock: Held while recording and replaying.
         order: Orders the work of recordings and replays on a GPU across streams.
-        spot_checks, found_wrong: As given.
+        spot_checks, found_wrong, budget: As given.
         made: How many CUDA graphs were recorded.
         dropped: One line for each of the last drops, with its reason.
     """
@@ -93,17 +95,18 @@ class CudaGraphCache:
         self,
         recorder: Recorder,
         limit: int = 64,
-        limit_bytes: int | None = None,
+        budget: MemoryBudget | None = None,
         spot_checks: SpotChecks | None = None,
         found_wrong: Callable[[str, str], None] = lambda what, problem: None,  # noqa: ARG005
     ) -> None:
         self.spot_checks = spot_checks or SpotChecks(enabled=False)
         self.found_wrong = found_wrong
-        self._recorder, self._limit, self._limit_bytes = recorder, limit, limit_bytes
+        self._recorder, self._limit, self.budget = recorder, limit, budget or MemoryBudget()
         self._alive: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self.static_buffers = StaticBuffers()
         self.lock = threading.RLock()
         self.order = StreamOrder()
+        self._device: torch.device | None = None  # of the last recording
         self.made = 0
         self.dropped: deque[str] = deque(maxlen=100)
 
@@ -155,10 +158,12 @@ class CudaGraphCache:
         """
         while self._alive and self._shares() + share > self._limit + 1e-6:
             self.drop(next(iter(self._alive)), f"there were {self._limit} already")
-        if self.size_bytes > self._bytes_allowed(device):
+        if self.size_bytes > self.budget.allowed_bytes(device, self.size_bytes):
             self.drop_all("their memory pool has reached its limit")
+            if self.budget.allowed_bytes(device, 0) <= 0:
+                raise OutOfMemoryError("There is no free memory for a CUDA graph.")
         captured = make(self._recorder)
-        self._alive[key] = captured
+        self._alive[key], self._device = captured, device
         self.made += 1
         return captured
 
@@ -206,17 +211,66 @@ class CudaGraphCache:
                 self._note(count, reason)
             return count
 
+    def settle(self) -> int:
+        """Drop all CUDA graphs if the rest of a picture has needed their memory before.
+
+        To be called when no denoiser runs any more: before a VAE, and after a picture.
+
+        Returns:
+            How many were dropped.
+        """
+        with self.lock:
+            if self._device is None or not self._alive:
+                return 0
+            if not self.budget.must_give_back(self._device, self.size_bytes):
+                return 0
+            return self.drop_all("the rest of the picture needs their memory")
+
+    def note_ran_out(self) -> None:
+        """Memory ran out in a host's own code."""
+        if self._device is not None:
+            self.budget.note_ran_out(self._device)
+
+    def make_room(self, needed_bytes: int, device: torch.device) -> int:
+        """Drop all CUDA graphs if a host is about to need more memory than is free.
+
+        Args:
+            needed_bytes: What the host needs.
+            device: Where.
+
+        Returns:
+            How many were dropped.
+        """
+        with self.lock:
+            free = self.budget.free_bytes(device, self.size_bytes)
+            if not self._alive or free is None or free >= needed_bytes:
+                return 0
+            return self.drop_all("the host needs their memory")
+
+    def held_bytes(self) -> dict[str, int]:
+        """What CUDA graphs hold, by name, in bytes.
+
+        ``"pools"`` are the pools' own memory, which torch counts as unused. The rest are tensors:
+        ``"buffers"`` for inputs and outputs, and ``"weights"`` with LoRAs merged or in 8 bits.
+        """
+        with self.lock:
+            storages = {
+                storage.data_ptr(): storage.nbytes()
+                for captured in self._alive.values()
+                for storage in captured.owned_storages
+            }
+            return {
+                "pools": self.size_bytes,
+                "buffers": self.static_buffers.size_bytes,
+                "weights": sum(storages.values()),
+            }
+
     def _shares(self) -> float:
         return sum(captured.share for captured in self._alive.values())
 
     def _release_memory(self) -> None:
         self.static_buffers.release()
         self._recorder.forget()
-
-    def _bytes_allowed(self, device: torch.device) -> int:
-        if self._limit_bytes is None and device.type == "cuda":
-            self._limit_bytes = torch.cuda.get_device_properties(device).total_memory // 4
-        return self._limit_bytes if self._limit_bytes is not None else 2**62
 
     def _note(self, count: int, reason: str) -> None:
         text = f"{counted(count, 'CUDA graph')} dropped: {reason}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onediff_ext.core.errors import CaptureError, WeightsChangedError
+from onediff_ext.core.errors import CaptureError, ModelChangedError
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph, CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, read_call
 from onediff_ext.engine.cuda_graphs.forward_recorder import ForwardRecorder
@@ -26,6 +27,8 @@ from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
+
+_NEVER = -1  # no epoch
 
 
 class CapturedForward:
@@ -42,6 +45,8 @@ class CapturedForward:
         cuda_graphs: Holds the CUDA graphs.
         trusted: What its modules may be.
         share: Which part of a larger model's forward it is, above 0 and up to 1.
+        without_graphs: A context in which the model runs as without this package, for when it does
+            not fit in another way.
 
     Attributes:
         model: The host's module.
@@ -62,13 +67,16 @@ class CapturedForward:
         cuda_graphs: CudaGraphCache,
         trusted: TrustedModules,
         share: float = 1.0,
+        without_graphs: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.model, self.eager, self._runners = model, forward, runners
         self._cuda_graphs, self._share = cuda_graphs, share
         self._tracker = ModelTracker(model, runners, trusted)
         self._policy, self._checks = RecordingPolicy(), ReplayChecks()
         self._recorder = ForwardRecorder(forward, runners, self._tracker)
-        self._within_memory = OomFallback(forward, cuda_graphs, self._retry)
+        self._without_graphs, self._short_in = without_graphs, _NEVER
+        eager = None if without_graphs is None else self._short_of_memory
+        self._within_memory = OomFallback(forward, cuda_graphs, self._retry, eager)
         self.active = True
         self.variant: Hashable = None
         self.keeps: object = None
@@ -82,6 +90,9 @@ class CapturedForward:
         self.replayed = False
         if not self.active:
             return self.eager(*args, **kwargs)
+        if self._without_graphs is not None and self._short_in == self._epoch():
+            with self._without_graphs():
+                return self.eager(*args, **kwargs)
         call = read_call(args, kwargs)
         if isinstance(call, str) or (reason := self._cuda_graphs.unavailable_reason(call.device)):
             self.reason = call if isinstance(call, str) else str(reason)
@@ -259,6 +270,9 @@ class CapturedForward:
         if frozen.snapshot.refusal_reason is not None:  # the model has changed a moment ago
             self.reason = frozen.snapshot.refusal_reason
             return
+        if frozen.snapshot.devices - {call.device}:
+            self.reason = "part of the weights is on another device (offloading)"
+            return
         if not self._policy.has_seen(key) and not self._checks.has_passed(form, frozen):
             self._note_new(key)
             return
@@ -284,10 +298,10 @@ class CapturedForward:
 
         try:
             return self._cuda_graphs.record(key, make, call.device, self._share)
-        except WeightsChangedError as exc:
+        except ModelChangedError as exc:
             self.reason = exc.message
         except CaptureError as exc:
-            if isinstance(exc.__cause__, WeightsChangedError):
+            if isinstance(exc.__cause__, ModelChangedError):
                 self.reason = exc.__cause__.message
             else:
                 self._refuse(key, f"cannot be recorded: {exc.message}")
@@ -307,6 +321,17 @@ class CapturedForward:
         self._policy.refuse(key, reason)
         self.reason = reason
         logger.info("%s runs without a CUDA graph: %s", type(self.model).__name__, reason)
+
+    @contextmanager
+    def _short_of_memory(self) -> Iterator[None]:
+        """Run without graphs, also for the rest of this picture: each attempt takes time."""
+        assert self._without_graphs is not None
+        self._short_in, self.reason = self._epoch(), "memory is short"
+        with self._without_graphs():
+            yield
+
+    def _epoch(self) -> int:
+        return self._runners[0].epoch if self._runners else 0
 
     def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
         try:

@@ -56,7 +56,7 @@ class ForwardRecorder:
             variant: As `CapturedForward.variant`.
 
         Raises:
-            CaptureError, WeightsChangedError, torch.OutOfMemoryError: As `Recorder.record`.
+            CaptureError, ModelChangedError, torch.OutOfMemoryError: As `Recorder.record`.
         """
         text_kv_graphs = {}
         if self._tracker.has_current_derived_weights((variant, call.form)):

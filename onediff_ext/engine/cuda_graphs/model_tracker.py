@@ -28,8 +28,12 @@ class FrozenState:
     graphs: list[object]
 
     def is_same_as(self, other: FrozenState | None) -> bool:
-        """Whether a graph of one state stands for a graph of the other."""
-        return other is not None and self.snapshot is other.snapshot and self.graphs == other.graphs
+        """Whether a graph of one state stands for a graph of the other, wherever weights lie."""
+        return (
+            other is not None
+            and self.snapshot.origin is other.snapshot.origin
+            and self.graphs == other.graphs
+        )
 
 
 class ModelTracker:
@@ -55,8 +59,13 @@ class ModelTracker:
     def snapshot(self, variant: Hashable) -> Snapshot:
         """A snapshot of what the model is now; the last one of this variant while it holds."""
         known = self._snapshots.get(variant)
-        if known is not None and known.merged == self._merged_wrappers() and known.holds():
-            return known
+        if known is not None and known.merged == self._merged_wrappers():
+            if known.holds():
+                return known
+            moved = known.at_new_places()
+            if moved is not None:
+                self._snapshots[variant] = moved
+                return moved
         return self._new_snapshot(variant)
 
     def frozen(self, variant: Hashable) -> FrozenState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from onediff_ext.engine.validity.foreign_code import defining_module, replaced_m
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
+from onediff_ext.engine.weak_tensors import WeakTensors
 
 # Packages with quantized tensors, whose operators have no state.
 _TENSOR_SOURCES = ("torchao.", "bitsandbytes.")
@@ -36,6 +38,7 @@ class TrustedModules:
         per_image: As `BlockFamily.per_image`.
         settings: `BlockFamily.global_settings` of each family.
         code: Watches the Python code of this process.
+        patched_by: `BlockFamily.patched_by` of each family.
     """
 
     sources: Sequence[str] = ()
@@ -46,11 +49,16 @@ class TrustedModules:
     per_image: frozenset[str] = frozenset()
     settings: Sequence[Callable[[], Hashable]] = ()
     code: PythonCode = field(default_factory=PythonCode)
+    patched_by: Sequence[Callable[[nn.Module], str | None]] = ()
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """`sources`, torch's own modules and this package."""
         return ("torch.nn.modules", "onediff_ext.", *self.sources)
+
+    def patcher_of(self, module: nn.Module) -> str:
+        """Who replaced a method of a module, for people."""
+        return next(filter(None, (find(module) for find in self.patched_by)), "another extension")
 
     def current_settings(self) -> Hashable:
         """The settings of the host's process, as they are now."""
@@ -100,7 +108,11 @@ class Snapshot:
         merged: As given.
         refusal_reason: Why no CUDA graph of this model would be safe, or None.
         is_per_image: Whether the images of a batch do not depend on each other.
+        devices: Where the weights are.
+        origin: The same for snapshots that differ only in where the weights lie.
     """
+
+    devices: frozenset[torch.device]
 
     def __init__(
         self, model: nn.Module, known: TrustedModules, merged: frozenset[int] = frozenset()
@@ -123,13 +135,16 @@ class Snapshot:
             parameters=True,
             left=[wrapper for _, _, wrapper in left],
         )
-        self._tensors = [*model.parameters(), *model.buffers()]
-        self._places, self._layouts = self._where(), list(map(_form_of, self._tensors))
+        tensors = [*model.parameters(), *model.buffers()]
+        self._tensors = WeakTensors(tensors)
+        self._layouts = list(map(_form_of, tensors))
+        self._note_places(tensors)
+        self.origin = object()
         self._epoch: Hashable = None  # the last one in which the layouts were read
         self.refusal_reason = (
             next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
             or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
-            or next(filter(None, (_tensor_refusal(t, known) for t in self._tensors)), None)
+            or next(filter(None, (_tensor_refusal(t, known) for t in tensors)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
             or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
         )
@@ -142,10 +157,27 @@ class Snapshot:
     def weights_lie_where_they_did(self) -> bool:
         """Return whether a recording that reads the weights may be launched.
 
-        The snapshot keeps the weights alive, also those that the model has lost. Some may have
-        moved or been freed.
+        Some may have moved or been freed: the snapshot does not keep them alive.
         """
-        return self._where() == self._places
+        tensors = self._tensors.alive()
+        return tensors is not None and _where(tensors) == self._places
+
+    def at_new_places(self) -> Snapshot | None:
+        """Return this snapshot with its weights where they lie now; None if more has changed.
+
+        A host that moves a model out of the GPU's memory and back changes nothing else.
+        """
+        tensors = self._tensors.alive()
+        if (
+            tensors is None
+            or self._known.current_settings() != self._settings
+            or not self._has_its_layouts(tensors, None)
+            or not self._state.holds()
+        ):
+            return None
+        moved = copy.copy(self)
+        moved._note_places(tensors)
+        return moved
 
     def holds(self, epoch: Hashable = None) -> bool:
         """Return whether nothing has changed.
@@ -154,28 +186,36 @@ class Snapshot:
             epoch: Equal for the calls of one image; layouts of weights and code objects are read
                 once for them. None reads them each time.
         """
+        tensors = self._tensors.alive()
         return (
-            self._where() == self._places
+            tensors is not None
+            and _where(tensors) == self._places
             and self._known.current_settings() == self._settings
-            and self._has_its_layouts(epoch)
+            and self._has_its_layouts(tensors, epoch)
             and self._state.holds(epoch=epoch)
         )
 
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors}
+        return self._storages
 
-    def _where(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
+    def _note_places(self, tensors: list[torch.Tensor]) -> None:
+        self._places = _where(tensors)
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.devices = frozenset(tensor.device for tensor in tensors)
 
-    def _has_its_layouts(self, epoch: Hashable) -> bool:
+    def _has_its_layouts(self, tensors: list[torch.Tensor], epoch: Hashable) -> bool:
         """Whether weights lie as they did at their addresses: ``weight.data = weight.data.t()``."""
         if epoch is None or epoch != self._epoch:
             self._epoch = None
-            if list(map(_form_of, self._tensors)) != self._layouts:
+            if list(map(_form_of, tensors)) != self._layouts:
                 return False
             self._epoch = epoch
         return True
+
+
+def _where(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _refusal(
@@ -211,7 +251,7 @@ def _refusal(
     else:
         replaced = [m for m in replaced_methods(module) if (id(module), m) not in passing]
     if replaced:
-        return f"a {cls.__qualname__} has the {replaced[0]} of another extension"
+        return f"a {cls.__qualname__} has the {replaced[0]} of {known.patcher_of(module)}"
     return None
 
 

@@ -40,6 +40,11 @@ class StaticBuffers:
                 self._buffers[device, index] = buffer
             return buffer.view(like.dtype).as_strided(like.shape, strides)
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
     def release(self) -> None:
         """Release the memory, once no recording needs it."""
         self._buffers.clear()

@@ -18,6 +18,7 @@ from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.running.text_kv import PinnedTextKv, stamp_of
+from onediff_ext.engine.weak_tensors import WeakTensors
 
 
 class TextKvGraph:
@@ -53,9 +54,9 @@ class TextKvGraph:
         self._prompt: weakref.ref[torch.Tensor] | None = None
         self._stamp: Hashable = None
         source = self.source
-        self._weights = [
+        self._weights = WeakTensors(
             weight for runner in self.runners for weight in runner.text_kv.layer_weights()
-        ]
+        )
         self.recording, reads = record_and_observe(
             recorder,
             lambda: [runner.text_kv.compute(source) for runner in self.runners],
@@ -71,11 +72,13 @@ class TextKvGraph:
             snapshot: What the model is now.
             runners: Of the blocks that read the prompt now.
         """
+        weights = self._weights.alive()
         return (
-            self.snapshot is snapshot
+            weights is not None
+            and self.snapshot is snapshot
             and self.runners == tuple(runners)
             and [w.data_ptr() for runner in runners for w in runner.text_kv.layer_weights()]
-            == [w.data_ptr() for w in self._weights]
+            == [w.data_ptr() for w in weights]
         )
 
     def update(self, prompt: torch.Tensor) -> None:
@@ -84,7 +87,8 @@ class TextKvGraph:
         Args:
             prompt: Of the shape and dtype of `source`.
         """
-        stamp = stamp_of(self.runners[0].epoch, prompt, self._weights)
+        weights = self._weights.alive()
+        stamp = None if weights is None else stamp_of(self.runners[0].epoch, prompt, weights)
         known = self._prompt() if self._prompt is not None else None
         if stamp is not None and known is prompt and stamp == self._stamp:
             return

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onediff_ext.core.errors import MachineError
+from onediff_ext.core.errors import MachineError, ModelChangedError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal, Tensors
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
+from onediff_ext.engine.blocks.prompt_recipe import Done
 from onediff_ext.engine.class_methods import class_method
 from onediff_ext.engine.graph_calls import is_observed, run_graph
 from onediff_ext.engine.out_of_memory import is_out_of_memory
@@ -25,6 +26,7 @@ from onediff_ext.engine.running.call_signature import (
     autocast_state,
     boundary_reason,
     normalise,
+    precision_of,
     signature,
 )
 from onediff_ext.engine.running.graph_check import GraphCheck
@@ -72,6 +74,8 @@ class BlockRunner:
         compared: Number of calls that ran a graph and returned eager's result, to compare them.
         weights: Reads the block's weights.
         text_kv: Computes keys and values of the prompt ahead of the graph.
+        done: Says when the block's work was done before the forward (`PromptWork`): the block then
+            returns its first argument. None for most blocks.
     """
 
     capturable = True  # calls with equal shapes run the same kernels
@@ -93,6 +97,7 @@ class BlockRunner:
         self.eager_reason: str | None = ""
         self.weights = BlockWeights(registry)
         self.text_kv = BlockTextKv(block, family, self.weights, registry)
+        self.done: Done | None = None
         self._check = GraphCheck(family, registry)
         self._found: dict[Hashable, BlockKind] = {}
         self._missing_in: int | None = None  # the epoch of the last call without a graph
@@ -124,6 +129,8 @@ class BlockRunner:
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.done is not None and self.done.now:
+            return args[0]
         if not self.active or self._is_still_missing():
             return self.eager(*args, **kwargs)
         try:
@@ -163,8 +170,13 @@ class BlockRunner:
     def _run(
         self, graph: Graph, prepared: _Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the kind's graph, and compare it with eager where that is due."""
+        """Run the kind's graph, and compare it with eager where that is due.
+
+        A comparison waits for the GPU, which ends a recording.
+        """
         kind, call, weights = prepared
+        if kind.state is not KindState.READY and is_observed():
+            raise ModelChangedError("A graph came in since the forward before it.")
         outputs: Tensors | None = None
         try:
             call = self.text_kv.graph_call(call, weights)
@@ -330,13 +342,14 @@ class BlockRunner:
         call = replace(call, tensors=tuple(inputs))
         autocast = autocast_state(inputs[0].device.type)
         # The tree is part of it: another thread may have read other modules since.
-        known_as = (tree, signature(call), autocast)
+        precision = precision_of(self._registry.precision, call)
+        known_as = (tree, signature(call), autocast, precision)
         kind = self._found.get(known_as)
         if kind is None:
             ahead = () if call.prompt is None else self.family.prompt_layers
             kind = self._found[known_as] = find_kind(
                 self._registry, self.family, self.block, tree, weights,
-                self.text_kv.graph_call(call, weights), autocast, ahead,
+                self.text_kv.graph_call(call, weights), autocast, ahead, precision,
             )  # fmt: skip
         return _Prepared(kind, call, weights)
 

@@ -6,14 +6,15 @@ from collections.abc import Hashable
 
 import torch
 
-from onediff_ext.core.errors import WeightsChangedError
+from onediff_ext.core.errors import ModelChangedError
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.blocks.weight_slots import WeightSlot
+from onediff_ext.engine.memory_budget import DerivedWeights
 from onediff_ext.engine.quantization import Quantization, QuantizedWeights
 
 
-class BlockWeights:
+class BlockWeights(DerivedWeights):
     """Reads one block's weights at each call.
 
     Merged weights (a LoRA) and 8-bit copies are *derived*: computed from other weights, kept at one
@@ -29,6 +30,7 @@ class BlockWeights:
 
     def __init__(self, registry: KindRegistry) -> None:
         self._registry = registry
+        registry.budget.derived.add(self)
         self.tree: BlockTree | None = None
         self.wrapped_slots: list[WeightSlot] = []
         self._quantized: QuantizedWeights | None = None
@@ -52,11 +54,11 @@ class BlockWeights:
         """Return the weights that the last call's graph read, as they are now.
 
         Raises:
-            WeightsChangedError: The weights no longer have the form that the graph reads.
+            ModelChangedError: The weights no longer have the form that the graph reads.
         """
         weights = None if self.tree is None else self.read(self.tree)
         if weights is None:
-            raise WeightsChangedError("A block has other weights than it had a moment ago.")
+            raise ModelChangedError("A block has other weights than it had a moment ago.")
         return weights
 
     def for_graph(
@@ -108,6 +110,28 @@ class BlockWeights:
     def merged_addresses(self) -> tuple[int, ...]:
         """Return the addresses of the merged weights; 0 for one that was not computed yet."""
         return tuple(slot.merged_address() for slot in self.wrapped_slots)
+
+    def derived_bytes(self) -> int:
+        merged = [slot.merged for slot in self.wrapped_slots]
+        copies = 0 if self._quantized is None else self._quantized.size_bytes
+        return copies + sum(w.numel() * w.element_size() for w in merged if w is not None)
+
+    def lie_elsewhere(self) -> bool:
+        if self.tree is None:
+            return False
+        for slot in self.wrapped_slots:
+            weight, merged = slot.unmerged(), slot.merged
+            if weight is not None and merged is not None and weight.device != merged.device:
+                return True
+        device = None if self._quantized is None else self._quantized.device
+        weights = [slot.unmerged() for slot in self.tree.slots]
+        return device is not None and any(w is not None and w.device != device for w in weights)
+
+    def release(self) -> None:
+        for slot in self.wrapped_slots:
+            slot.release()
+        if self._quantized is not None:
+            self._quantized.release()
 
     def _generation(self) -> int:
         return self._registry.contents.current_generation(self._registry.epoch)

@@ -9,6 +9,7 @@ import torch
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall
 from onediff_ext.engine.blocks.weight_slots import is_plain
 from onediff_ext.engine.export.exporter import Autocast, is_channels_last
+from onediff_ext.engine.quantization import FEWEST_ROWS
 from onediff_ext.engine.torch_versions import autocast_dtype
 
 
@@ -68,6 +69,21 @@ def signature(call: BlockCall) -> Hashable:
         for t, dims in zip(call.tensors, call.dims, strict=True)
     )
     return (fixed, call.statics, call.prompt is None)
+
+
+def precision_of(wanted: str, call: BlockCall) -> str:
+    """Return the precision of a call's graph: "exact" for too few tokens, such as a short prompt's.
+
+    Args:
+        wanted: The user's.
+        call: The call.
+    """
+    fewest = FEWEST_ROWS.get(wanted, 1)
+    if fewest > 1:
+        for tensor, dims in zip(call.tensors, call.dims, strict=True):
+            if len(dims) == 3 and dims[2] is None and tensor.shape[0] * tensor.shape[1] < fewest:
+                return "exact"
+    return wanted
 
 
 def autocast_state(device_type: str) -> Autocast:

@@ -27,6 +27,7 @@ def find_kind(
     call: BlockCall,
     autocast: Autocast,
     ahead: Sequence[str],
+    precision: str,
 ) -> BlockKind:
     """Return the kind of a call, and add the block to the kind's living blocks.
 
@@ -39,9 +40,10 @@ def find_kind(
         call: The call as its graph takes it.
         autocast: Of the call.
         ahead: Names of the layers that run ahead of the graph.
+        precision: From `precision_of`.
     """
     device = call.tensors[0].device
-    quantization = _quantization(registry, family, tree, weights, device, ahead)
+    quantization = _quantization(registry, family, tree, weights, device, ahead, precision)
     key = KindKey(
         {
             **tree.entries,
@@ -92,14 +94,12 @@ def _quantization(
     weights: Sequence[torch.Tensor],
     device: torch.device,
     ahead: Sequence[str],
+    precision: str,
 ) -> Quantization | None:
-    """Plan the 8-bit copies for the user's precision; None for none."""
-    precision = registry.precision
+    """Plan the 8-bit copies for a precision; None for none."""
     if family.eight_bits is None or precision not in PRECISIONS:
         return None
     reason = unavailable_reason(precision, device)
-    if reason is None and precision not in family.eight_bits.precisions:
-        reason = f"{family.label} has {' and '.join(family.eight_bits.precisions)} only"
     if reason is not None:
         registry.fell_back(f"the {precision} precision", reason)
         return None

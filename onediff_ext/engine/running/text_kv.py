@@ -140,7 +140,7 @@ class BlockTextKv:
             Keys and values, [B, M, D] each.
 
         Raises:
-            WeightsChangedError: The weights no longer have the form that the graph reads.
+            ModelChangedError: The weights no longer have the form that the graph reads.
         """
         return self._compute(prompt, self._weights.current())
 
@@ -148,7 +148,7 @@ class BlockTextKv:
         """Return the weights that `compute` reads.
 
         Raises:
-            WeightsChangedError: The weights no longer have the form that the graph reads.
+            ModelChangedError: The weights no longer have the form that the graph reads.
         """
         weights = self._weights.current()
         return [weights[i] for i in self._layers]

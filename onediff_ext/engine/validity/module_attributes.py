@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 from torch import nn
 
 from onediff_ext.engine.validity.values import is_equal, is_mutable, value_of
+from onediff_ext.engine.weak_tensors import WeakTensors
 
 # The attributes that torch itself keeps in every module.
 INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
+# What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
+# picture (``enable_model_cpu_offload``). On the outer module the hook runs around all the rest.
+_HOOKED = frozenset({"_hf_hook", "_old_forward"})
 
 
 class ModuleAttributes:
@@ -45,6 +50,7 @@ class ModuleAttributes:
         self._types = list(map(type, self._modules))
         skipped = {id(m) for m in bare if not _is_torchs(m)} | {id(outer)}
         self._dicts: list[dict[str, Any]] = []
+        self._weight_dicts: list[dict[str, Any]] = []
         # A replaced method is one more attribute.
         self._lengths_of = [
             m.__dict__ for m in self._modules if id(m) in skipped and m is not outer
@@ -57,10 +63,15 @@ class ModuleAttributes:
             if module is not outer:
                 self._dicts += [module._forward_hooks, module._forward_pre_hooks]  # type: ignore[list-item]
             if parameters:
-                self._dicts += [module._parameters, module._buffers]
+                self._weight_dicts += [module._parameters, module._buffers]
         # Most modules have no hooks, no buffers and no children. These stay empty.
         empty: list[Any] = [each for each in self._dicts if not each]
         self._dicts = [each for each in self._dicts if each]
+        empty += [each for each in self._weight_dicts if not each]
+        self._weight_dicts = [each for each in self._weight_dicts if each]
+        weights = self._read_weights()
+        self._weights = WeakTensors(each for each in weights if each is not None)
+        self._absent_weights = [each is None for each in weights]
         self._names, self._values = self._read_names(), self._read()
         held = self._mutable_attributes(skipped - {id(outer)})
         empty += [value for value in held if type(value) in (list, dict, set) and not value]
@@ -73,22 +84,33 @@ class ModuleAttributes:
             return False
         if list(map(len, self._lengths_of)) != self._lengths:
             return False
+        if not self._has_its_weights():
+            return False
         values = self._read()
         if not is_equal(values, self._values) and not self._decides_the_same(values):
             return False
         return all(is_equal(value_of(value), content) for value, content in self._contents)
 
+    def _has_its_weights(self) -> bool:
+        kept, now = self._weights.alive(), self._read_weights()
+        if kept is None or [each is None for each in now] != self._absent_weights:
+            return False
+        return all(map(operator.is_, kept, (each for each in now if each is not None)))
+
+    def _read_weights(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._weight_dicts)))
+
     def _read(self) -> list[Any]:
         values = list(chain.from_iterable(map(dict.values, self._dicts)))
         for name, value in self._outer.__dict__.items():
-            if name not in self._ignored:
+            if name not in self._ignored and name not in _HOOKED:
                 values += (name, value)
         return values
 
     def _read_names(self) -> list[str]:
         names = list(chain.from_iterable(self._dicts))
         for name in self._outer.__dict__:
-            if name not in self._ignored:
+            if name not in self._ignored and name not in _HOOKED:
                 names += (name, name)
         return names
 

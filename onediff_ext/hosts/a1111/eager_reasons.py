@@ -29,8 +29,6 @@ def job_eager_reason(model: Any, job: Any = None) -> str | None:
 
     if model is None:
         return "no checkpoint is loaded"
-    if getattr(model, "lowvram", False):
-        return "--medvram and --lowvram move weights in and out while drawing"
     if devices.fp8:
         return "weights are stored as fp8"
     if hasattr(nn.Linear, "org_forward"):

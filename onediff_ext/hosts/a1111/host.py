@@ -128,12 +128,21 @@ class A1111Host(WebUIHost):
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:
         return owner_of(model) if component.role in self.host_owned else None
 
+    def device(self) -> torch.device | None:
+        from modules import devices
+
+        device = torch.device(devices.device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices
 
         model = _loaded_model()
         if model is None:
             return
+        bring_to_gpu(model.model)
         unet = model.model.diffusion_model
         height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
         count = 2 * shape.batch  # with CFG: one for the prompt and one for the negative
@@ -157,6 +166,7 @@ class A1111Host(WebUIHost):
         vae = getattr(_loaded_model(), "first_stage_model", None)
         if vae is None:
             return
+        bring_to_gpu(vae)
         noise = torch.Generator().manual_seed(0)
         form = {"device": devices.device, "dtype": devices.dtype_vae}
         # image [1, 3, H, W] → moments [1, 2C, H/8, W/8], of which C are a latent
@@ -171,6 +181,16 @@ class A1111Host(WebUIHost):
 
         with queue_lock:
             task()
+
+
+def bring_to_gpu(module: nn.Module) -> None:
+    """Move a model to the GPU as the host does before it runs, with --medvram and --lowvram.
+
+    There the host's hook moves another model out for it. It does nothing without these options.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        if defining_module(hook) == "modules.lowvram":
+            hook(module, ())
 
 
 def _embedding_settings() -> Hashable:

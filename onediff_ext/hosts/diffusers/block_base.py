@@ -6,10 +6,20 @@ import importlib.metadata
 import sys
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from torch import nn
 
 from onediff_ext.engine.blocks.family import BlockFamily
+
+# What the names of diffusers' hooks start with, and the step cache that they belong to.
+_STEP_CACHES = {
+    "fbc_": "FirstBlockCache",
+    "mag_cache_": "MagCache",
+    "taylorseer_": "TaylorSeer",
+    "faster_cache_": "FasterCache",
+    "pyramid_attention_broadcast": "PyramidAttentionBroadcast",
+}
 
 
 class DiffusersBlocks(BlockFamily):
@@ -43,6 +53,14 @@ class DiffusersBlocks(BlockFamily):
 
     def packages(self) -> Mapping[str, str]:
         return {"diffusers": _diffusers_version()}
+
+    def patched_by(self, module: nn.Module) -> str | None:
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        for hook in getattr(registry, "hooks", ()):
+            for start, name in _STEP_CACHES.items():
+                if hook.startswith(start):
+                    return f"the step cache {name}"
+        return None
 
 
 @cache

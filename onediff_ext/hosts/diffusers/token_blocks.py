@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.blocks.argument_parts import JOINT, Members
+from onediff_ext.engine.blocks.argument_parts import JOINT, TWICE, Members
 from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Arguments, Dims
+from onediff_ext.engine.blocks.prompt_recipe import PromptRecipe
 from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
 from onediff_ext.engine.quantization import EightBitLinears
 from onediff_ext.hosts.diffusers.attention_processors import (
@@ -24,6 +25,7 @@ from onediff_ext.hosts.diffusers.attention_processors import (
     use_native_backend,
 )
 from onediff_ext.hosts.diffusers.block_base import DiffusersBlocks
+from onediff_ext.hosts.diffusers.prompt_recipes import RECIPES
 
 _VECTORS: Dims = ("batch", None, None)
 # Tables for RoPE: of all tokens, of one stream's, or of each picture's.
@@ -37,7 +39,6 @@ _MASK: Dims = ("batch", "tokens")
 _ONE_INPUT = EightBitLinears(
     together=(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),),
     exact=("norm.linear",),
-    precisions=("fp8",),
 )
 
 _PROCESSORS = frozenset(
@@ -61,8 +62,7 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
     streams: Mapping[str, Dims] = {"hidden_states": TOKENS, "encoder_hidden_states": CONTEXT}
     outputs: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     attentions: tuple[str, ...] = ("attn",)
-    # Products of one vector for a picture stay exact: they cost nothing. int8 was not tried: its
-    # products need more than 16 rows, and a short prompt has less.
+    # Products of one vector for a picture stay exact: they cost nothing.
     eight_bits: EightBitLinears | None = EightBitLinears(
         together=(
             ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -71,7 +71,6 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
             ("feed_forward.linear_1", "feed_forward.linear_3"),
         ),
         exact=("norm.linear", "norm1.linear", "norm1_context.linear", "img_mod.1", "txt_mod.1"),
-        precisions=("fp8",),
     )
 
     def block_class(self) -> type[nn.Module] | None:
@@ -94,6 +93,9 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
 
     def global_settings(self) -> Hashable:
         return active_backend()
+
+    def prompt_recipe(self, model: nn.Module) -> PromptRecipe | None:
+        return RECIPES.get(type(model).__name__)
 
     def prepare(self, block: Any) -> None:
         use_native_backend(block)
@@ -229,7 +231,7 @@ class Flux2SingleFamily(_OneStreamFamily):
 
 
 class QwenImageFamily(_TokenFamily):
-    """Qwen-Image's block."""
+    """Qwen-Image's block. Edit-2511's has a second timestep, for the tokens of its sources."""
 
     label = "QwenImageTransformerBlock"
     path = "diffusers.models.transformers.transformer_qwenimage:QwenImageTransformerBlock"
@@ -246,7 +248,11 @@ class QwenImageFamily(_TokenFamily):
         "encoder_hidden_states_mask": ("batch", "context"),
         "temb": VECTOR,
         "image_rotary_emb": Members((_TABLE, ("context", None))),  # of image and text
+        "modulate_index": _MASK,
     }
+
+    def dims_of(self, block: Any) -> Mapping[str, Dims | Members]:
+        return {**self.dims, "temb": (TWICE, None)} if block.zero_cond_t else self.dims
 
 
 class ZImageFamily(_OneStreamFamily):
@@ -277,7 +283,6 @@ class ZImageFamily(_OneStreamFamily):
             ("feed_forward.w1", "feed_forward.w3"),
         ),
         exact=("adaLN_modulation.0",),
-        precisions=("fp8",),
     )
     redundant_attrs = DiffusersBlocks.redundant_attrs | {"layer_id"}
 

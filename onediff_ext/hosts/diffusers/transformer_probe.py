@@ -110,6 +110,11 @@ def _qwen_image(noise: Noise) -> dict[str, Any]:
     return {**inputs, "img_shapes": [[(1, noise.height, noise.width)]] * noise.batch}
 
 
+def _qwen_image_controlnet(noise: Noise) -> dict[str, Any]:
+    control = noise(noise.height * noise.width, noise.config.in_channels)
+    return {**_qwen_image(noise), "controlnet_cond": control}
+
+
 def _z_image(noise: Noise) -> dict[str, Any]:
     latents = noise(noise.config.in_channels, 1, 2 * noise.height, 2 * noise.width)
     return {
@@ -138,6 +143,7 @@ CALLS = {
     "ChromaTransformer2DModel": Call(_chroma),
     "Flux2Transformer2DModel": Call(_flux2),
     "QwenImageTransformer2DModel": Call(_qwen_image),
+    "QwenImageControlNetModel": Call(_qwen_image_controlnet),
     "ZImageTransformer2DModel": Call(_z_image),
     "Lumina2Transformer2DModel": Call(_lumina2),
 }

@@ -42,10 +42,10 @@ class ReForgeHost(ForgeFamilyHost):
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Change nothing: reForge's UNet can be recorded as it is."""
 
-    def move_to_device(self, trusted_patchers: list[Any]) -> None:
+    def memory_management(self) -> Any:
         from ldm_patched.modules import model_management
 
-        model_management.load_models_gpu(trusted_patchers)
+        return model_management
 
     def computation_dtype(self, unet: Any) -> torch.dtype:
         dtype: torch.dtype = unet.model.manual_cast_dtype or unet.model.get_dtype()

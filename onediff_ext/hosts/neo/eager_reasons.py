@@ -33,9 +33,4 @@ def eager_reason(model: Any, dynamic_args: Any) -> str | None:
     layers = getattr(dynamic_args, "ops", None)
     if layers not in (None, _PLAIN_LAYERS):
         return _LAYERS.get(layers, f"layers are quantized ({layers}): {_IN_FP16}")
-    if getattr(model, "model_lowvram", False):
-        return (
-            "the model does not fit into GPU memory, so Neo copies weights at each call: "
-            "free GPU memory, or choose a smaller checkpoint"
-        )
     return None

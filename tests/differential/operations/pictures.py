@@ -12,7 +12,7 @@ from tests.differential.registry import operation
 from tests.differential.world import SIZES, TRANSFORMER_SIZES, World
 
 
-@operation(weight=6)
+@operation(weight=6, restores=True)
 def again(world: World, random: Random) -> None:
     """The same once more: what was captured is replayed."""
 

@@ -37,12 +37,12 @@ def _own_class() -> type:
 class Store:
     """Keeps a mean of what it has seen, as prompt-to-prompt's attention stores do, and uses it."""
 
-    def __init__(self, own: Any) -> None:
-        self.calls, self.own = 0, own
+    def __init__(self, own: Any, calls: list[int]) -> None:
+        self.calls, self.own = calls, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return _scaled(self.own(*args, **kwargs), 1 + 0.1 * (self.calls % 5))
+        self.calls[0] += 1
+        return _scaled(self.own(*args, **kwargs), 1 + 0.1 * (self.calls[0] % 5))
 
 
 class FirstImage:
@@ -105,7 +105,11 @@ def own_processors_state(world: World, random: Random) -> None:
 
 @feature(lambda w: _free(w) and w.most_images is None)
 def stateful_processor(world: World, random: Random) -> Callable[[], None]:
-    return _set_processors(world, Store, random.choice((1, 2)))
+    def make(own: Any) -> Store:
+        world.counters.append([0])
+        return Store(own, world.counters[-1])
+
+    return _set_processors(world, make, random.choice((1, 2)))
 
 
 @feature(lambda w: w.is_unet and _free(w))

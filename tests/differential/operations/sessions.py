@@ -25,7 +25,7 @@ def undo(world: World, random: Random) -> None:
     world.undo()
 
 
-@operation(lambda w: w.compiles and w.session is None, weight=8)
+@operation(lambda w: w.compiles and w.session is None, weight=8, restores=True)
 def compile_again(world: World, random: Random) -> None:
     world.compile()
 
@@ -43,13 +43,17 @@ def new_session(world: World, random: Random) -> None:
     world.compile()
 
 
-@operation(weight=0.5)
-def precision(world: World, random: Random) -> None:
+@feature(_compiled, weight=0.5)
+def precision(world: World, random: Random) -> Callable[[], None]:
     """Compiled with another one; a CPU has none of them and says so."""
-    world.undo()
-    chosen = "exact" if world.on_gpu else random.choice(("exact", "fp8", "int8"))
-    world.options["precision"] = chosen
-    world.compile()
+
+    def compile_with(precision: str) -> None:
+        world.undo()
+        world.options["precision"] = precision
+        world.compile()
+
+    compile_with("exact" if world.on_gpu else random.choice(("fp8", "int8")))
+    return lambda: compile_with("exact")
 
 
 @operation(_compiled)
@@ -71,7 +75,7 @@ def builds_held(world: World, random: Random) -> None:
     world.hold = random.choice((0, 1, 3))
 
 
-@operation(_compiled, weight=2)
+@operation(lambda w: _compiled(w) and w.hold is not None, weight=8, restores=True)
 def builds_released(world: World, random: Random) -> None:
     world.hold = None
 

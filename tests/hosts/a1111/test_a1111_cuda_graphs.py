@@ -198,3 +198,28 @@ def test_the_vae_is_tried_as_the_host_calls_it(
         )
     graphs.host.vae_step()
     assert seen == [("encoder", True), ("decoder", False)]
+
+
+def move_out_and_back(host: A1111StandIn) -> None:
+    """As --medvram does between jobs: the same Parameters, at other addresses."""
+    for parameter in host.model.model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def test_with_medvram_a_capture_is_made_in_the_first_step_of_each_job(
+    host: A1111StandIn,
+    graphs: GraphsForJobs,
+    options: CompileOptions,
+    recorder: StrictRecorder,
+) -> None:
+    host.model.lowvram = True
+    expected = host.unet()
+    draw(host, graphs, options, recorder)
+    for job in (2, 3, 4):
+        move_out_and_back(host)
+        found = draw(host, graphs, options, recorder, steps=3)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert recorder.recorded == job
+        # The first step is recorded and compared with; the others are replays and nothing else.
+        assert recorder.forwards[-1].replays == 3
+    assert recorder.freed == 0

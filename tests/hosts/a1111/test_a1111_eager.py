@@ -97,7 +97,6 @@ def _set(module: str, name: str, value: object) -> None:
 
 
 REFUSED: dict[str, Callable[[A1111StandIn], None]] = {
-    "medvram": lambda host: setattr(host.model, "lowvram", True),
     "fp8": lambda host: _set("modules.devices", "fp8", True),
     "upcast": lambda host: _set("modules.devices", "unet_needs_upcast", True),
     "old method": lambda host: setattr(sys.modules["modules.shared"].opts, "lora_functional", True),

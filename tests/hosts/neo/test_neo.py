@@ -79,8 +79,9 @@ def test_nunchaku(host: ForgeStandIn) -> None:
 
 
 def test_a_model_that_is_only_partly_on_the_gpu(host: ForgeStandIn, model: Any) -> None:
+    """Its blocks are judged one by one."""
     model.model_lowvram = True
-    assert "free GPU memory" in str(NeoHost().refusal_reason(None))
+    assert NeoHost().refusal_reason(None) is None
 
 
 def test_a_refiner_whose_weights_are_written_in_place(host: ForgeStandIn, tmp_path: Path) -> None:

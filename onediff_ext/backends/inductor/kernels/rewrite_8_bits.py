@@ -60,7 +60,7 @@ def rewrite_8_bit_product(node: Any) -> None:
             for user in list(source.users):
                 if user is not x:
                     user.replace_all_uses_with(total)
-        elif bounded:
+        elif bounded or (alone and x.target is ATEN.gelu.default):  # Inductor fuses a GELU with it
             return
         elif alone and x.target is torch.ops.onediff.geglu.default:
             both = cast.graph.call_function(

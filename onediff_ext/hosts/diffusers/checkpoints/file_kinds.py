@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_FOLDER = "Choose the model's diffusers folder; a single file has no text encoders."
+_FOLDER = (
+    "Name the model's diffusers folder too, with --config FOLDER or config=: it has the text"
+    " encoders and the VAE."
+)
 
 _KINDS = (
     # (a part of a key, what the file is, what to do)

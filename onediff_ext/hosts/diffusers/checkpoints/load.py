@@ -30,6 +30,7 @@ from onediff_ext.hosts.diffusers.checkpoints.tensor_file import (
     open_tensor_file,
     refuse_pickle,
 )
+from onediff_ext.hosts.diffusers.checkpoints.transformer_file import load_transformer_file
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 from onediff_ext.hosts.diffusers.transformer_models import TransformerModel, transformer_model
 
@@ -79,14 +80,18 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     vae_path: str | Path | None = None,
+    config: str | Path | None = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint.
 
     Args:
-        path: A .safetensors file in the original (LDM) layout, or a diffusers folder.
+        path: A .safetensors file in the original (LDM) layout, or a diffusers folder. With
+            `config`, a .safetensors file with the weights of a transformer.
         dtype: Of the weights; None keeps the file's.
         device: Any device that torch accepts.
         vae_path: A VAE .safetensors file in the original layout that replaces the checkpoint's.
+        config: A diffusers folder of the transformer's model, for all that the file has not: text
+            encoders, tokenizers, VAE and configuration.
 
     Raises:
         CheckpointError: The checkpoint cannot be loaded; message and hint say why and what to do.
@@ -97,13 +102,21 @@ def load_checkpoint(
             f"There is no checkpoint {path}.", "Check the path; nothing is downloaded."
         )
     place = Placement(dtype, device)
+    if vae_path is not None and (path.is_dir() or config is not None):
+        raise CheckpointError(
+            "A VAE file goes with a single-file checkpoint only.",
+            "Put the VAE into the folder's vae subfolder.",
+        )
     if path.is_dir():
-        loaded = _loaded(path, load_folder(path, place))
-        if vae_path is not None:
+        if config is not None:
             raise CheckpointError(
-                "A VAE file goes with a single-file checkpoint only.",
-                "Put the VAE into the folder's vae subfolder.",
+                "A config folder goes with the single file of a transformer only.",
+                "Load the folder without it.",
             )
+        loaded = _loaded(path, load_folder(path, place))
+    elif config is not None:
+        folder = Path(config).expanduser()
+        loaded = _loaded(path, load_transformer_file(path, folder, place))
     else:
         loaded = _load_file(path, place, None if vae_path is None else Path(vae_path))
     logger.info(

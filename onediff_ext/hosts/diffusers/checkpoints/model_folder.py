@@ -52,16 +52,12 @@ _MAX_INDEX_BYTES = 2**20
 _AGAIN = "Download the folder again, as a whole."
 
 
-def load_folder(folder: Path, place: Placement) -> Any:
-    """Load the pipeline of a diffusers folder.
+def checked_index(folder: Path) -> dict[str, Any]:
+    """Read the `model_index.json` of a diffusers folder, and refuse what might run code.
 
     Raises:
-        CheckpointError: The folder is not a Stable Diffusion model, is incomplete, or has only
-            pickled weights.
+        CheckpointError: The folder is not one of a model that can be drawn with.
     """
-    import diffusers
-    from packaging.version import Version
-
     _refuse_other_files(folder)
     index = _read_index(folder)
     class_name = index.get("_class_name")
@@ -71,11 +67,32 @@ def load_folder(folder: Path, place: Placement) -> Any:
             "docs/transformers.md lists the models; compile_pipe takes any diffusers pipeline.",
         )
     _refuse_other_code(folder, index)
+    return index
+
+
+def load_folder(folder: Path, place: Placement, **given: Any) -> Any:
+    """Load the pipeline of a diffusers folder.
+
+    Args:
+        folder: The folder.
+        place: dtype and device.
+        given: Models that are loaded already, by the names of components.
+
+    Raises:
+        CheckpointError: The folder is not a Stable Diffusion model, is incomplete, or has only
+            pickled weights.
+    """
+    import diffusers
+    from packaging.version import Version
+
+    index = checked_index(folder)
+    class_name = str(index["_class_name"])
     # diffusers 0.42 renamed the argument.
     dtype_name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
     options: dict[str, Any] = {
         dtype_name: place.dtype or _stored_dtype(folder),
         "variant": _variant(folder),
+        **given,
     }
     if "safety_checker" in index:
         options |= {"safety_checker": None, "feature_extractor": None}

@@ -1,0 +1,252 @@
+"""Work of a model's forward that depends on the prompt alone, done once a picture.
+
+A transformer embeds the prompt at each step, and some refine it with blocks of their own. Here the
+result is computed before the forward, by the host's own layers, and takes the prompt's place among
+the forward's arguments. Within the forward these layers return what they are given. A CUDA graph of
+the forward is recorded so, and reads the result as it reads any other input.
+
+A result serves the same prompt tensors of the same picture, as the text KV cache does: neither they
+nor the weights may have been written since, and the modules are what they were. The first forward
+of a model is compared with one that has all of its work inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from onediff_ext.engine.blocks.arguments import named_arguments
+from onediff_ext.engine.blocks.prompt_recipe import Arguments, Done, PromptRecipe
+from onediff_ext.engine.blocks.weight_slots import rule_of
+from onediff_ext.engine.checking.compare_with_eager import compare_all
+from onediff_ext.engine.class_methods import forward_of
+from onediff_ext.engine.cuda_graphs.forward_call import tensors_of
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
+from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.engine.running.text_kv import stamp_of
+from onediff_ext.engine.torch_versions import OutOfMemoryError
+from onediff_ext.engine.validity.foreign_code import replaced_methods
+from onediff_ext.engine.validity.model_state import ModelState
+from onediff_ext.engine.weak_tensors import WeakTensors
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 4  # results of prompts: guidance has two, each of another length perhaps
+_NEVER = -1  # no epoch
+# The prompt's tensors, what they and the weights were, and the result.
+_Result = tuple[list[weakref.ref[torch.Tensor]], Hashable, Any]
+
+
+class PassThrough:
+    """Stands in place of a layer's forward, and returns its input where its work is done.
+
+    Args:
+        layer: The layer.
+        done: Says when.
+    """
+
+    replaced = None
+
+    def __init__(self, layer: nn.Module, done: Done) -> None:
+        self._forward, self._done = forward_of(layer), done
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)  # a copied model does all of its work
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return x if self._done.now else self._forward(x)
+
+
+class PromptWork:
+    """Does the prompt's part of one model's forward ahead of it.
+
+    Args:
+        model: The host's module.
+        recipe: Knows its forward.
+        runners: The runners of its blocks.
+        known: What its modules may be.
+
+    Attributes:
+        computed: How many results were computed.
+        refusal_reason: Why the forward runs as it is, or "".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: PromptRecipe,
+        runners: Sequence[BlockRunner],
+        known: TrustedModules,
+    ) -> None:
+        self._model, self._recipe, self._known = model, recipe, known
+        self._runners, self._done = runners, Done()
+        self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self._patches = Patches()
+        self._state: ModelState | None = None
+        self._weights = WeakTensors([])
+        self._results: deque[_Result] = deque(maxlen=_KEPT)
+        self._is_verified = False
+        self._unknown_in = self._impure_in = _NEVER
+        self.computed, self.refusal_reason = 0, ""
+
+    def __call__(
+        self,
+        forward: Callable[[bool, Sequence[Any], Mapping[str, Any]], Any],
+        eager: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a forward with the prompt's part ahead of it, where that is safe.
+
+        Args:
+            forward: Runs the model's forward; its first argument says whether the prompt's part
+                was done.
+            eager: The model's own forward.
+            args, kwargs: Of the call.
+        """
+        given = self._substituted(args, kwargs)
+        if given is None:
+            return forward(False, args, kwargs)
+        if self._is_verified:
+            with self._done.set():
+                return forward(True, (), given)
+        output = forward(False, args, kwargs)
+        if self._may_run_twice():
+            self._verify(eager, given, output)
+        return output
+
+    def _may_run_twice(self) -> bool:
+        """Whether nothing counts the calls of the model: a step cache does."""
+        if self._impure_in == self._epoch():
+            return False
+        is_pure = Snapshot(self._model, self._known).refusal_reason is None
+        self._impure_in = _NEVER if is_pure else self._epoch()
+        return is_pure
+
+    def _verify(self, eager: Callable[..., Any], given: dict[str, Any], output: Any) -> None:
+        """Compare the forward behind the prompt's part with one that has all of its work inside."""
+        try:
+            with self._done.set():
+                found = eager(**given)
+            comparison = compare_all(tensors_of(found), tensors_of(output))
+        except OutOfMemoryError:
+            self._refuse("there is no memory to compare it")
+            return
+        if comparison.problem is not None:
+            self._refuse(f"its result {comparison.problem}")
+        self._is_verified = comparison.problem is None and comparison.decided
+
+    def remove(self) -> None:
+        """Restore the layers."""
+        self._patches.undo()
+        for runner in self._runners:
+            runner.done = None
+        self._state = None
+        self._results.clear()
+
+    def _substituted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments with the result in the prompt's place; None to run as it is."""
+        named = named_arguments(self._names, args, kwargs)
+        if named is None or torch.is_grad_enabled() or self.refusal_reason:
+            return None
+        if any(named.get(name) for name in self._recipe.without):
+            return None
+        try:
+            if not self._is_ready():
+                return None
+            result = self._result(named)
+        except OutOfMemoryError:
+            raise
+        except Exception as exc:  # a host of another version; the forward says what is wrong
+            self._refuse(f"{type(exc).__name__}: {exc}")
+            return None
+        return None if result is None else {**named, self._recipe.prompt[0]: result}
+
+    def _result(self, named: Arguments) -> Any:
+        """Return the result for a call's prompt, computed if it is new; None without one."""
+        prompt = [named.get(name) for name in self._recipe.prompt]
+        leaves = pytree.tree_flatten(prompt)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or len(tensors) + sum(leaf is None for leaf in leaves) < len(leaves):
+            return None
+        weights = self._weights.alive()
+        if weights is None:
+            return None
+        stamp = stamp_of(self._epoch(), tensors[0], [*tensors[1:], *weights])
+        if stamp is None:
+            return None
+        stamp = (stamp, tuple(leaf is None for leaf in leaves))
+        for known, known_stamp, result in self._results:
+            if known_stamp == stamp and _are_the_same(known, tensors):
+                return result
+        result = self._recipe.compute(self._model, named)
+        if result is not None:
+            self.computed += 1
+            self._results.append(([weakref.ref(tensor) for tensor in tensors], stamp, result))
+        return result
+
+    def _is_ready(self) -> bool:
+        """Whether the layers are known and what they were; looks at them again if they changed."""
+        epoch = self._epoch()
+        if self._state is not None and self._state.holds(epoch=epoch):
+            return True
+        if self._unknown_in == epoch:
+            return False
+        self.remove()
+        self._unknown_in = epoch
+        model, recipe = self._model, self._recipe
+        layers, blocks = list(recipe.layers(model)), list(recipe.blocks(model))
+        modules = [module for part in (*layers, *blocks) for module in part.modules()]
+        by_block = {runner.block: runner for runner in self._runners}
+        if not self._are_known(modules) or not by_block.keys() >= set(blocks):
+            return False
+        for layer in layers:
+            self._patches.set(layer, "forward", PassThrough(layer, self._done))
+        for block in blocks:
+            by_block[block].done = self._done
+        state = ModelState([model, *modules], model, self._known.code, parameters=True)
+        if state.foreign_code_reason(self._known.trusted_patchers) is not None:
+            self.remove()
+            return False
+        weights = [w for m in (*layers, *blocks) for w in (*m.parameters(), *m.buffers())]
+        self._weights = WeakTensors([*weights, *recipe.parameters(model)])
+        self._state, self._is_verified, self._unknown_in = state, False, _NEVER
+        return True
+
+    def _are_known(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether modules are the host's or those of known wrappers, without hooks of others."""
+        wrappers = {type(m).__module__ for m in modules if rule_of(m, self._known.rules)}
+        packages = [f"{name.partition('.')[0]}." for name in wrappers]
+        known = (*self._known.prefixes, *packages)
+        return all(
+            f"{type(module).__module__}.{type(module).__qualname__}".startswith(known)
+            and not (module._forward_hooks or module._forward_pre_hooks)
+            and not replaced_methods(module)
+            for module in modules
+        )
+
+    def _epoch(self) -> int:
+        return self._runners[0].epoch if self._runners else 0
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal_reason = reason
+        logger.warning("%s embeds its prompt at each step: %s", type(self._model).__name__, reason)
+        self.remove()
+
+
+def _are_the_same(
+    known: Sequence[weakref.ref[torch.Tensor]], tensors: Sequence[torch.Tensor]
+) -> bool:
+    return len(known) == len(tensors) and all(
+        ref() is tensor for ref, tensor in zip(known, tensors, strict=True)
+    )

@@ -1,0 +1,34 @@
+"""Tensors that are remembered and may be freed all the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+
+class WeakTensors:
+    """Remembers tensors without keeping them alive.
+
+    A host that replaces weights, to merge a LoRA into them, frees the old ones one by one. On a
+    GPU that the model fills, whoever keeps the old ones takes the room of the new ones.
+
+    Args:
+        tensors: In an order that counts.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        lost: list[object] = []
+        self._lost = lost
+        self._references = [weakref.ref(tensor, lost.append) for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def alive(self) -> list[torch.Tensor] | None:
+        """Return all of them, or None when one was freed."""
+        if self._lost:
+            return None
+        found = [reference() for reference in self._references]
+        return None if any(tensor is None for tensor in found) else found  # type: ignore[return-value]

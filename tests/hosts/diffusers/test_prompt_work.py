@@ -1,0 +1,175 @@
+"""Embedders and context refiners of transformers run once a picture, in CUDA graphs' place too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
+from onediff_ext.hosts.diffusers.prompt_recipes import Embedding
+from onediff_ext.session.session import Session
+from tests.support import transformer_models as models
+from tests.support.draw import relative_error
+from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.transformer_draws import draw
+from tests.support.transformer_models import MODELS
+
+SIZE = (64, 96, 40, 1)
+STEPS = 4
+# Calls of the model in one step: guidance is another call, or in the same one.
+CALLS = {"sd3": 1, "flux": 1, "chroma": 2, "flux2": 2, "qwen_image": 2, "z_image": 1, "lumina2": 2}
+
+
+class Pair(SimpleNamespace):
+    """A pipeline with recordings, and its eager twin.
+
+    Args:
+        name: Of the model.
+        pipe, twin: The pipelines.
+    """
+
+    @property
+    def component(self) -> Any:
+        return compiled_state(self.pipe).components[0]
+
+    @property
+    def work(self) -> Any:
+        """What does the prompt's part."""
+        return self.component._forward.prompt_work
+
+    def agree(self, seed: int = 0, **options: Any) -> torch.Tensor:
+        """Draw with both, and compare."""
+        tokens, batch = SIZE[2:]
+        options = {"num_inference_steps": STEPS, **options}
+        found, expected = (
+            draw(
+                pipe,
+                self.name,
+                SIZE,
+                **MODELS[self.name].embeddings(tokens, batch, seed),
+                **options,
+            )
+            for pipe in (self.pipe, self.twin)
+        )
+        assert relative_error(found, expected) < 1e-4
+        return found
+
+
+@pytest.fixture
+def pair(make_session: Callable[..., Session]) -> Any:
+    """Make a pair of a model."""
+    made = []
+
+    def make(name: str) -> Pair:
+        pipe, twin, session = MODELS[name].make(), MODELS[name].make(), make_session()
+        session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=8)
+        compile_pipe(pipe, session=session, ignores=("vae",))
+        made.append(pipe)
+        return Pair(name=name, pipe=pipe, twin=twin)
+
+    yield make
+    for pipe in made:
+        undo_compile(pipe)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_once_a_picture(name: str, pair: Callable[[str], Pair]) -> None:
+    both = pair(name)
+    both.agree()  # the first one looks at the model's code
+    drawn = []
+    for number in range(1, 3):
+        before = both.work.computed
+        drawn.append(both.agree(seed=number))
+        assert both.work.computed - before == CALLS[name]
+    assert relative_error(drawn[-1], drawn[-2]) > 1e-3  # each prompt has its own picture
+    assert both.work.refusal_reason == ""
+    if name != "lumina2":  # reads its mask on the CPU
+        assert both.component.captured.reason == ""
+        assert both.component.captured.replayed
+
+
+@pytest.mark.parametrize("name", ["z_image", "lumina2"])
+def test_refiners_run_once_a_picture(name: str, pair: Callable[[str], Pair]) -> None:
+    both = pair(name)
+    both.agree(seed=1)
+    blocks = set(both.pipe.transformer.context_refiner)
+    (runner,) = [runner for runner in both.component.runners if runner.block in blocks]
+    before = runner.used.calls
+    both.agree(seed=2)
+    assert runner.used.calls - before == CALLS[name]
+    assert runner.eager_reason is None
+
+
+def test_changes_within_a_picture_count(pair: Callable[[str], Pair]) -> None:
+    """A prompt that is written in place, a LoRA's weight, a weight, and a layer of one's own."""
+    both = pair("flux")
+    both.agree()
+    for each in (both.pipe, both.twin):
+        state = models.lora_state(each.transformer, ("context_embedder", "attn.to_q"))
+        each.load_lora_weights(state, adapter_name="a")
+    plain = both.agree()
+
+    def fade(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if step == 1:
+            kwargs["prompt_embeds"].mul_(0.1)
+        return kwargs
+
+    def weigh(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        pipe.set_adapters("a", 0.2 * step)
+        return kwargs
+
+    def replace(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        layer = pipe.transformer.context_embedder.base_layer
+        layer.weight.mul_(0.5)
+        if step == 2:
+            layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
+        return kwargs
+
+    for change in (fade, weigh, replace):
+        changed = both.agree(
+            callback_on_step_end=change, callback_on_step_end_tensor_inputs=["prompt_embeds"]
+        )
+        assert relative_error(changed, plain) > 1e-4
+        plain = both.agree()
+    for each in (both.pipe, both.twin):
+        each.transformer.context_embedder.base_layer.weight.data.mul_(3)  # counts no version
+    assert relative_error(both.agree(), plain) > 1e-4
+
+
+def test_a_hook_on_an_embedder_runs_at_each_step(pair: Callable[[str], Pair]) -> None:
+    both, seen = pair("flux"), []
+    both.agree()
+    computed = both.work.computed
+    handles = [
+        each.transformer.context_embedder.register_forward_hook(
+            lambda layer, args, output: seen.append(layer) or 0.5 * output
+        )
+        for each in (both.pipe, both.twin)
+    ]
+    both.agree()
+    assert both.work.computed == computed
+    assert seen.count(both.pipe.transformer.context_embedder) == STEPS
+    for handle in handles:
+        handle.remove()
+    both.agree()
+    assert both.work.computed == computed + 1
+
+
+def test_what_differs_from_the_whole_forward_is_not_used(
+    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model of another version of diffusers may."""
+    own = Embedding.compute
+    monkeypatch.setattr(Embedding, "compute", lambda *args: 1.01 * own(*args))
+    both = pair("flux")
+    both.agree()
+    computed = both.work.computed
+    assert "differs" in both.work.refusal_reason
+    both.agree(seed=1)
+    assert both.work.computed == computed
+    assert "forward" not in vars(both.pipe.transformer.context_embedder)

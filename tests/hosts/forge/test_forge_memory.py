@@ -1,0 +1,131 @@
+"""The memory of CUDA graphs in the memory management of Forge, Neo and reForge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.forge_memory import share_with
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+from tests.support.fake_gpu import GB
+from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+
+GPU = torch.device("cuda", 0)
+
+
+def host_memory() -> Any:
+    """As much of ``backend.memory_management`` as a full GPU of 8 GB needs."""
+    memory: Any = ModuleType("memory_management")
+    memory.free, memory.unloaded = 2 * GB, []
+    memory.get_torch_device = lambda: GPU
+
+    def get_free_memory(dev: Any = None, torch_free_too: bool = False) -> Any:
+        return (memory.free, GB) if torch_free_too else memory.free
+
+    def free_memory(memory_required: float, device: Any, keep_loaded: Any = ()) -> None:
+        if memory.get_free_memory(device) < memory_required:
+            memory.unloaded.append("UNet")
+
+    memory.get_free_memory, memory.free_memory = get_free_memory, free_memory
+    return memory
+
+
+def test_cuda_graphs_go_before_the_host_unloads_a_model() -> None:
+    memory, patches = host_memory(), Patches()
+
+    def make_room(needed_bytes: int, device: torch.device) -> None:
+        assert (needed_bytes, device) == (3 * GB, GPU)
+        memory.free = 4 * GB
+
+    share_with(memory, patches, make_room, lambda: 0)
+    memory.free_memory(3 * GB, GPU, keep_loaded=[])
+    assert memory.unloaded == []
+    patches.undo()
+    memory.free = 2 * GB
+    memory.free_memory(3 * GB, GPU)
+    assert memory.unloaded == ["UNet"]
+
+
+def test_what_can_be_given_back_counts_as_free() -> None:
+    memory = host_memory()
+    with Patches() as patches:
+        share_with(memory, patches, lambda *_: None, lambda: GB)
+        assert memory.get_free_memory() == 3 * GB
+        assert memory.get_free_memory(GPU, torch_free_too=True) == (3 * GB, GB)
+        assert memory.get_free_memory(torch.device("cpu")) == 2 * GB
+    assert memory.get_free_memory() == 2 * GB
+
+
+def test_all_memory_may_be_asked_for() -> None:
+    asked: list[int] = []
+    memory = host_memory()
+    with Patches() as patches:
+        share_with(memory, patches, lambda needed, _: asked.append(needed), lambda: 0)
+        memory.free_memory(1e30, GPU)  # the host unloads everything
+        memory.free_memory(1e30, torch.device("cpu"))
+    assert asked == [2**62]
+
+
+@pytest.fixture(params=sorted(ADAPTERS))
+def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
+    with running(request.param) as stand_in:
+        yield stand_in
+
+
+def test_while_a_job_runs_the_host_asks_us_first(host: ForgeStandIn, tmp_path: Path) -> None:
+    adapter: Any = ADAPTERS[host.name]()
+    management = adapter.memory_management()
+    for name, value in vars(host_memory()).items():
+        if not name.startswith("__"):
+            setattr(management, name, value)
+    own = management.free_memory, management.get_free_memory
+    graphs, p = GraphsForJobs(adapter), FakeProcessing()
+    graphs.begin(p, CompileOptions(backend="eager", build="never", store=tmp_path))
+    assert management.free_memory is not own[0]
+    management.free_memory(GB, torch.device("cpu"))
+    graphs.end(p)
+    assert (management.free_memory, management.get_free_memory) == own
+
+
+def test_resident_blocks_run_their_graphs_and_streamed_ones_eager(
+    host: ForgeStandIn, tmp_path: Path
+) -> None:
+    """The meta device stands for the one that the weights are streamed from."""
+    graphs, p = GraphsForJobs(ADAPTERS[host.name]()), FakeProcessing()
+    graphs.begin(p, CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1))
+    graphs.before_sampling(p)
+    for _ in range(2):
+        expected = host.draw()
+    (unet,) = [a.component for a in graphs.models.attached if not a.component.role.is_vae]
+    streamed = unet.runners[0]
+    layer = next(m for m in streamed.block.modules() if "weight" in m._parameters)
+    own = layer._parameters["weight"]
+    assert own is not None
+    with torch.inference_mode():
+        elsewhere = torch.nn.Parameter(own.detach().to("meta"))
+    layer._parameters["weight"] = elsewhere
+    method = type(streamed.block).forward
+
+    def fetching(block: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's own forward, which copies the weights at each call."""
+        layer._parameters["weight"] = own
+        try:
+            return method(block, *args, **kwargs)
+        finally:
+            layer._parameters["weight"] = elsewhere
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(streamed), "eager", property(lambda self: fetching.__get__(self.block)))
+        found = host.draw()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert "offloading" in str(streamed.eager_reason)
+    others = [runner for runner in unet.runners if runner is not streamed]
+    assert [runner.eager_reason for runner in others] == [None] * len(others)
+    graphs.end(p)
