@@ -39,7 +39,7 @@ class WarmUpRun:
             words: The language.
 
         Yields:
-            ``""`` from time to time, and the result in the end.
+            ``""`` once it has started, ``""`` from time to time, and the result in the end.
 
         Raises:
             OneDiffError: A warm-up runs already, or `work` raised it.
@@ -64,9 +64,10 @@ class WarmUpRun:
 
         thread = threading.Thread(target=run, name="onediff-warm-up", daemon=True)
         thread.start()
+        yield ""
         while thread.is_alive():
-            yield ""
             thread.join(_POLL_S)
+            yield ""
         if isinstance(ended[0], OneDiffError):
             raise ended[0]
         yield ended[0] if isinstance(ended[0], str) else summary_text(ended[0], words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -126,8 +125,4 @@ class WebUIPanelHost(PanelHost):
         Raises:
             OneDiffError: The warm-up cannot start.
         """
-        steps = self.warm_up(choices)
-        next(steps)  # errors in the choices reach the caller
-        threading.Thread(
-            target=lambda: all(steps), name="onediff-warm-up-watch", daemon=True
-        ).start()
+        next(self.warm_up(choices))  # errors in the choices reach the caller

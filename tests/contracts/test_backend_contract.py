@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,11 @@ BACKENDS = ("eager", "inductor", "oneflow")
 @pytest.fixture(scope="session", params=[(b, k) for b in BACKENDS for k in BLOCKS], ids="-".join)
 def built(request):
     """Backend, family, block, inputs and the graph's bytes, each built once."""
-    name, kind = request.param
+    return _build(*request.param)
+
+
+@functools.cache
+def _build(name, kind):
     backend = _available(name)
     family, make_block, make_inputs = BLOCKS[kind]
     block = make_block()
@@ -124,16 +129,19 @@ def test_bytes_of_something_else_are_refused(built):
         backend.load(b"not a graph", CPU)
 
 
-def test_loads_in_a_new_process_without_compiling(built, tmp_path: Path):
-    backend, *_, payload = built
-    path = tmp_path / "graph"
-    path.write_bytes(payload)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_loads_in_a_new_process_without_compiling(name, tmp_path: Path):
+    kinds = [kind for kind in BLOCKS if (name, kind) != ("oneflow", "two streams")]
+    for kind in kinds:
+        *_, payload = _build(name, kind)
+        (tmp_path / kind).write_bytes(payload)
     code = (
         "import sys, torch, pathlib\n"
         "from onediff_ext.backends.registry import make_backend\n"
-        f"backend = make_backend({backend.name!r})\n"
-        f"backend.load(pathlib.Path({str(path)!r}).read_bytes(), torch.device('cpu'))\n"
-        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+        f"backend, folder = make_backend({name!r}), pathlib.Path({str(tmp_path)!r})\n"
+        f"for kind in {kinds!r}:\n"
+        "    backend.load((folder / kind).read_bytes(), torch.device('cpu'))\n"
+        "    assert 'torch._inductor.compile_fx' not in sys.modules, kind\n"
     )
     # No compiler within reach: compiling would fail, not just be slow.
     environment = {"PATH": str(tmp_path), "CXX": "/nonexistent", "TMPDIR": str(tmp_path)}

@@ -8,13 +8,19 @@ import torch
 
 
 def draw_latents(
-    pipe: Any, *, height_px: int = 136, width_px: int = 200, batch: int = 1, seed: int = 0
+    pipe: Any,
+    *,
+    height_px: int = 136,
+    width_px: int = 200,
+    batch: int = 1,
+    seed: int = 0,
+    steps: int = 3,
 ) -> torch.Tensor:
-    """Draw three steps with a pipeline of any kind; returns latents [B, 4, H/8, W/8]."""
+    """Draw some steps with a pipeline of any kind; returns latents [B, 4, H/8, W/8]."""
     inputs: dict[str, Any] = {
         "prompt": ["a cat"] * batch,
         "negative_prompt": ["blurred"] * batch,
-        "num_inference_steps": 3,
+        "num_inference_steps": steps,
         "generator": [torch.Generator().manual_seed(seed + i) for i in range(batch)],
         "output_type": "latent",
     }

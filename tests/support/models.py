@@ -356,12 +356,11 @@ _LEVELS = {"sd2": 2, "sd2_inpaint": 2, "sdxl_refiner": 4}
 
 
 def one_width(name: str, seed: int = 0) -> Any:
-    """A pipeline of any architecture whose levels are equally wide, with one head everywhere.
-
-    Its kinds of block are few, and architectures share most of them: tests with a real compiler
-    build ten graphs in all instead of ten for each architecture.
-    """
-    return BUILDERS[name](seed, widths=(64,) * _LEVELS.get(name, 3), heads=1)
+    """A pipeline of any architecture with levels of one width: few kinds, which most share."""
+    pipe = BUILDERS[name](seed, widths=(64,) * _LEVELS.get(name, 3), heads=1)
+    factor = pipe.vae.config.scaling_factor
+    pipe.register_modules(vae=vae((64,) * 4, seed=seed, scaling_factor=factor))
+    return pipe
 
 
 def unet_inputs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,6 +299,23 @@ def test_a_warm_up_after_a_refused_picture_is_seen(client: Any, host: SimpleName
     assert "outside the size box" not in status["line"]
     assert "there is no UNet to warm up" in status["line"]
     assert "there is no UNet to warm up" in status["warm_up"]["summary"]
+
+
+def test_a_warm_up_that_fails_at_once_has_started_too(
+    client: Any, host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused when its thread ended before the answer was made."""
+    start = threading.Thread.start
+
+    def start_and_end(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "onediff-warm-up":
+            thread.join()
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_end)
+    answer = client.post("/onediff/v1/warmup", json={"sizes": "64x64"})
+    assert (answer.status_code, answer.json()["started"]) == (202, True)
+    assert "there is no UNet to warm up" in wait_until_done(client)["warm_up"]["summary"]
 
 
 def test_a_warm_up_that_fails_says_so(
