@@ -101,6 +101,33 @@ def test_features_change_the_picture(model: str) -> None:
     assert idle <= WITHOUT_EFFECT
 
 
+def test_one_feature_at_a_time_sets_processors() -> None:
+    """Each puts back what it found, in any order."""
+    names = [name.removesuffix("_on") for name in OPERATIONS if name.endswith("_on")]
+    names = [name for name in names if f"{name}_off" in OPERATIONS]
+
+    def switch(name: str, state: str) -> None:
+        OPERATIONS[f"{name}_{state}"].apply(world, Random(1))
+
+    def processors() -> list[object]:
+        return [vars(module).get("processor") for module in world.twin_denoiser.modules()]
+
+    with Driver(compiled=False, model="sd15")._world(5) as (world, _):
+        setters = []
+        for name in names:
+            before = processors()
+            if OPERATIONS[f"{name}_on"].fits(world):
+                switch(name, "on")
+                if [p for p in processors() if p is not None] != [p for p in before if p]:
+                    setters.append(name)
+                switch(name, "off")
+        assert len(setters) > 5
+        for name in setters:
+            switch(name, "on")
+            assert not [other for other in setters if OPERATIONS[f"{other}_on"].fits(world)], name
+            switch(name, "off")
+
+
 def test_there_are_enough_kinds_of_operation_and_of_plant() -> None:
     assert len(OPERATIONS) >= 60
     assert len(PLANTS.keys() - set(PLANTS_FOR_A_GPU)) >= 8

@@ -43,7 +43,7 @@ def test_rounding_is_measured_and_the_twin_stays_as_it_was(model: str) -> None:
 
 def test_no_dtype_excuses_what_is_larger_than_its_limit() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert TOLERANCES["cpu", dtype] < allowed(dtype, 1.0) <= 0.3
+        assert TOLERANCES["cpu", dtype] < allowed(dtype, 1.0) < 1
     assert allowed(torch.float64, 1.0) == 0
 
 

@@ -180,6 +180,12 @@ class World:
         mine = {"ip_adapter", "layer_wrapped", "layer_replaced", "qkv_fused", "offloaded"}
         return bool((mine | {"deepcache"}) & self.on.keys())
 
+    @property
+    def processors_are_free(self) -> bool:
+        """Whether no feature has set attention processors: each puts back those that it found."""
+        mine = {"own_processor", "stateful_processor", "plain_processor", "sliced", "ip_adapter"}
+        return not (mine | {"qkv_fused", "images_see_each_other"}) & self.on.keys()
+
     def new_kinds(self) -> None:
         """Have every kind of the session without its graph, as before it was built."""
         for kind in self.session.kinds if self.session is not None else ():

@@ -138,14 +138,25 @@ def test_a_disabled_lora_frees_its_merged_weights(twins: Twins) -> None:
     assert not places & alive
 
 
-@pytest.mark.parametrize("write", ["data", "in place", "copy", "replaced"])
+def swap_lora(unet: Any) -> None:
+    """Another LoRA in its place, as `load_lora_weights(…, hotswap=True)` does it."""
+    from peft.utils import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(unet, adapter_name="x")
+    other = {name: weight.flip(0) for name, weight in state.items()}
+    unet.load_lora_adapter(other, prefix=None, adapter_name="x", hotswap=True)
+
+
+@pytest.mark.parametrize("write", ["data", "in place", "copy", "replaced", "hotswap"])
 def test_a_write_to_a_lora_counts_from_the_next_image(twins: Twins, write: str) -> None:
     add_lora(twins)
     twins.settle()
     for unet in twins.both:
         up = unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.lora_B["x"]
         with torch.no_grad():
-            if write == "data":
+            if write == "hotswap":
+                swap_lora(unet)
+            elif write == "data":
                 up.weight.data.mul_(-3)
             elif write == "in place":
                 up.weight.mul_(-3)

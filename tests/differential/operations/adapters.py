@@ -188,7 +188,7 @@ def lora_from_a_file(world: World, random: Random) -> None:
 
 
 @feature(
-    lambda w: w.is_unet and not w.adapters and not {"own_processor", "qkv_fused"} & w.on.keys(),
+    lambda w: w.is_unet and not w.adapters and w.processors_are_free,
     weight=2,
 )
 def ip_adapter(world: World, random: Random) -> Callable[[], None]:

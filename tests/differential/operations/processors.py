@@ -82,12 +82,7 @@ def _set_processors(world: World, make: Callable[[Any], Any], some: int = 1) -> 
     return off
 
 
-def _free(world: World) -> bool:
-    taken = {"own_processor", "stateful_processor", "plain_processor", "sliced", "ip_adapter"}
-    return not (taken | {"qkv_fused", "images_see_each_other"}) & world.on.keys()
-
-
-@feature(_free, weight=2)
+@feature(lambda w: w.processors_are_free, weight=2)
 def own_processor(world: World, random: Random) -> Callable[[], None]:
     """Of a class with the name of diffusers' own."""
     cls, some = _own_class(), random.choice((1, 3))
@@ -103,7 +98,7 @@ def own_processors_state(world: World, random: Random) -> None:
         gain[0] = value
 
 
-@feature(lambda w: _free(w) and w.most_images is None)
+@feature(lambda w: w.processors_are_free and w.most_images is None)
 def stateful_processor(world: World, random: Random) -> Callable[[], None]:
     def make(own: Any) -> Store:
         world.counters.append([0])
@@ -112,20 +107,20 @@ def stateful_processor(world: World, random: Random) -> Callable[[], None]:
     return _set_processors(world, make, random.choice((1, 2)))
 
 
-@feature(lambda w: w.is_unet and _free(w))
+@feature(lambda w: w.is_unet and w.processors_are_free)
 def images_see_each_other(world: World, random: Random) -> Callable[[], None]:
     """An attention processor like diffusers' for the frames of a video."""
     world.picture.batch = 2
     return _set_processors(world, lambda own: FirstImage())
 
 
-@feature(lambda w: w.is_unet and _free(w))
+@feature(lambda w: w.is_unet and w.processors_are_free)
 def plain_processor(world: World, random: Random) -> Callable[[], None]:
     """Without torch's own attention."""
     return _set_processors(world, lambda own: attention_processor.AttnProcessor())
 
 
-@feature(lambda w: w.is_unet and _free(w))
+@feature(lambda w: w.is_unet and w.processors_are_free)
 def sliced(world: World, random: Random) -> Callable[[], None]:
     kept = [(model, dict(model.attn_processors)) for model in world.each_denoiser()]
     for pipe in world.both:
@@ -183,7 +178,7 @@ def function_replaced(world: World, random: Random) -> Callable[[], None]:
     return lambda: setattr(functional, name, before)
 
 
-@feature(lambda w: w.model not in ("sd3", "z_image") and not w.adapters and _free(w))
+@feature(lambda w: w.model not in ("sd3", "z_image") and not w.adapters and w.processors_are_free)
 def qkv_fused(world: World, random: Random) -> Callable[[], None]:
     if not world.is_unet:
         for model in world.each_denoiser():
@@ -196,7 +191,7 @@ def qkv_fused(world: World, random: Random) -> Callable[[], None]:
     return lambda: [p.unfuse_qkv_projections(vae=False) for p in pipes]  # type: ignore[return-value]
 
 
-@operation(_free)
+@operation(lambda w: w.processors_are_free)
 def processors_made_again(world: World, random: Random) -> None:
     """New objects of the same class."""
     for model in world.each_denoiser():
