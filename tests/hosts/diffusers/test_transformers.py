@@ -178,6 +178,31 @@ def test_another_attention_backend_ends_a_recording(make_session: MakeSession) -
     undo_compile(pipe)
 
 
+@pytest.mark.parametrize("name", ["qwen_image", "z_image"])
+def test_prompts_of_any_length_have_a_bounded_number_of_cuda_graphs(
+    name: str, make_session: MakeSession
+) -> None:
+    """No length needs another graph. The least recently used CUDA graphs make room for new ones."""
+    pipe, twin, session = MODELS[name].make(), MODELS[name].make(), make_session()
+    recorder = FrozenRecorder()
+    session.cuda_graphs = CudaGraphCache(recorder, limit=4)
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    for tokens in (40, 7):  # Z-Image masks its prompts where their padded lengths differ
+        draw(pipe, name, (64, 96, tokens, 1))
+    kinds, most = list(session.kinds), 0
+    for tokens in (40, 7, 33, 64, 65, 100, 9, 100, 7):
+        found = draw(pipe, name, (64, 96, tokens, 1), num_inference_steps=4)
+        expected = draw(twin, name, (64, 96, tokens, 1), num_inference_steps=4)
+        assert relative_error(found, expected) < 1e-4, tokens
+        assert transformer_of(pipe).captured.replayed
+        most = max(most, len(session.cuda_graphs))
+    assert session.kinds == kinds
+    assert most == 4
+    assert recorder.recorded > most
+    assert session.cuda_graphs.dropped[-1].endswith("there were 4 already")
+    undo_compile(pipe)
+
+
 def test_undo_restores_a_transformer() -> None:
     pipe = transformer_models.sd3()
     modules = list(pipe.transformer.modules())
