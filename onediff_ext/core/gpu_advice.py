@@ -13,8 +13,8 @@ _ADVICE = (
     (7 * GB, "SD1.5 fits whole; SDXL fits with --medvram-sdxl in A1111, with Forge's and Neo's own "
      "memory management, and with enable_model_cpu_offload() in diffusers"),
     (5 * GB, "SD1.5 fits whole; SDXL needs Forge or Neo, whose streamed blocks run eager"),
-    (3 * GB, "SD1.5 fits with --medvram in A1111, and whole in Forge and Neo; SDXL needs Forge or Neo, "
-     "whose streamed blocks run eager"),
+    (3 * GB, "SD1.5 fits with --medvram in A1111, and whole in Forge and Neo; SDXL needs Forge or "
+     "Neo, whose streamed blocks run eager"),
 )  # fmt: skip
 _LEAST = "SD1.5 needs --lowvram in A1111, or Forge or Neo"
 
