@@ -41,7 +41,9 @@ POINTS = {
 _NAMES = 4  # files of each kind
 _OPERATIONS = 12  # before the one that is killed, at most
 _PICTURE = Image.new("RGB", (32, 24), "teal")
-_WHAT_STAYS = {"schema.json", "graphs", "checkpoints", "verdicts", "tmp", "locks"}
+_WHAT_STAYS = {
+    "schema.json", "graphs", "checkpoints", "verdicts", "compiler-files", "tmp", "locks"
+}  # fmt: skip
 
 Written = dict[tuple[str, int], set[int]]
 

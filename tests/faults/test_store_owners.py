@@ -58,7 +58,9 @@ def test_what_we_make_is_ours_alone_whatever_the_umask(tmp_path: Path, umask: in
     assert mode(graph.path) == 0o600
 
 
-@pytest.mark.parametrize("name", [".", "graphs", "verdicts", "tmp", "locks", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", [".", "graphs", "verdicts", "tmp", "locks", "checkpoints", "compiler-files"]
+)
 @pytest.mark.parametrize("bits", [0o777, 0o757])
 def test_folders_of_ours_are_closed_again(library: GraphLibrary, name: str, bits: int) -> None:
     put(library)
@@ -97,7 +99,7 @@ def test_a_graph_of_another_user_is_not_loaded(library: GraphLibrary) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("name", [".", "graphs", "verdicts", "locks"])
+@pytest.mark.parametrize("name", [".", "graphs", "verdicts", "compiler-files", "locks"])
 def test_a_folder_of_another_user_is_refused_with_what_mends_it(
     library: GraphLibrary, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
