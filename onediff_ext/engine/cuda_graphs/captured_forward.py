@@ -188,7 +188,7 @@ class CapturedForward:
                 captured.state.snapshot, "the model's weights have moved"
             )
         # New block graphs are no waste: there is a last one.
-        if self._tracker.graphs() == captured.state.graphs:
+        if self._tracker.has_graphs_of(captured.state):
             self._policy.note_dropped(captured.replays)
         self._cuda_graphs.drop(key, "the model has changed")
         self._policy.note_seen(key)

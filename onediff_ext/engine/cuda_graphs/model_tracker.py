@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from onediff_ext.engine.backend_port import Graph
+from onediff_ext.engine.blocks.block_kind import BlockKind
+from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner
 
 # Variants whose snapshots are kept; each holds a list of everything that a model consists of.
 _MAX_SNAPSHOTS = 8
+
+# Of a block: whether its runner is active, the block as it is, its kind, and the kind's graph.
+BlockGraph = tuple[bool, BlockTree | None, BlockKind | None, Graph | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +31,7 @@ class FrozenState:
     """
 
     snapshot: Snapshot
-    graphs: list[object]
+    graphs: list[BlockGraph]
 
     def is_same_as(self, other: FrozenState | None) -> bool:
         """Whether a graph of one state stands for a graph of the other, wherever weights lie."""
@@ -85,17 +91,29 @@ class ModelTracker:
     def is_still(self, state: FrozenState) -> bool:
         """Whether the model is in this state. If not, all snapshots are made again."""
         epoch = self._runners[0].epoch if self._runners else None
-        if self.graphs() == state.graphs and state.snapshot.holds(epoch):
+        if self.has_graphs_of(state) and state.snapshot.holds(epoch):
             return True
         self._snapshots.clear()
         return False
 
-    def graphs(self) -> list[object]:
+    def graphs(self) -> list[BlockGraph]:
         """The graph of each block now. A block that was eager and now has a graph differs."""
         return [
             (runner.active, runner.tree, runner.used, runner.used.graph if runner.used else None)
             for runner in self._runners
         ]
+
+    def has_graphs_of(self, state: FrozenState) -> bool:
+        """Whether each block's graph in this state is the graph of the block's kind still.
+
+        Since then a block may have run through a graph of another kind, such as one with a mask.
+        """
+        return len(state.graphs) == len(self._runners) and all(
+            runner.active == active
+            and runner.tree is tree
+            and (runner.used is None if used is None else _is_graph_of(used, graph, runner))
+            for runner, (active, tree, used, graph) in zip(self._runners, state.graphs, strict=True)
+        )
 
     def comparisons(self) -> int:
         """How many block graphs have been compared with eager so far."""
@@ -141,3 +159,7 @@ class ModelTracker:
         runners = [runner for runner in self._runners if runner.weights.has_derived]
         now = [runner.weights.derived_from_now() for runner in runners]
         return now, [runner.weights.derived_from() for runner in runners]
+
+
+def _is_graph_of(kind: BlockKind, graph: Graph | None, runner: BlockRunner) -> bool:
+    return runner.used is not None and kind.graph is graph

@@ -313,7 +313,7 @@ def test_without_memory_for_a_recording_the_size_runs_without_one(
 
 
 @pytest.mark.parametrize(
-    "name", ["graphs", "is_still", "derived_places", "has_current_derived_weights"]
+    "name", ["has_graphs_of", "is_still", "derived_places", "has_current_derived_weights"]
 )
 def test_an_error_while_a_replay_is_checked_does_not_cost_the_picture(
     pipe: Any, name: str, monkeypatch: pytest.MonkeyPatch
