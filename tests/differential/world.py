@@ -108,6 +108,8 @@ class World:
         self.noise_dtype: torch.dtype | None = None  # of noise, while it is not `dtype`
         self.picture = Picture()
         self.new_prompt(random.randrange(1000))
+        for model in self.each_denoiser() if random.random() < 0.5 else ():
+            model.requires_grad_(True)  # as `from_pretrained` leaves them
         self.compile()
 
     def make(self, seed: int) -> Any:

@@ -113,7 +113,7 @@ def one_picture(world: World, random: Random) -> None:
     world.picture.as_picture = not world.picture.as_picture
 
 
-@operation()
+@operation(weight=2)
 def autocast(world: World, random: Random) -> None:
     world.picture.autocast = not world.picture.autocast
 
