@@ -30,7 +30,6 @@ def test_thirty_random_sizes_without_a_recompile(make_session):
             "width_px": chooser.choice(sides),
             "batch": chooser.randint(1, 3),
             "seed": seed,
-            "steps": 2,
         }
         assert relative_error(draw_latents(pipe, **size), draw_latents(reference, **size)) < 1e-4
     assert len(session.kinds) == kinds
