@@ -1,8 +1,8 @@
 """Which of the buttons that start and end builds apply now.
 
-*Pause* makes all builds wait until *Go on*. *Cancel* ends the warm-up, and a pause with it: the
-next picture has its missing graphs built, as every picture has. *Build now* starts a warm-up, and
-ends a pause too.
+*Build now* starts a warm-up, and ends a pause too. It keeps its place, so that a second click on it
+presses no other button. *Pause* makes all builds wait until *Go on*. *Cancel* ends the warm-up, and
+a pause with it: the next picture has its missing graphs built, as every picture has.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from onediff_ext.core.status import Status
 
 @dataclass(frozen=True)
 class BuildButtons:
-    """Whether each button is shown.
+    """Whether each button does something now.
 
     Args:
-        build_now, pause, go_on, cancel: The buttons.
+        build_now: Grey where it does nothing.
+        pause, go_on, cancel: Hidden where they do nothing.
     """
 
     build_now: bool
@@ -27,7 +28,7 @@ class BuildButtons:
 
 
 def build_buttons(status: Status) -> BuildButtons:
-    """Return the buttons that do something now."""
+    """Return which buttons do something now."""
     return BuildButtons(
         build_now=not status.warming_up,
         pause=status.building and not status.paused,

@@ -51,7 +51,8 @@ def detail_lines(
         template = phrases.PART_WITHOUT if state is Headline.PART else phrases.ALL_WITHOUT
         for reason in reasons[:_SHOWN_REASONS]:
             lines.append(f"{words.say(template, why=reason.why)} {reason.advice}")
-    lines += [status.problem, status.substituted, status.deepcache, *status.notes]
+    more = [status.problem, status.substituted, status.deepcache, *status.notes]
+    lines += [words.translated(line) for line in more]
     return list(dict.fromkeys(line for line in lines if line))
 
 

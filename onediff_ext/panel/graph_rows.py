@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 
 from onediff_ext.core.records import ORIGIN_IMPORTED
+from onediff_ext.panel import phrases
+from onediff_ext.panel.phrases import Phrases
 from onediff_ext.store import (
     BuildHistory,
     CheckpointRecords,
@@ -136,18 +138,18 @@ def _speedup(library: GraphLibrary, machine: str, content_hash: str) -> float | 
     return speedup_of(steps)
 
 
-def age_text(at: float, now: float | None = None) -> str:
+def age_text(at: float, words: Phrases = phrases.ENGLISH, now: float | None = None) -> str:
     """``"just now"``, ``"5 min ago"``, ``"3 h ago"``, ``"12 days ago"``; a dash for 0."""
     if not at:
         return "–"
     seconds = max(0.0, (time.time() if now is None else now) - at)
     if seconds < 60:
-        return "just now"
+        return words.say(phrases.JUST_NOW)
     if seconds < 3600:
-        return f"{seconds / 60:.0f} min ago"
+        return words.say(phrases.MINUTES_AGO, n=f"{seconds / 60:.0f}")
     if seconds < 2 * 86400:
-        return f"{seconds / 3600:.0f} h ago"
-    return f"{seconds / 86400:.0f} days ago"
+        return words.say(phrases.HOURS_AGO, n=f"{seconds / 3600:.0f}")
+    return words.say(phrases.DAYS_AGO, n=f"{seconds / 86400:.0f}")
 
 
 def size_text(size_bytes: int) -> str:

@@ -8,12 +8,14 @@ from html import escape as escape_html
 from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
-from onediff_ext.core.words import LEAST_GAIN, counted
+from onediff_ext.core.records import ORIGIN_IMPORTED
+from onediff_ext.core.words import LEAST_GAIN
 from onediff_ext.panel import phrases
 from onediff_ext.panel.graph_rows import GraphGroup, age_text, size_text
 from onediff_ext.panel.header import Header
 from onediff_ext.panel.phrases import Phrases
 from onediff_ext.panel.saved_text import saved_note
+from onediff_ext.store import StoredGraph
 
 
 def escape(text: str) -> str:
@@ -73,14 +75,20 @@ def progress_bar(share: float, text: str) -> str:
     )
 
 
-def message(text: str) -> str:
-    """A message about something that was done."""
-    return f'<div class="onediff-message">{escape(text)}</div>' if text else ""
+def message(text: str, words: Phrases = phrases.ENGLISH) -> str:
+    """A message about something that was done.
+
+    Args:
+        text: A sentence; several in lines.
+        words: The language.
+    """
+    lines = "\n".join(words.translated(line) for line in text.splitlines())
+    return f'<div class="onediff-message">{escape(lines)}</div>' if text else ""
 
 
-def error(exc: OneDiffError) -> str:
-    """A message about something that failed, and what to do next."""
-    return f'<div class="onediff-message onediff-bad">{escape(str(exc))}</div>'
+def error(exc: OneDiffError, words: Phrases = phrases.ENGLISH) -> str:
+    """A message about something that failed, and what to do next, in a language."""
+    return f'<div class="onediff-message onediff-bad">{escape(words.translated(str(exc)))}</div>'
 
 
 def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int, words: Phrases) -> str:
@@ -92,14 +100,19 @@ def graph_table(groups: Sequence[GraphGroup], root: Path, limit_bytes: int, word
         )
     rows = "".join(_row(group, words) for group in groups)
     distinct = {graph.digest: graph.size_bytes for group in groups for graph in group.graphs}
-    total = f"{counted(len(distinct), 'graph')}, {size_text(sum(distinct.values()))}"
+    total = words.say(
+        phrases.IN_STORE,
+        n=len(distinct),
+        size=size_text(sum(distinct.values())),
+        limit=f"{limit_bytes / 2**30:.3g}",
+        folder=root,
+    )
     return (
         '<div class="onediff-scroll"><table class="onediff-graphs"><thead><tr>'
         '<th>Checkpoint</th><th class="n">Graphs</th><th class="n">Size</th>'
         '<th class="n">Built</th><th class="n">Last used</th><th class="n">Speed-up</th>'
         f"</tr></thead><tbody>{rows}</tbody></table></div>"
-        f'<div class="onediff-note">{total} of {limit_bytes / 2**30:.3g} GB in '
-        f"{escape(str(root))}. Graphs that serve several checkpoints count once.</div>"
+        f'<div class="onediff-note">{escape(total)}</div>'
     )
 
 
@@ -107,12 +120,7 @@ def _row(group: GraphGroup, words: Phrases) -> str:
     label = escape(group.name)
     if group.architecture:
         label += f' <span class="onediff-note">{escape(group.architecture)}</span>'
-    items = "".join(
-        f"<li>{escape(graph.label)} – {escape(graph.header.backend)}, "
-        f"{size_text(graph.size_bytes)}, {graph.header.build_seconds:.1f} s to build"
-        f"{', imported' if graph.header.origin == 'imported' else ''}</li>"
-        for graph in group.graphs
-    )
+    items = "".join(f"<li>{escape(_graph_text(graph, words))}</li>" for graph in group.graphs)
     notes = "<br>".join(map(escape, _notes(group, words)))
     if notes:
         notes = f'<tr class="onediff-notes"><td colspan="6">{notes}</td></tr>'
@@ -122,9 +130,20 @@ def _row(group: GraphGroup, words: Phrases) -> str:
     return (
         f"<tr><td><details><summary>{label}</summary><ul>{items}</ul></details></td>"
         f'<td class="n">{len(group.graphs)}</td><td class="n">{size_text(group.size_bytes)}</td>'
-        f'<td class="n">{age_text(group.built_at)}</td><td class="n">{age_text(group.used_at)}</td>'
+        f'<td class="n">{escape(age_text(group.built_at, words))}</td>'
+        f'<td class="n">{escape(age_text(group.used_at, words))}</td>'
         f'<td class="n">{speedup}</td></tr>{notes}'
     )
+
+
+def _graph_text(graph: StoredGraph, words: Phrases) -> str:
+    """A graph's label, backend, size, build time, and whether it was imported."""
+    header = graph.header
+    took = words.say(phrases.BUILT_IN, time=words.duration(header.build_seconds, tenths=True))
+    parts = [header.backend, size_text(graph.size_bytes), took]
+    if header.origin == ORIGIN_IMPORTED:
+        parts.append(words.say(phrases.IMPORTED_GRAPH))
+    return f"{graph.label} – {', '.join(parts)}"
 
 
 def _notes(group: GraphGroup, words: Phrases) -> list[str]:

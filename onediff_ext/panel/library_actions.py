@@ -9,13 +9,15 @@ from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.words import counted
+from onediff_ext.panel import phrases
 from onediff_ext.panel.graph_rows import EVERYTHING, digests_of, size_text
+from onediff_ext.panel.phrases import ENGLISH, Phrases
 from onediff_ext.store import CheckpointRecords, GraphLibrary
 
 _SUFFIX = ".onediff-graphs.zip"
 
 
-def verify(library: GraphLibrary) -> str:
+def verify(library: GraphLibrary, words: Phrases = ENGLISH) -> str:
     """Check every byte of every graph and whether each record can be read, and mend the store.
 
     Damaged files, and graphs that others may have written, are deleted; a damaged
@@ -28,7 +30,7 @@ def verify(library: GraphLibrary) -> str:
     count = len(library.entries())
     problems = library.verify(repair=True)
     if not problems:
-        return f"{counted(count, 'graph')} checked: all intact."
+        return words.say(phrases.CHECKED, n=count)
     remedies = Counter(problem.remedy or "left alone" for problem in problems)
     done = ", ".join(f"{counted(n, 'file')} {remedy}" for remedy, n in remedies.items())
     lines = "; ".join(f"{_short(p.path.name)} {p.reason}" for p in problems[:5])
@@ -36,7 +38,7 @@ def verify(library: GraphLibrary) -> str:
     return f"{done}: {lines}{more}."
 
 
-def delete(library: GraphLibrary, name: str) -> str:
+def delete(library: GraphLibrary, name: str, words: Phrases = ENGLISH) -> str:
     """Delete the graphs under a name of the table.
 
     Raises:
@@ -49,7 +51,7 @@ def delete(library: GraphLibrary, name: str) -> str:
     for listing in records.list():
         if len(listing.missing) == len(listing.record.kinds):
             records.delete(listing.record.content_hash)
-    return f"{counted(len(digests), 'graph')} deleted, {size_text(freed)} free again."
+    return words.say(phrases.DELETED, n=len(digests), size=size_text(freed))
 
 
 def export(library: GraphLibrary, name: str, folder: Path) -> Path:
@@ -72,7 +74,12 @@ def export(library: GraphLibrary, name: str, folder: Path) -> Path:
     return path
 
 
-def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, trust: bool) -> str:
+def import_archive(
+    library: GraphLibrary,
+    path: str | os.PathLike[str] | None,
+    trust: bool,
+    words: Phrases = ENGLISH,
+) -> str:
     """Import the graphs of an archive that the user chose.
 
     Raises:
@@ -83,8 +90,8 @@ def import_archive(library: GraphLibrary, path: str | os.PathLike[str] | None, t
     if not path:
         raise OptionError("No file is chosen.", "Choose an exported archive.")
     report = library.import_archive(Path(path), trust=trust)
-    kept = f", {len(report.kept)} already in the store" if report.kept else ""
-    return f"{counted(len(report.imported), 'graph')} imported{kept}."
+    template = phrases.IMPORTED_SOME if report.kept else phrases.IMPORTED
+    return words.say(template, n=len(report.imported), kept=len(report.kept))
 
 
 def _short(name: str) -> str:

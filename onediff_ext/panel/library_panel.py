@@ -104,24 +104,27 @@ class LibraryPanel:
         kept = name if name in names else EVERYTHING
         root, words = library.folder.root, self._host.phrases()
         rows = html.graph_table(groups, root, library.limit_bytes, words)
-        return [rows, gr.update(choices=names, value=kept), html.message(text)]
+        return [rows, gr.update(choices=names, value=kept), html.message(text, words)]
 
     def _attempt(self, name: str, action: Callable[[], str]) -> list[Any]:
         try:
             return self._listed(name, action())
         except OneDiffError as exc:
-            return [gr.update(), gr.update(), html.error(exc)]
+            return [gr.update(), gr.update(), html.error(exc, self._host.phrases())]
 
     def on_verify(self, name: str) -> list[Any]:
         """Check and mend the store."""
-        return self._attempt(name, lambda: library_actions.verify(self._host.library()))
+        verify, words = library_actions.verify, self._host.phrases()
+        return self._attempt(name, lambda: verify(self._host.library(), words))
 
     def on_delete(self, name: str, is_sure: bool) -> list[Any]:
         """Delete the graphs of a group, once the user is sure."""
+        words = self._host.phrases()
         if not is_sure:
-            return [gr.update(), gr.update(), html.message(f'Tick "{_SURE}" first.'), gr.update()]
+            shown = html.message(f'Tick "{_SURE}" first.', words)
+            return [gr.update(), gr.update(), shown, gr.update()]
         delete = library_actions.delete
-        return [*self._attempt(name, lambda: delete(self._host.library(), name)), False]
+        return [*self._attempt(name, lambda: delete(self._host.library(), name, words)), False]
 
     def on_export(self, name: str) -> list[Any]:
         """Make an archive of a group's graphs for download."""
@@ -134,17 +137,19 @@ class LibraryPanel:
         try:
             path = library_actions.export(self._host.library(), name, Path(folder.name))
         except OneDiffError as exc:
-            return [gr.update(), html.error(exc)]
-        return [gr.update(value=str(path), visible=True), html.message(f"{path.name} is ready.")]
+            return [gr.update(), html.error(exc, self._host.phrases())]
+        shown = html.message(f"{path.name} is ready.", self._host.phrases())
+        return [gr.update(value=str(path), visible=True), shown]
 
     def on_import(self, name: str, file: Any, trusted: bool) -> list[Any]:
         """Import the graphs of an archive whose author the user trusts."""
-        off_reason = self._host.no_import_reason()
+        words, off_reason = self._host.phrases(), self._host.no_import_reason()
         if off_reason is not None:
-            return [gr.update(), gr.update(), html.message(off_reason), False]
+            return [gr.update(), gr.update(), html.message(off_reason, words), False]
         path = getattr(file, "name", file)  # Gradio 3 passes an open file, Gradio 4 its path
         if path and not trusted:
             untrusted = UntrustedGraphError("Nothing was imported.", f'Tick "{_TRUST}" first.')
-            return [gr.update(), gr.update(), html.error(untrusted), False]
+            return [gr.update(), gr.update(), html.error(untrusted, words), False]
         take = library_actions.import_archive
-        return [*self._attempt(name, lambda: take(self._host.library(), path, trusted)), False]
+        shown = self._attempt(name, lambda: take(self._host.library(), path, trusted, words))
+        return [*shown, False]

@@ -61,13 +61,13 @@ class Panel:
         return [self.controls[field.name] for field in FIELDS if field.name in self.controls]
 
     def show_status(self, enabled: bool) -> list[Any]:
-        """The status as HTML, and which buttons are shown, for `status_outputs`.
+        """The status as HTML, and which buttons do something, for `status_outputs`.
 
         Args:
             enabled: Whether OneDiff is ticked.
         """
-        buttons = astuple(build_buttons(self.panel_host.status()))
-        shown = [gr.update(visible=visible) for visible in buttons]
+        build_now, *others = astuple(build_buttons(self.panel_host.status()))
+        shown = [gr.update(interactive=build_now), *(gr.update(visible=v) for v in others)]
         return [*StatusView(self.panel_host).show(bool(enabled)), *shown]
 
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from onediff_ext.panel.messages import patterns
+
+_LONGEST_CHARS = 2000  # of a message that is compared with the templates
 LOCALIZATIONS = Path(__file__).resolve().parents[2] / "localizations"
 
 # The header.
@@ -55,8 +59,17 @@ SAVED_LATER = "saved time: counts from the next picture at a measured size"
 SAVED_UNKNOWN = "saved time: press Build now to measure it"
 MORE_GRAPHS = "{n} not there yet: built when a picture needs them"
 NO_GAIN_ROW = "no gain"
+IN_STORE = "Graphs: {n}, {size} of {limit} GB in {folder}. Shared ones count once."
+BUILT_IN = "{time} to build"
+IMPORTED_GRAPH = "imported"
+JUST_NOW, MINUTES_AGO, HOURS_AGO = "just now", "{n} min ago", "{n} h ago"
+DAYS_AGO = "{n} days ago"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 TODAY, YESTERDAY = "today", "yesterday"
+CHECKED = "Graphs checked: {n}. All are intact."
+DELETED = "Graphs deleted: {n}. {size} are free again."
+IMPORTED = "Graphs imported: {n}."
+IMPORTED_SOME = "Graphs imported: {n}; {kept} were there already."
 CHANGED_BY = "{extension} changed the model"
 TURN_OFF = "Turn {extension} off for more speed."
 
@@ -66,6 +79,8 @@ TEMPLATES = (
     *(NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY, TOOK, TOOK_AS_LONG, TOOK_ONLY, MEASURE_IT),
     *(DRAW_AGAIN, SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
     *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
+    *(IN_STORE, BUILT_IN, IMPORTED_GRAPH, JUST_NOW, MINUTES_AGO, HOURS_AGO, DAYS_AGO),
+    *(CHECKED, DELETED, IMPORTED, IMPORTED_SOME),
     *(CHANGED_BY, TURN_OFF, *DAYS, TODAY, YESTERDAY),
 )
 """Every sentence of this file, for the test that looks for its translations."""
@@ -89,6 +104,35 @@ class Phrases:
             values: The values by the names in the template.
         """
         return self._table.get(template, template).format(**values)
+
+    def translated(self, message: str) -> str:
+        """Return an English message in this language, also one with values.
+
+        Args:
+            message: One of `messages.MESSAGES` with its values filled in, or any other text, which
+                stays as it is if the table lacks it.
+        """
+        found = self._found(message)
+        if found is not None:
+            return found
+        for end in re.finditer(r"(?<=[.!?]) ", message):  # what happened, and what to do
+            first = self._found(message[: end.start()])
+            if first is not None:
+                return f"{first} {self.translated(message[end.end() :])}"
+        return message
+
+    def _found(self, message: str) -> str | None:
+        """The translation of one message; None where there is none."""
+        if not self._table or len(message) > _LONGEST_CHARS:
+            return None
+        if message in self._table:
+            return self._table[message]
+        for template, pattern in patterns():
+            match = pattern.fullmatch(message)
+            if match is not None:
+                values = {name: self.translated(text) for name, text in match.groupdict().items()}
+                return self.say(template, **values)
+        return None
 
     def duration(self, seconds: float, *, tenths: bool = False) -> str:
         """Return a time such as "0.8 s", "40 s", "3 min" or "3 h 12 min".

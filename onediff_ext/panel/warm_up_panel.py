@@ -69,7 +69,7 @@ class WarmUpPanel:
                 "Build now",
                 size="sm",
                 variant="primary",
-                visible=shown.build_now,
+                interactive=shown.build_now,
                 elem_id=elem_id("warm_up"),
             )
             self._pause, self._go_on, self._cancel = (
@@ -147,7 +147,7 @@ class WarmUpPanel:
             found = self._host.recent_sizes()
             if not found:
                 missing = "There are no pictures in the output folders yet."
-                return [gr.update(), html.message(missing)]
+                return [gr.update(), html.message(missing, self._host.phrases())]
             return _added(sizes, found)
 
         def add_typed(sizes: list[str] | None, typed: str) -> list[Any]:
@@ -156,7 +156,7 @@ class WarmUpPanel:
             try:
                 return [*_added(sizes, parse_sizes(typed)), ""]
             except OneDiffError as exc:
-                return [gr.update(), html.error(exc), gr.update()]
+                return [gr.update(), html.error(exc, self._host.phrases()), gr.update()]
 
         for button, source in zip(self._add, self._sources, strict=True):
             button.click(
@@ -200,7 +200,7 @@ class WarmUpPanel:
                 yield chips_update, typed_update, html.message(result)
                 chips_update, typed_update = gr.update(), gr.update()
         except OneDiffError as exc:
-            yield chips_update, typed_update, html.error(exc)
+            yield chips_update, typed_update, html.error(exc, self._host.phrases())
 
 
 def _added(sizes: Sequence[str] | None, more: Sequence[BatchShape]) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.panel.phrases import Phrases
 from onediff_ext.panel.reasons import explain
-from onediff_ext.session.warm_up_report import WarmUpReport
+from onediff_ext.session.warm_up_report import NEXT_PICTURE, WarmUpReport
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.3
@@ -81,4 +81,6 @@ def summary_text(report: WarmUpReport, words: Phrases) -> str:
         words: The language.
     """
     sentences = report.sentences(lambda why: explain(why, words).why)
+    # What a cancel means for the next picture stands in the status.
+    sentences = [one for one in sentences if one.template != NEXT_PICTURE]
     return " ".join(words.say(sentence.template, **sentence.values) for sentence in sentences)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class CancelledError(OneDiffError):
-    """The user pressed Cancel."""
+    """The user pressed Interrupt."""
 
     def __init__(self) -> None:
-        super().__init__("Cancelled.")
+        super().__init__("Interrupted.")
 
 
 class StandaloneApp:
@@ -106,13 +106,14 @@ class StandaloneApp:
         with self._counting:
             self._waiting += change
 
-    def cancel(self) -> None:
-        """End the running job at its next step."""
+    def cancel(self) -> bool:
+        """End the running job at its next step; return whether one runs."""
         if self.is_busy:
             self._cancelled.set()
+        return self.is_busy
 
     def check_cancelled(self, *_: object) -> None:
-        """Raise CancelledError if the user has pressed Cancel."""
+        """Raise CancelledError if the user has pressed Interrupt."""
         if self._cancelled.is_set():
             raise CancelledError
 
@@ -159,7 +160,7 @@ class StandaloneApp:
             on_step: Called after each sampling step.
 
         Raises:
-            CancelledError: The user pressed Cancel.
+            CancelledError: The user pressed Interrupt.
             OptionError: No checkpoint is loaded, or a setting cannot be used.
         """
         with self.turn():

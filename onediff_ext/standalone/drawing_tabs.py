@@ -32,11 +32,11 @@ class Result:
 
     Args:
         paths: PNG files with infotext.
-        said: Count, time and seed, and the settings that were ignored.
+        said: Count, time and seed, and the settings that were ignored; a sentence each.
     """
 
     paths: list[Path]
-    said: str
+    said: list[str]
 
 
 def chosen_seed(seed: float | None) -> int:
@@ -149,10 +149,7 @@ def _keep(
         write_png(path, image, infotext=text, digest="")
         paths.append(path)
     count = counted(len(paths), "picture")
-    said = (
-        f"{count} in {drawn.seconds:.1f} s, {drawn.seconds_per_step:.3f} s a step. Seed {seeds[0]}."
-    )
-    said = " ".join(
-        [said, *image_generator.ignored_text(settings), *(f"{n}." for n in drawn.notes)]
-    )
-    return Result(paths, said)
+    took, step = f"{drawn.seconds:.1f}", f"{drawn.seconds_per_step:.3f}"
+    said = f"{count} in {took} s, {step} s a step. Seed {seeds[0]}."
+    notes = [*image_generator.ignored_text(settings), *(f"{n}." for n in drawn.notes)]
+    return Result(paths, [said, *notes])

@@ -287,8 +287,8 @@ def _size_rule(defaults: PageDefaults, tab: str) -> Any:
 def _buttons(tab: str, go: str) -> dict[str, Any]:
     with gr.Row():
         start = gr.Button(go, variant="primary", scale=3, elem_id=f"onediff_{tab}_go")
-        stop = gr.Button("Cancel", scale=1, elem_id=f"onediff_{tab}_cancel")
-    return {"go": start, "cancel": stop}
+        stop = gr.Button("Interrupt", scale=1, elem_id=f"onediff_{tab}_interrupt")
+    return {"go": start, "interrupt": stop}
 
 
 def _result() -> dict[str, Any]:
@@ -317,7 +317,7 @@ _CSS = """
 #onediff_panel_head #onediff_enabled label { font-weight: 600; font-size: 1.05rem; }
 #onediff_panel, #onediff_panel .styler { background: var(--block-background-fill); }
 #onediff_panel .html-container { padding: 0 .8em; }
-#onediff_panel button { min-height: 2.2em; }
+#onediff_panel button:not(.label-wrap) { min-height: 2.2em; }
 #onediff_panel .onediff-buttons { padding: .4em .8em; }
 #onediff_header { text-align: right; }
 #onediff_gallery .thumbnail-lg, #onediff_gallery .thumbnail-lg img { max-height: 420px; }

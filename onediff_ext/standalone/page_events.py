@@ -19,6 +19,7 @@ from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.gradio_versions import accepted
+from onediff_ext.panel.phrases import Phrases
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.size_rules import parse_size_rule
@@ -27,6 +28,7 @@ from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
 from onediff_ext.standalone.folder_job import FolderProgress, run_folder
 from onediff_ext.standalone.page import Page, PageDefaults
+from onediff_ext.standalone.page_language import visitors_phrases
 
 _PICTURE = ("prompt", "negative", "sampler", "steps", "guidance", "seed", "batch", "step_cache")
 _FOLDER = (
@@ -86,6 +88,7 @@ class PageEvents:
         count = len(FIELDS)
 
         def run(*values: Any, progress: gr.Progress = gr.Progress()) -> list[Any]:  # noqa: B008
+            words = visitors_phrases()
             try:
                 choices, notes = Choices.for_picture(from_arguments(values[:count]))
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
@@ -96,13 +99,13 @@ class PageEvents:
 
                 done = draw(choices, picture, *own, on_step)
             except OneDiffError as exc:
-                return [gr.update(), html.error(exc), gr.update(), *self._status(values[0])]
-            shown = [self._shown(path) for path in done.paths]
-            text = _infotext_of(done.paths[0])
+                shown = html.error(exc, words)
+                return [gr.update(), shown, gr.update(), *self._status(values[0])]
+            said = " ".join(map(words.translated, done.said))
             return [
-                shown,
-                html.message("\n".join([done.said, *notes])),
-                text,
+                [self._shown(path) for path in done.paths],
+                html.message("\n".join([said, *notes]), words),
+                _infotext_of(done.paths[0]),
                 *self._status(values[0]),
             ]
 
@@ -119,15 +122,16 @@ class PageEvents:
             api_name=name,
             **accepted(tab["go"].click, show_progress_on=result["gallery"]),
         )
-        self._on_cancel(tab)
+        self._on_interrupt(tab)
 
-    def _on_cancel(self, tab: Values) -> None:
-        def cancel() -> str:
-            self.standalone_app.cancel()
+    def _on_interrupt(self, tab: Values) -> None:
+        def interrupt() -> str:
+            if not self.standalone_app.cancel():
+                return html.message("There is nothing to interrupt.")
             return html.message("Stopping at the next step.")
 
-        tab["cancel"].click(
-            cancel, outputs=[self.page.result["said"]], queue=False, show_progress="hidden"
+        tab["interrupt"].click(
+            interrupt, outputs=[self.page.result["said"]], queue=False, show_progress="hidden"
         )
 
     def _draw_text(
@@ -171,18 +175,20 @@ class PageEvents:
         tab = page.folder
 
         def run(*values: Any) -> Iterator[list[Any]]:
+            words = visitors_phrases()
             try:
                 choices, notes = Choices.for_picture(from_arguments(values[:count]))
-                ignored = html.message("\n".join(notes)) if notes else ""
+                ignored = html.message("\n".join(notes), words)
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
                 for progress in run_folder(
                     self.standalone_app, choices, self._folder_job(choices, picture, own)
                 ):
                     shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
-                    yield [_folder_html(progress) + ignored, shown, *self._status(values[0])]
+                    said = _folder_html(progress, words) + ignored
+                    yield [said, shown, *self._status(values[0])]
             except OneDiffError as exc:
-                yield [html.error(exc), gr.update(), *self._status(values[0])]
+                yield [html.error(exc, words), gr.update(), *self._status(values[0])]
 
         inputs = [
             *page.panel.inputs,
@@ -193,7 +199,7 @@ class PageEvents:
         tab["go"].click(
             run, inputs=inputs, outputs=outputs, api_name="batch", show_progress="hidden"
         )
-        self._on_cancel(tab)
+        self._on_interrupt(tab)
 
     def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
         if not (own["source"] or "").strip():
@@ -216,14 +222,15 @@ class PageEvents:
         return Img2ImgJob(batch, settings, identity)
 
     def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
+        words = visitors_phrases()
         try:
             if not self.defaults.is_local:
                 self._refuse_other_files(checkpoint, loras)
             self.standalone_app.load(Path(checkpoint), parse_lora_lines(loras or ""))
         except OneDiffError as exc:
-            return [html.error(exc), *self._status(enabled)]
+            return [html.error(exc, words), *self._status(enabled)]
         name = self.standalone_app.loaded().checkpoint.name
-        return [html.message(f"{name} is loaded."), *self._status(enabled)]
+        return [html.message(f"{name} is loaded.", words), *self._status(enabled)]
 
     def _refuse_other_files(self, checkpoint: str, loras: str) -> None:
         if checkpoint not in known_models(self.defaults.model) or (loras or "").strip():
@@ -283,13 +290,13 @@ def _infotext_of(path: Path) -> str:
     return read_png(path).texts.get(INFOTEXT_KEYWORD, "")
 
 
-def _folder_html(progress: FolderProgress) -> str:
+def _folder_html(progress: FolderProgress, words: Phrases) -> str:
     parts = []
     if progress.needed:
-        text = f"{progress.done} of {progress.needed}: {progress.note}"
+        text = words.translated(f"{progress.done} of {progress.needed}: {progress.note}".strip())
         parts.append(html.progress_bar(progress.done / progress.needed, text))
     if progress.already_done:
-        parts.append(html.message(f"{progress.already_done} were done already."))
+        parts.append(html.message(f"{progress.already_done} were done already.", words))
     if progress.skipped:
-        parts.append(html.message("Left out: " + "; ".join(progress.skipped[:10])))
+        parts.append(html.message("Left out: " + "; ".join(progress.skipped[:10]), words))
     return "".join(parts)

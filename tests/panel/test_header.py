@@ -13,6 +13,7 @@ from onediff_ext.core.status import Status
 from onediff_ext.panel import html
 from onediff_ext.panel.details import detail_lines, technical_lines
 from onediff_ext.panel.header import header_of
+from onediff_ext.panel.messages import MESSAGES
 from onediff_ext.panel.phrases import ENGLISH, LOCALIZATIONS, TEMPLATES, phrases_in
 from onediff_ext.panel.reasons import RULES, PlainReason, explain, fixed_texts
 
@@ -110,7 +111,7 @@ def test_translations_keep_every_value(path: object) -> None:
     def names(text: str) -> set[str]:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name}
 
-    for template in (*TEMPLATES, *fixed_texts()):
+    for template in (*TEMPLATES, *fixed_texts(), *MESSAGES):
         assert names(table[template]) == names(template), template
 
 

@@ -110,13 +110,13 @@ def test_the_speed_up_is_one_or_none() -> None:
 
 def test_deleting_a_checkpoint_takes_its_graphs_and_its_record(library: GraphLibrary) -> None:
     said = library_actions.delete(library, "model")
-    assert said.startswith("1 graph deleted")
+    assert said.startswith("Graphs deleted: 1. ")
     assert len(library.entries()) == 2
     assert [g.name for g in graph_groups(library)] == ["model", UNUSED]  # the other one
 
 
 def test_verifying_removes_what_is_damaged(library: GraphLibrary) -> None:
-    assert library_actions.verify(library) == "3 graphs checked: all intact."
+    assert library_actions.verify(library) == "Graphs checked: 3. All are intact."
     path = library.entries()[0].path
     path.write_bytes(path.read_bytes()[:-3])
     assert library_actions.verify(library).startswith("1 file deleted: ")
@@ -139,9 +139,9 @@ def test_export_and_import_need_trust(library: GraphLibrary, tmp_path: Path) -> 
     with pytest.raises(UntrustedGraphError):
         library_actions.import_archive(other, archive, trust=False)
     assert other.entries() == []
-    assert library_actions.import_archive(other, archive, trust=True) == "3 graphs imported."
+    assert library_actions.import_archive(other, archive, trust=True) == "Graphs imported: 3."
     said = library_actions.import_archive(other, archive, trust=True)
-    assert said == "0 graphs imported, 3 already in the store."
+    assert said == "Graphs imported: 0; 3 were there already."
     assert all(group.imported for group in graph_groups(other))
 
 
@@ -160,7 +160,7 @@ def test_what_is_missing_is_said(library: GraphLibrary, tmp_path: Path) -> None:
     [(5, "just now"), (300, "5 min ago"), (3 * 3600, "3 h ago"), (864000, "10 days ago")],
 )
 def test_ages(seconds: float, text: str) -> None:
-    assert age_text(1e9, 1e9 + seconds) == text
+    assert age_text(1e9, now=1e9 + seconds) == text
     assert age_text(0) == "–"
 
 

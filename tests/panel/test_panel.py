@@ -17,6 +17,7 @@ from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.control_values import to_control
 from onediff_ext.panel.fields import FIELDS
+from onediff_ext.panel.messages import MESSAGES
 from onediff_ext.panel.phrases import TEMPLATES
 from onediff_ext.panel.reasons import fixed_texts
 from onediff_ext.panel.size_source import tab_sources
@@ -99,7 +100,7 @@ def test_localisation_has_every_text(path: Path, page: SimpleNamespace, host: An
         page.panel_host.off_reason()
     }
     messages = {*messages_of("panel"), *messages_of("webui"), *TEMPLATES, *fixed_texts()}
-    messages |= {*warm_up_report.TEMPLATES}
+    messages |= {*warm_up_report.TEMPLATES, *MESSAGES}
     assert len(messages) > 10
     known = json.loads(path.read_text(encoding="utf-8"))
     assert {*texts, *messages} - set(known) == set()
@@ -212,7 +213,11 @@ def test_the_status_shows_the_buttons_that_apply(page: SimpleNamespace) -> None:
         updates = page.panel.show_status(True)[-4:]
         buttons = page.panel.status_outputs[-4:]
         assert all(button.get_block_name() == "button" for button in buttons)
-        return [b.value for b, update in zip(buttons, updates, strict=True) if update["visible"]]
+        return [
+            button.value
+            for button, update in zip(buttons, updates, strict=True)
+            if update.get("visible", update.get("interactive"))
+        ]
 
     assert labels() == ["Build now"]
     page.panel_host.is_warming_up = True
@@ -263,7 +268,7 @@ def test_library_shows_exports_imports_and_deletes(
     assert "ready" in said
     assert "first" in client.predict(everything, False, api_name="/on_delete")[2]
     assert len(panel_host.library().entries()) == 1
-    assert "1 graph deleted" in client.predict(everything, True, api_name="/on_delete")[2]
+    assert "Graphs deleted: 1." in client.predict(everything, True, api_name="/on_delete")[2]
     assert panel_host.library().entries() == []
     untrusted = client.predict(everything, handle_file(path), False, api_name="/on_import")
     assert panel_host.library().entries() == []

@@ -109,7 +109,7 @@ def test_pause_and_cancel_are_never_said_in_one_breath() -> None:
         *detail_lines(CANCELLED, True, [], ENGLISH),
         session_status.CANCELLED,
         explain(session_status.CANCELLED, ENGLISH).advice,
-        summary_text(WarmUpReport(built=7, cancelled=True), ENGLISH),
+        WarmUpReport(built=7, cancelled=True).line(),
     ]
     for text in paused:
         assert "Go on" in text
@@ -117,6 +117,13 @@ def test_pause_and_cancel_are_never_said_in_one_breath() -> None:
     for text in cancelled:
         assert "next picture has its missing graphs built" in text
         assert "Go on" not in text
+
+
+def test_what_a_cancel_means_is_said_once() -> None:
+    """The status says it, a line above the result."""
+    assert summary_text(WarmUpReport(built=7, cancelled=True), ENGLISH) == (
+        "Cancelled. Graphs built: 7."
+    )
 
 
 def test_the_result_is_translated_and_names_its_reason_plainly() -> None:

@@ -209,7 +209,7 @@ def test_what_cannot_be_loaded_leaves_the_checkpoint(page: SimpleNamespace, clie
     assert page.standalone_app.image_generator is before
 
 
-def test_cancel_ends_the_loading(page: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_ends_the_loading(page: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from onediff_ext.standalone.app import CancelledError
     from onediff_ext.store import ContentHashes
 
@@ -224,12 +224,12 @@ def test_cancel_ends_the_loading(page: SimpleNamespace, monkeypatch: pytest.Monk
     assert page.standalone_app.image_generator is before
 
 
-def test_cancel_ends_the_drawing(page: SimpleNamespace, client: Any) -> None:
+def test_interrupt_ends_the_drawing(page: SimpleNamespace, client: Any) -> None:
     job = client.submit(*arguments(steps=100), 64, 64, api_name="/txt2img")
     while not page.standalone_app.is_busy:
         assert not job.done()
     page.standalone_app.cancel()
-    assert "Cancelled" in job.result(timeout=60)[1]
+    assert "Interrupted." in job.result(timeout=60)[1]
 
 
 def test_text_that_is_no_warm_up_size_is_ignored_and_said(

@@ -44,7 +44,7 @@ def standalone_app(tmp_path: Path) -> StandaloneApp:
 def draw(standalone_app: StandaloneApp, folder: Path) -> str:
     return from_text(
         standalone_app, Choices(), SETTINGS, 64, 64, 1, 5, folder, lambda step, of: None
-    ).said
+    ).said[-1]
 
 
 def test_the_line_below_a_picture_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:

@@ -79,9 +79,10 @@ class PanelPage:
         return str(self.page.locator(f"#{ACCORDION}_{name}").first.inner_text())
 
     def buttons(self) -> list[str]:
-        """The buttons for builds that are shown."""
+        """The buttons for builds that can be pressed."""
         names = ("warm_up", "pause", "go_on", "cancel")
-        return [n for n in names if self.page.locator(f"#{ACCORDION}_{n}").is_visible()]
+        buttons = {name: self.page.locator(f"#{ACCORDION}_{name}") for name in names}
+        return [name for name, b in buttons.items() if b.is_visible() and b.is_enabled()]
 
     def until(self, condition: Any, what: str) -> None:
         """Wait until a condition holds."""
