@@ -176,7 +176,7 @@ def test_a_page_takes_no_other_name_and_no_other_sites_requests(page: SimpleName
     refused = httpx.get(page.url, headers={"Host": "evil.example"})
     assert refused.status_code == 403
     assert "--allow-host" in refused.text
-    call = f"{page.url}gradio_api/call/cancel"
+    call = f"{page.url}gradio_api/call/interrupt"
     body = {"data": []}
     foreign = httpx.post(call, json=body, headers={"Origin": "http://evil.example"})
     assert foreign.status_code == 403

@@ -281,9 +281,10 @@ def test_a_graph_whose_operators_nobody_sees_is_one_operator(recorder: FrozenRec
 def test_a_table_is_read_by_numbers_and_not_by_a_mask() -> None:
     """A GPU has to count a mask before it can allocate the result."""
     table, rows, mask = torch.arange(4.0), torch.tensor([2, 0]), torch.tensor([True, False] * 2)
-    recording = FrozenRecorder().record(lambda: table[rows], torch.device("cpu"))
+    recorder = FrozenRecorder()  # its recordings do not keep it alive
+    recording = recorder.record(lambda: table[rows], torch.device("cpu"))
     rows.copy_(torch.tensor([3, 1]))
     recording.replay()
     assert recording.output.tolist() == [3.0, 1.0]
     with pytest.raises(CaptureError, match="not permitted"):
-        FrozenRecorder().record(lambda: table[mask], torch.device("cpu"))
+        recorder.record(lambda: table[mask], torch.device("cpu"))
