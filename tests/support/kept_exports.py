@@ -26,8 +26,13 @@ def kept_exports() -> Iterator[None]:
     """Within the block, kinds that come into being are exported only if no test has done it yet.
 
     The copy of a block is made all the same, so a block that is gone or has changed is noticed.
+    Outside of a test run, such as in ``python -m tests.differential``, nothing is kept.
     """
-    folder, slow = Path(os.environ[FOLDER_VARIABLE]), BlockKind.__init__
+    named = os.environ.get(FOLDER_VARIABLE)
+    if not named:
+        yield
+        return
+    folder, slow = Path(named), BlockKind.__init__
 
     def init(kind: BlockKind, *arguments: Any, **more: Any) -> None:
         slow(kind, *arguments, **more)
