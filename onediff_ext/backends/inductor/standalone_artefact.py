@@ -31,8 +31,8 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # them in the process that draws (docs/architecture.md).
     "static_launch_user_defined_triton_kernels": True,
     # Otherwise each process that draws chooses among block sizes for a reduction at its first call:
-    # a norm of 64 or 128 channels ran with one row for each program (63 us instead of 17, H200), and
-    # sums may be rounded in another order in each process.
+    # a norm of 64 or 128 channels ran with one row for each program (63 us instead of 17, H200).
+    # Sums may be rounded in another order in each process, too.
     "deterministic": True,
 }
 _NEWER = frozenset({"deterministic"})  # settings that torch 2.8 does not have
