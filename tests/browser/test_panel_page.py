@@ -337,3 +337,17 @@ def test_accessibility(panel_page: PanelPage, theme: str) -> None:
             assert axe_violations(panel_page.page, selector) == [], (state, own)
     found = axe_violations(panel_page.page, f"#{ACCORDION}", without=GRADIOS_OWN_RULES)
     assert found == []
+
+
+def test_a_second_click_on_build_now_presses_nothing_else(panel_page: PanelPage) -> None:
+    """Pause and Cancel appear below it, not in its place."""
+    page, build_now = panel_page.page, panel_page.page.locator(f"#{ACCORDION}_warm_up")
+    panel_page.show(STATES[Headline.PART], warms_up=True)
+    box = build_now.bounding_box()
+    panel_page.press("warm_up")
+    panel_page.show(BUILDS, warms_up=True)
+    panel_page.until(lambda: panel_page.buttons() == ["pause", "cancel"], "the buttons")
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(500)
+    assert panel_page.done() == ["built for 512x768@2"]
+    panel_page.show(STATES[Headline.PART])
