@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from onediff_ext.engine.blocks.key_text import digest
+
 
 @functools.cache
 def machine_entries(device_type: str, device_index: int) -> dict[str, str]:
@@ -49,7 +51,7 @@ def machine_digest(device: torch.device) -> str:
     if device.type == "cuda":
         described["driver"] = _driver_version()
     text = "\n".join(f"{name}={value}" for name, value in sorted(described.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(text)
 
 
 def _libc() -> str:

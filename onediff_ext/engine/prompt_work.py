@@ -32,7 +32,7 @@ from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.cuda_graphs.forward_call import tensors_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.running.text_kv import stamp_of
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.foreign_code import replaced_methods
@@ -96,7 +96,8 @@ class PromptWork:
         self._weights = WeakTensors([])
         self._results: deque[_Result] = deque(maxlen=_KEPT)
         self._is_verified = False
-        self._unknown_in = self._impure_in = _NEVER
+        self._unknown_in: int | None = _NEVER
+        self._impure_in: int | None = _NEVER
         self.computed, self.refusal_reason = 0, ""
 
     def __call__(
@@ -127,10 +128,10 @@ class PromptWork:
 
     def _may_run_twice(self) -> bool:
         """Whether nothing counts the calls of the model: a step cache does."""
-        if self._impure_in == self._epoch():
+        if self._impure_in == epoch_of(self._runners):
             return False
         is_pure = Snapshot(self._model, self._known).refusal_reason is None
-        self._impure_in = _NEVER if is_pure else self._epoch()
+        self._impure_in = _NEVER if is_pure else epoch_of(self._runners)
         return is_pure
 
     def _verify(self, eager: Callable[..., Any], given: dict[str, Any], output: Any) -> None:
@@ -182,7 +183,7 @@ class PromptWork:
         weights = self._weights.alive()
         if weights is None:
             return None
-        stamp = stamp_of(self._epoch(), tensors[0], [*tensors[1:], *weights])
+        stamp = stamp_of(epoch_of(self._runners), tensors[0], [*tensors[1:], *weights])
         if stamp is None:
             return None
         stamp = (stamp, tuple(leaf is None for leaf in leaves))
@@ -197,7 +198,7 @@ class PromptWork:
 
     def _is_ready(self) -> bool:
         """Whether the layers are known and what they were; looks at them again if they changed."""
-        epoch = self._epoch()
+        epoch = epoch_of(self._runners)
         if self._state is not None and self._state.holds(epoch=epoch):
             return True
         if self._unknown_in == epoch:
@@ -234,9 +235,6 @@ class PromptWork:
             and not replaced_methods(module)
             for module in modules
         )
-
-    def _epoch(self) -> int:
-        return self._runners[0].epoch if self._runners else 0
 
     def _refuse(self, reason: str) -> None:
         self.refusal_reason = reason

@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 
 from onediff_ext.core.ownership import foreign_owner, other_writers
 from onediff_ext.engine.backend_port import COMPILER_FILES_VARIABLE
+from onediff_ext.engine.blocks.key_text import digest
 from onediff_ext.engine.machine import machine_digest
 
 logger = logging.getLogger(__name__)
@@ -187,11 +188,10 @@ def _files_of_this_process() -> CompilerFiles | None:
             f"{program} {status.st_size} {status.st_mtime_ns}",
         )
     )
-    key = hashlib.sha256(described.encode()).hexdigest()[:16]
-    return CompilerFiles(Path(kept) / key, headers, cache)
+    return CompilerFiles(Path(kept) / digest(described), headers, cache)
 
 
-def _put(source: Path, target: Path, digest: str) -> bool:
+def _put(source: Path, target: Path, checksum: str) -> bool:
     """Link or copy a kept file to its place, unless it is damaged or another user's.
 
     Returns:
@@ -209,7 +209,7 @@ def _put(source: Path, target: Path, digest: str) -> bool:
             os.link(source, part)
         except OSError:  # another disk, or one without links
             shutil.copyfile(source, part)
-        if _sha256(part) != digest:
+        if _sha256(part) != checksum:
             source.unlink(missing_ok=True)
             return False
         part.replace(target)
@@ -219,11 +219,11 @@ def _put(source: Path, target: Path, digest: str) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+    checksum = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _by_age(paths: Iterator[Path]) -> list[Path]:

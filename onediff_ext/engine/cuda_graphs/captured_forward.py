@@ -23,7 +23,7 @@ from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.recording_policy import RecordingPolicy
 from onediff_ext.engine.cuda_graphs.replay_checks import ReplayChecks
 from onediff_ext.engine.cuda_graphs.staleness import TrustedModules
-from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class CapturedForward:
         self._tracker = ModelTracker(model, runners, trusted)
         self._policy, self._checks = RecordingPolicy(), ReplayChecks()
         self._recorder = ForwardRecorder(forward, runners, self._tracker)
-        self._without_graphs, self._short_in = without_graphs, _NEVER
+        self._without_graphs = without_graphs
+        self._short_in: int | None = _NEVER
         eager = None if without_graphs is None else self._short_of_memory
         self._within_memory = OomFallback(forward, cuda_graphs, self._retry, eager)
         self.active = True
@@ -90,7 +91,7 @@ class CapturedForward:
         self.replayed = False
         if not self.active:
             return self.eager(*args, **kwargs)
-        if self._without_graphs is not None and self._short_in == self._epoch():
+        if self._without_graphs is not None and self._short_in == epoch_of(self._runners):
             with self._without_graphs():
                 return self.eager(*args, **kwargs)
         call = read_call(args, kwargs)
@@ -326,12 +327,9 @@ class CapturedForward:
     def _short_of_memory(self) -> Iterator[None]:
         """Run without graphs, also for the rest of this picture: each attempt takes time."""
         assert self._without_graphs is not None
-        self._short_in, self.reason = self._epoch(), "memory is short"
+        self._short_in, self.reason = epoch_of(self._runners), "memory is short"
         with self._without_graphs():
             yield
-
-    def _epoch(self) -> int:
-        return self._runners[0].epoch if self._runners else 0
 
     def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
         try:

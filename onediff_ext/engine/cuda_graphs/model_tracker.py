@@ -12,7 +12,7 @@ from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
-from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 
 # Variants whose snapshots are kept; each holds a list of everything that a model consists of.
 _MAX_SNAPSHOTS = 8
@@ -90,8 +90,7 @@ class ModelTracker:
 
     def is_still(self, state: FrozenState) -> bool:
         """Whether the model is in this state. If not, all snapshots are made again."""
-        epoch = self._runners[0].epoch if self._runners else None
-        if self.has_graphs_of(state) and state.snapshot.holds(epoch):
+        if self.has_graphs_of(state) and state.snapshot.holds(epoch_of(self._runners)):
             return True
         self._snapshots.clear()
         return False

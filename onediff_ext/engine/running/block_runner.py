@@ -361,3 +361,8 @@ class BlockRunner:
         self.weights.use(tree)
         self.text_kv.use(tree)
         return tree
+
+
+def epoch_of(runners: Sequence[BlockRunner]) -> int | None:
+    """Return the epoch of a model's runners; None for a model without any."""
+    return runners[0].epoch if runners else None
