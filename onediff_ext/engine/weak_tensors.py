@@ -12,7 +12,7 @@ class WeakTensors:
     """Remembers tensors without keeping them alive.
 
     A host that replaces weights, to merge a LoRA into them, frees the old ones one by one. On a
-    GPU that the model fills, whoever keeps the old ones takes the room of the new ones.
+    GPU that the model fills, old weights that are kept leave no room for the new ones.
 
     Args:
         tensors: In an order that counts.

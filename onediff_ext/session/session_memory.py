@@ -1,4 +1,4 @@
-"""What a session gives back of a GPU's memory: CUDA graphs, merged weights and 8-bit copies."""
+"""Gives a session's GPU memory back: CUDA graphs, merged weights and 8-bit copies."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_the_limit_of_the_options_is_the_budgets(make_session: Callable[..., Ses
 
 
 def test_weights_that_a_host_replaces_are_freed_one_by_one(pipe: Any) -> None:
-    """Whoever keeps them takes the room of the new ones."""
+    """Old weights that are kept leave no room for the new ones."""
     settled(pipe)
     layers = [m for m in pipe.unet.modules() if isinstance(m, torch.nn.Linear)]
     old = [weakref.ref(layer.weight) for layer in layers]

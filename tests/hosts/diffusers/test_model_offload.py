@@ -44,7 +44,7 @@ def offload(pipe: Any) -> None:
 
 
 def move(pipe: Any) -> None:
-    """After each picture: hooks anew, and the same Parameters at other addresses."""
+    """diffusers hooks models again after each picture, and moves their Parameters."""
     offload(pipe)
     for parameter in pipe.unet.parameters():
         parameter.data = parameter.data.clone()
