@@ -15,6 +15,7 @@ import tempfile
 import pytest
 
 from onediff_ext.store.default_root import default_root
+from tests.support.kept_folders import EXPORT_SOURCES, EXPORTS_VARIABLE, kept_folder
 
 _SETTINGS = {
     # Test models are tiny: more threads only wait for each other, and sums change with them.
@@ -28,7 +29,6 @@ _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 _store = pytest.StashKey[str]()
-_exports = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,16 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # One for all processes and runs. Its content is checked at each use.
     os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
     if not hasattr(config, "workerinput"):  # one for all processes of the run
-        os.environ["ONEDIFF_TEST_EXPORTS"] = config.stash[_exports] = tempfile.mkdtemp(
-            prefix="onediff-exports-"
-        )
+        os.environ[EXPORTS_VARIABLE] = str(kept_folder("test-exports", EXPORT_SOURCES))
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    for key in (_store, _exports):
-        if folder := config.stash.get(key, ""):
-            shutil.rmtree(folder, ignore_errors=True)
+    if folder := config.stash.get(_store, ""):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
