@@ -101,7 +101,7 @@ class StoppedRun:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_while_drawing(command_line: CommandLine, tmp_path: Path, number: signal.Signals) -> None:
     options = ("--report", tmp_path / "report.json") if number is signal.SIGINT else ("--eager",)
-    slow = ("--steps", 40)  # so that the signal comes before the last picture
+    slow = ("--steps", 20)  # so that the signal comes before the last picture
     run = StoppedRun(command_line, tmp_path, *options, *slow)
     run.stop_at("pictures 3/", number)
     done = list(run.out.iterdir())

@@ -19,8 +19,8 @@ def state_of(pipe: Any) -> DeepCache:
 
 
 def draw(pipe: Any, steps: int = 12, **options: Any) -> torch.Tensor:
-    """Latents [1, 4, 17, 25] unless another size is given."""
-    options = {"height": 136, "width": 200, **options}
+    """Latents [1, 4, 9, 13] unless another size is given."""
+    options = {"height": 72, "width": 104, **options}
     if isinstance(pipe, StableDiffusionImg2ImgPipeline):
         options = {k: v for k, v in options.items() if k not in ("height", "width")}
     with torch.no_grad():

@@ -45,10 +45,10 @@ def kept_exports() -> Iterator[None]:
             path = folder / f"{kind.key.digest}-{device.type}"
 
             def export_once() -> bytes:
-                program = read_program(path)
+                program = read_bytes(path)
                 if program is None:
                     program = export()
-                    _keep_program(path, program)
+                    keep_bytes(path, program)
                 return program
 
             return export_once
@@ -60,18 +60,19 @@ def kept_exports() -> Iterator[None]:
         yield
 
 
-def read_program(path: Path) -> bytes | None:
-    """Return a kept program; None where there is none, or only a part after a power cut."""
+def read_bytes(path: Path) -> bytes | None:
+    """Return what was kept; None where there is nothing, or only a part after a power cut."""
     try:
         kept = path.read_bytes()
     except FileNotFoundError:
         return None
-    digest, program = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
-    return program if hashlib.sha256(program).digest() == digest else None
+    digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+    return content if hashlib.sha256(content).digest() == digest else None
 
 
-def _keep_program(path: Path, program: bytes) -> None:
+def keep_bytes(path: Path, content: bytes) -> None:
+    """Keep bytes for other processes and later runs."""
     part = path.with_name(f"{secrets.token_hex(8)}.part")
     part.parent.mkdir(exist_ok=True)  # another run may drop the folder
-    part.write_bytes(hashlib.sha256(program).digest() + program)
+    part.write_bytes(hashlib.sha256(content).digest() + content)
     part.replace(path)

@@ -22,8 +22,11 @@ EXPORT_SOURCES = (
 )
 """The sources that decide an exported program, beside the kind's key."""
 
-GRAPH_SOURCES = (*EXPORT_SOURCES, "backends/**/*.py", "building/worker/*.py")
-"""The sources that decide a compiled graph."""
+BUILD_SOURCES = ("backends/**/*.py", "building/worker/*.py", "engine/export/*.py")
+"""The sources that decide a compiled graph, beside the exported program."""
+
+GRAPH_SOURCES = (*EXPORT_SOURCES, *BUILD_SOURCES)
+"""The sources that decide a stored graph, beside the kind's key."""
 
 EXPORTS_VARIABLE = "ONEDIFF_TEST_EXPORTS"
 """In the environment: the folder of exported programs, which `tests/conftest.py` names."""

@@ -88,10 +88,15 @@ def instant_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class SmallUNet:
-    """A UNet with ten block kinds, in a stand-in for a pipeline."""
+    """A UNet with ten block kinds, in a stand-in for a pipeline.
 
-    def __init__(self, seed: int = 0) -> None:
-        self.unet: Any = models.unet(seed=seed)
+    Args:
+        seed: Of its weights.
+        config: Of the UNet, such as one width for all levels, which makes few kinds.
+    """
+
+    def __init__(self, seed: int = 0, **config: Any) -> None:
+        self.unet: Any = models.unet(seed=seed, **config)
 
     def __call__(self, height_latent: int = 16, width_latent: int = 16) -> torch.Tensor:
         """One forward; noise [2, 4, h, w]."""

@@ -16,6 +16,7 @@ import torch
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import new_session
 from onediff_ext.session.session import Session
+from tests.support.kept_builds import kept_builds
 from tests.support.kept_folders import GRAPH_SOURCES, kept_folder
 from tests.support.quick_builds import quick_builds, quick_loads
 
@@ -37,7 +38,7 @@ def run_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_session(shared_store: Path, run_store: Path) -> Callable[..., Session]:
+def make_session(shared_store: Path, run_store: Path) -> Iterator[Callable[..., Session]]:
     """Sessions over these stores; the eager backend unless another is named."""
     usual = os.environ.get("ONEDIFF_TEST_BACKEND", "eager")
 
@@ -47,7 +48,8 @@ def make_session(shared_store: Path, run_store: Path) -> Callable[..., Session]:
             CompileOptions.parse({"backend": backend, "build": "wait", "store": store, **options})
         )
 
-    return make
+    with kept_builds():
+        yield make
 
 
 @pytest.fixture(scope="module", autouse=True)

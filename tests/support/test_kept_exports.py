@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from onediff_ext.engine.blocks.block_kind import BlockKind
-from tests.support.kept_exports import kept_exports, read_program
+from tests.support.kept_builds import digest_of_program
+from tests.support.kept_exports import kept_exports, read_bytes
 from tests.support.kept_folders import EXPORTS_VARIABLE, digest_of, kept_folder
 
 
@@ -43,10 +47,10 @@ def test_a_damaged_program_is_exported_again(
     assert len(exports) == 1
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert read_program(path) is None
+    assert read_bytes(path) is None
     assert export() == b"program"
     assert len(exports) == 2
-    assert read_program(path) == b"program"
+    assert read_bytes(path) == b"program"
 
 
 def test_a_folder_belongs_to_its_sources(tmp_path: Path) -> None:
@@ -68,3 +72,19 @@ def test_only_the_folders_used_last_stay(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr("tests.support.kept_folders.digest_of", lambda patterns: str(number))  # noqa: B023
         folders.append(kept_folder("kept", ()))
     assert [folder.exists() for folder in folders] == [False] * 2 + [True] * 4
+
+
+def test_a_programs_graph_does_not_depend_on_where_it_was_traced() -> None:
+    def program(**node: object) -> bytes:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("archive/models/model.json", json.dumps(node))
+            archive.writestr("archive/version", "0")
+        return buffer.getvalue()
+
+    def digest(**node: object) -> str:
+        return digest_of_program(program(**node), torch.device("cpu"))
+
+    here = digest(stack_trace='File "/here/a \\"b\\".py", line 3', target="silu")
+    assert digest(stack_trace="File /there/c.py, line 4\n", target="silu") == here
+    assert digest(stack_trace='File "/here/a \\"b\\".py", line 3', target="gelu") != here

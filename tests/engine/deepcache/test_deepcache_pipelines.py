@@ -156,7 +156,7 @@ def test_image_to_image_at_low_strength():
     pipe = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     enable_deepcache(pipe, 3)
-    picture = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
+    picture = torch.rand(1, 3, 72, 104, generator=torch.Generator().manual_seed(7))
     assert torch.isfinite(draw(pipe, steps=20, image=picture, strength=0.2)).all()
     assert counts(pipe) == {"full": 2, "shallow": 2}
 
@@ -169,9 +169,9 @@ def test_inpainting(channels: int):
         parts = models.sd15().components
         pipe = StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
         pipe.set_progress_bar_config(disable=True)
-    picture = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
-    mask = torch.zeros(1, 1, 136, 200)
-    mask[..., 104:] = 1  # latent cells 13 to 24 are drawn again
+    picture = torch.rand(1, 3, 72, 104, generator=torch.Generator().manual_seed(7))
+    mask = torch.zeros(1, 1, 72, 104)
+    mask[..., 56:] = 1  # latent cells 7 to 12 are drawn again
     given = {"image": picture, "mask_image": mask, "strength": 0.9, "steps": 20}
     plain = draw(pipe, **given)
     enable_deepcache(pipe, 3)
@@ -179,9 +179,9 @@ def test_inpainting(channels: int):
     assert counts(pipe) == {"full": 6, "shallow": 12}
     assert state_of(pipe).size_bytes == 0
     assert torch.isfinite(found).all()
-    assert not torch.equal(found[..., 13:], plain[..., 13:])
+    assert not torch.equal(found[..., 7:], plain[..., 7:])
     if channels == 4:  # the other kind of checkpoint draws the rest as well
-        assert torch.equal(found[..., :13], plain[..., :13])
+        assert torch.equal(found[..., :7], plain[..., :7])
     enable_deepcache(pipe, 1)
     assert torch.equal(draw(pipe, **given), plain)
 
@@ -205,7 +205,7 @@ def controlled(pipe: Any) -> Any:
 @pytest.mark.parametrize("depth", [0, 2, 3])
 def test_a_controlnet_that_begins_and_ends(depth: int):
     pipe = enable_deepcache(controlled(models.sd15(layers=2)), f"4 depth={depth}")
-    hint = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
+    hint = torch.rand(1, 3, 72, 104, generator=torch.Generator().manual_seed(7))
     draw(pipe, image=hint)
     assert counts(pipe) == {"full": 3, "shallow": 9}
     draw(pipe, image=hint, control_guidance_start=0.25, control_guidance_end=0.75)
@@ -217,10 +217,10 @@ def test_a_controlnet_that_begins_and_ends(depth: int):
 def test_control_residuals_reach_only_the_layers_that_run():
     unet = models.sd15(layers=2).unet
     holder = enable_deepcache(SimpleNamespace(unet=unet), "2 depth=3")
-    given = models.unet_inputs(unet, 2, 17, 25)
+    given = models.unet_inputs(unet, 2, 9, 13)
     net = models.controlnet_for(unet)
     with torch.no_grad():
-        hint = torch.rand(2, 3, 136, 200, generator=torch.Generator().manual_seed(7))
+        hint = torch.rand(2, 3, 72, 104, generator=torch.Generator().manual_seed(7))
         down, middle = net(**given, controlnet_cond=hint, return_dict=False)
         inputs = {**given, "mid_block_additional_residual": middle}
         timesteps = torch.tensor([900, 880])
@@ -368,7 +368,7 @@ def unchanged(pipe: Any) -> Iterator[None]:
 
 def test_off_leaves_the_pipeline_as_it_was():
     pipe = controlled(models.sd15())
-    hint = torch.rand(1, 3, 136, 200, generator=torch.Generator().manual_seed(7))
+    hint = torch.rand(1, 3, 72, 104, generator=torch.Generator().manual_seed(7))
     draw(pipe, image=hint, steps=1)  # pipelines keep some of their arguments
     with unchanged(pipe):
         enable_deepcache(pipe, "3 depth=1")
