@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,7 @@ class _Runs:
         job, report = self._job, self._work / f"report-{name}.json"
         folder = self._store(name) if store == "empty" else self._filled_store()
         output = self._work / f"out-{name}"
+        shutil.rmtree(output, ignore_errors=True)
         command = ["-m", "onediff_ext", "img2img", str(self._work / "in"), "-o", str(output)]
         command += ["-m", str(self._checkpoint), "--store", str(folder), "--strength", "1"]
         command += ["--steps", str(job.steps), "--batch-size", str(job.batch_size)]
@@ -188,8 +190,7 @@ class _Runs:
 
     def _store(self, name: str) -> Path:
         folder = self._work / f"store-{name}"
-        if folder.exists():
-            raise RuntimeError(f"{folder} is not empty")
+        shutil.rmtree(folder, ignore_errors=True)
         return folder
 
     def _filled_store(self) -> Path:
@@ -198,7 +199,8 @@ class _Runs:
         if found:
             return self._work / found[0].relative_to(self._work).parts[0]
         folder = self._work / "store-warmup"
-        command = ["-m", "onediff_ext", "warmup", "1024x1024", "-m", str(self._checkpoint)]
+        size = "256x256" if self._job.model is None else "1024x1024"
+        command = ["-m", "onediff_ext", "warmup", size, "-m", str(self._checkpoint)]
         self._run([*command, "--store", str(folder)], {})
         self._told("the store is filled")
         return folder

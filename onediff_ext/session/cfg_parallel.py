@@ -138,7 +138,8 @@ class CfgParallel:
         self, run: Forward, theirs: Half, mine: Half, call: ForwardCall
     ) -> tuple[Any] | None:
         component, replica = self._replica_component, self._replica
-        assert component is not None and replica is not None
+        assert component is not None
+        assert replica is not None
         self._session.drew(component)
         try:
             with _current(replica.device):
@@ -176,7 +177,7 @@ class CfgParallel:
 
     def _is_still(self, epoch: Hashable) -> bool:
         """Whether the replica is what the model is; both may run other code than before."""
-        assert self._replica is not None and self._replica_component is not None
+        assert self._replica is not None
         replayed_from = self._component.replayed_from
         known = None if self._looked_at is None else self._looked_at()
         if replayed_from is not None and replayed_from is known:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from onediff_ext.engine.machine import machine_entries
@@ -46,5 +48,6 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+@cache
 def _is_same_kind(first: torch.device, index: int) -> bool:
     return machine_entries("cuda", _index(first)) == machine_entries("cuda", index)
