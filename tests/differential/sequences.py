@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ _PREFERRED = 6.0
 _RESTORING = 0.6
 # How often the next step is one of `Operation.then`, as the rules of a grammar do it in fuzzers:
 # two operations that show a fault only together would rarely meet by chance.
-_FOLLOWING = 0.5
+_FOLLOWING = 0.6
 # The same operation twice in a row shows less than another one.
 _REPEATED = 0.3
 
@@ -180,7 +180,8 @@ class Driver:
                 ready = time.monotonic()
                 end = min(end, ready + seconds)
                 while mismatch is None and len(done) < most and is_time():
-                    step = _choose(world, choices, preferred, done[-1].name if done else "")
+                    last = done[-1].name if done else ""
+                    step = _choose(world, choices, preferred, last, self.counts.operations)
                     done.append(step)
                     mismatch = self._step(world, step)
             now = time.monotonic()
@@ -293,20 +294,24 @@ class Driver:
                 self.counts.both_raised += world.both_raised
 
 
-def _choose(world: World, random: Random, preferred: Sequence[str], last: str) -> Step:
+def _choose(
+    world: World, random: Random, preferred: Sequence[str], last: str, done: Mapping[str, int]
+) -> Step:
     fitting = [op for op in OPERATIONS.values() if op.fits(world)]
     following = [op for op in fitting if last and op.name in OPERATIONS[last].then]
     if following and random.random() < _FOLLOWING:
         fitting = following
     elif world.compiles and not world.has_replayed and random.random() < _RESTORING:
         fitting = [op for op in fitting if op.restores]
-    chosen = random.choices(fitting, [_weight(op, preferred, last) for op in fitting])[0]
+    chosen = random.choices(fitting, [_weight(op, preferred, last, done) for op in fitting])[0]
     return Step(chosen.name, random.randrange(2**20))
 
 
-def _weight(op: Operation, preferred: Sequence[str], last: str) -> float:
-    in_group = _PREFERRED if op.group in preferred else 1
-    return op.weight * in_group * (_REPEATED if op.name == last else 1)
+def _weight(op: Operation, preferred: Sequence[str], last: str, done: Mapping[str, int]) -> float:
+    weight = op.weight * (_PREFERRED if op.group in preferred else 1)
+    if not op.restores:  # what was rarely done comes sooner
+        weight /= math.sqrt(1 + done[op.name])
+    return weight * (_REPEATED if op.name == last else 1)
 
 
 def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, Any]:

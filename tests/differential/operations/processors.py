@@ -107,7 +107,7 @@ def stateful_processor(world: World, random: Random) -> Callable[[], None]:
     return _set_processors(world, make, random.choice((1, 2)))
 
 
-@feature(lambda w: w.is_unet and w.processors_are_free, then=("no_memory_for_batches_on", "batch"))
+@feature(lambda w: w.is_unet and w.processors_are_free, then=("no_memory_for_batches_on",))
 def images_see_each_other(world: World, random: Random) -> Callable[[], None]:
     """An attention processor like diffusers' for the frames of a video."""
     world.picture.batch = 2
