@@ -116,8 +116,10 @@ def main(arguments: list[str] | None = None) -> int:
             _say(one)
     else:
         if options.device.startswith("cuda"):
-            print(f"{driver.fill()} graphs, {time.monotonic() - began:.0f} s", flush=True)
-        for each in driver.random_run(options.seed, options.steps, options.seconds, listen):
+            graphs = driver.fill(min(240.0, options.seconds / 2))
+            print(f"{graphs} graphs, {time.monotonic() - began:.0f} s", flush=True)
+        seconds = options.seconds - (time.monotonic() - began)
+        for each in driver.random_run(options.seed, options.steps, seconds, listen):
             if each.mismatch.what == "device":
                 found.append(each)
                 _say(each)

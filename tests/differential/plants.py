@@ -187,7 +187,7 @@ def outputs_in_the_shared_pool(patch: pytest.MonkeyPatch) -> None:
 
 @_plant
 def streams_that_share_memory(patch: pytest.MonkeyPatch) -> None:
-    """Two threads with streams of their own: only launches are ordered. Needs a GPU."""
+    """Callers with streams of their own: only their launches are ordered. Needs a GPU."""
     patch.setattr(streams.StreamOrder, "wait", _always(None))
 
 

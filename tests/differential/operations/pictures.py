@@ -96,6 +96,12 @@ def prompt_between_steps(world: World, random: Random) -> None:
     world.picture.steps = max(2, world.picture.steps)
 
 
+@operation(lambda w: w.is_unet, then=("again",))
+def two_streams(world: World, random: Random) -> None:
+    """Two callers of the UNet take turns, on a GPU with streams of their own."""
+    world.picture.way = "two_streams"
+
+
 @operation(weight=2)
 def by_the_pipeline(world: World, random: Random) -> None:
     world.picture.way = "pipe"
