@@ -75,7 +75,7 @@ def feature(
 ) -> Callable[[Callable[[World, Random], Undo]], None]:
     """Register a function as something that is switched on, and off by what it returns.
 
-    `then` holds what often comes after it was switched on.
+    `then` holds what often comes after it was switched on, and while it is on.
     """
 
     def register(switch_on: Callable[[World, Random], Undo]) -> None:

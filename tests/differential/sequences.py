@@ -298,7 +298,10 @@ def _choose(
     world: World, random: Random, preferred: Sequence[str], last: str, done: Mapping[str, int]
 ) -> Step:
     fitting = [op for op in OPERATIONS.values() if op.fits(world)]
-    following = [op for op in fitting if last and op.name in OPERATIONS[last].then]
+    after = [OPERATIONS[last]] if last else []
+    if world.has_replayed:  # what a feature's CUDA graph has frozen may be changed now
+        after += [OPERATIONS[f"{name}_on"] for name in world.on]
+    following = [op for op in fitting if any(op.name in each.then for each in after)]
     if following and random.random() < _FOLLOWING:
         fitting = following
     elif world.compiles and not world.has_replayed and random.random() < _RESTORING:
