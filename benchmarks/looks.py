@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,7 +122,7 @@ def main() -> None:
             )
             for _ in range(UNTIL_REPLAYED):
                 model(**arguments)
-            row = cost_of_looks(lambda given=arguments: model(**given), device)
+            row = cost_of_looks(partial(model, **arguments), device)
             rows.append({"width": size.width_px, "height": size.height_px, **row})
             print(rows[-1], flush=True)
     if given.json is not None:
