@@ -6,6 +6,7 @@ Tests marked `gpu` are skipped where torch finds no CUDA device.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import pytest
 
 from onediff_ext.store.default_root import default_root
+from tests.support.kept_folders import EXPORT_SOURCES, EXPORTS_VARIABLE, kept_folder
 
 _SETTINGS = {
     # Test models are tiny: more threads only wait for each other, and sums change with them.
@@ -28,7 +30,6 @@ _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 _store = pytest.StashKey[str]()
-_exports = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,16 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # One for all processes and runs. Its content is checked at each use.
     os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
     if not hasattr(config, "workerinput"):  # one for all processes of the run
-        os.environ["ONEDIFF_TEST_EXPORTS"] = config.stash[_exports] = tempfile.mkdtemp(
-            prefix="onediff-exports-"
-        )
+        os.environ[EXPORTS_VARIABLE] = str(kept_folder("test-exports", EXPORT_SOURCES))
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    for key in (_store, _exports):
-        if folder := config.stash.get(key, ""):
-            shutil.rmtree(folder, ignore_errors=True)
+    if folder := config.stash.get(_store, ""):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_finish() -> None:
+    # Half a million objects of the imported libraries: each full collection takes a quarter of a
+    # second longer with them.
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

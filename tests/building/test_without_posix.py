@@ -36,7 +36,7 @@ DRAW = """
 import os, sys
 from pathlib import Path
 from tests.support import models
-pipe = models.sd15()
+pipe = models.one_width("sd15")  # few kinds: each is built by a worker, and all loaded twice
 import take_away
 assert not hasattr(os, "fork") and sys.modules["fcntl"] is None
 from onediff_ext.core.options import CompileOptions

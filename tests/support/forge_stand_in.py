@@ -124,8 +124,9 @@ class ForgeStandIn:
     def load(self, seed: int, config: object | None = None) -> None:
         """Give up the model, then load another one, as Forge does."""
         data = _module("modules.sd_models").model_data
-        data.sd_model = None
-        gc.collect()
+        if data.sd_model is not None:
+            data.sd_model = None
+            gc.collect()
         data.sd_model = FakeEngine(self.classes, seed, config or SD15())
 
     def start_without_model(self) -> None:

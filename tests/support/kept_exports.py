@@ -1,11 +1,13 @@
-"""Exported programs that all processes of a test run share: each kind is traced once.
+"""Exported programs that test runs share and keep: each kind is traced once.
 
-A program holds no weights, and its kind's digest names all that decides it.
+A program holds no weights. Its kind's digest and the sources of the exporter name all that decides
+it (`tests.support.kept_folders`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -16,9 +18,9 @@ import pytest
 import torch
 
 from onediff_ext.engine.blocks.block_kind import BlockKind
+from tests.support.kept_folders import EXPORTS_VARIABLE
 
-FOLDER_VARIABLE = "ONEDIFF_TEST_EXPORTS"
-"""In the environment: the folder of the run, which `tests/conftest.py` makes."""
+_DIGEST_BYTES = 32
 
 
 @contextlib.contextmanager
@@ -28,7 +30,7 @@ def kept_exports() -> Iterator[None]:
     The copy of a block is made all the same, so a block that is gone or has changed is noticed.
     Outside of a test run, such as in ``python -m tests.differential``, nothing is kept.
     """
-    named = os.environ.get(FOLDER_VARIABLE)
+    named = os.environ.get(EXPORTS_VARIABLE)
     if not named:
         yield
         return
@@ -43,12 +45,10 @@ def kept_exports() -> Iterator[None]:
             path = folder / f"{kind.key.digest}-{device.type}"
 
             def export_once() -> bytes:
-                with contextlib.suppress(FileNotFoundError):
-                    return path.read_bytes()
-                program = export()
-                part = path.with_name(f"{secrets.token_hex(8)}.part")
-                part.write_bytes(program)
-                part.replace(path)
+                program = read_program(path)
+                if program is None:
+                    program = export()
+                    _keep_program(path, program)
                 return program
 
             return export_once
@@ -58,3 +58,20 @@ def kept_exports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockKind, "__init__", init)
         yield
+
+
+def read_program(path: Path) -> bytes | None:
+    """Return a kept program; None where there is none, or only a part after a power cut."""
+    try:
+        kept = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, program = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+    return program if hashlib.sha256(program).digest() == digest else None
+
+
+def _keep_program(path: Path, program: bytes) -> None:
+    part = path.with_name(f"{secrets.token_hex(8)}.part")
+    part.parent.mkdir(exist_ok=True)  # another run may drop the folder
+    part.write_bytes(hashlib.sha256(program).digest() + program)
+    part.replace(path)

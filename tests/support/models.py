@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from diffusers import (
@@ -50,24 +51,37 @@ TEXT_2_WIDTH = 128
 @torch.no_grad()
 def randomize(module: nn.Module, seed: int) -> None:
     """Fill a module with seeded random weights that keep activations of order one."""
+    shapes = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
+    for weight, value in zip(module.parameters(), _random_weights(shapes, seed), strict=True):
+        weight.copy_(value)
+
+
+@functools.lru_cache(maxsize=12)  # tests build the same models again and again
+def _random_weights(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], seed: int
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in module.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim >= 2 and "embeddings." in name:
+    values = []
+    for name, shape in shapes:
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) >= 2 and "embeddings." in name:
             value = 0.5 * noise
-        elif weight.ndim >= 2:
-            value = noise / (weight.numel() / weight.shape[0]) ** 0.5
+        elif len(shape) >= 2:
+            value = noise / (noise.numel() / shape[0]) ** 0.5
         elif name.endswith("weight"):
             value = 1 + 0.1 * noise
         else:
             value = 0.1 * noise
-        weight.copy_(value)
+        values.append(value)
+    return values
 
 
 def build(cls: type[nn.Module], seed: int, *args: Any, **kwargs: Any) -> Any:
     """Make a module with seeded random weights."""
-    # The modules' own initialisation must not move the caller's random state.
-    with torch.random.fork_rng(devices=[]):
+    # The modules' own initialisation must not move the caller's random state. Its random numbers
+    # are replaced at once, so none are drawn.
+    keep = {name: lambda tensor, *bounds, **more: tensor for name in ("normal_", "uniform_")}
+    with torch.random.fork_rng(devices=[]), mock.patch.multiple(torch.Tensor, **keep):
         module = cls(*args, **kwargs)
     randomize(module, seed)
     return module.eval().requires_grad_(False)
