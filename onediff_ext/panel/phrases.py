@@ -67,6 +67,11 @@ DAYS_AGO = "{n} days ago"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 TODAY, YESTERDAY = "today", "yesterday"
 CHECKED = "Graphs checked: {n}. All are intact."
+FILES_DELETED = "Files deleted: {n}."
+FILES_MOVED = "Files moved back: {n}."
+FILES_WRITTEN = "Files written again: {n}."
+FILES_LEFT = "Files left alone: {n}."
+FURTHER_FILES = "Further files: {n}."
 DELETED = "Graphs deleted: {n}. {size} are free again."
 IMPORTED = "Graphs imported: {n}."
 IMPORTED_SOME = "Graphs imported: {n}; {kept} were there already."
@@ -81,6 +86,7 @@ TEMPLATES = (
     *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
     *(IN_STORE, BUILT_IN, IMPORTED_GRAPH, JUST_NOW, MINUTES_AGO, HOURS_AGO, DAYS_AGO),
     *(CHECKED, DELETED, IMPORTED, IMPORTED_SOME),
+    *(FILES_DELETED, FILES_MOVED, FILES_WRITTEN, FILES_LEFT, FURTHER_FILES),
     *(CHANGED_BY, TURN_OFF, *DAYS, TODAY, YESTERDAY),
 )
 """Every sentence of this file, for the test that looks for its translations."""
