@@ -29,6 +29,8 @@ MEASURING = "measuring size {number} of {needed}"
 GRAPHS = "graphs"
 PART = "graphs in part"
 LEFT = ", about {time} left"
+FIRST_IN = ", the first in about {time}"
+SO_FAR = ", for {time} so far"
 SPEEDUP = ", {times}x"
 NO_GAIN = ", no gain measured"
 BLOCKS = ", {done} of {needed} blocks"
@@ -80,7 +82,19 @@ TURN_OFF = "Turn {extension} off for more speed."
 
 TEMPLATES = (
     *(OFF, WITHOUT, BUILDING, PAUSED_AT, LOOKING, NEXT_IN_LINE, PREPARING, MEASURING, GRAPHS, PART),
-    *(LEFT, SPEEDUP, NO_GAIN, BLOCKS, WHY, WHY_IN_BRACKETS, SECONDS, MINUTES, HOURS),
+    *(
+        LEFT,
+        FIRST_IN,
+        SO_FAR,
+        SPEEDUP,
+        NO_GAIN,
+        BLOCKS,
+        WHY,
+        WHY_IN_BRACKETS,
+        SECONDS,
+        MINUTES,
+        HOURS,
+    ),
     *(NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY, TOOK, TOOK_AS_LONG, TOOK_ONLY, MEASURE_IT),
     *(DRAW_AGAIN, SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
     *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
