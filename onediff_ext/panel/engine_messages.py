@@ -97,6 +97,16 @@ _PRECISION = (
     "{precision} is for GPUs",
     "{precision} needs compute capability {needed}, this GPU has {have}",
 )
+# What fits into a small GPU (core/gpu_advice.py).
+_GPU = (
+    "{n} GB of GPU memory: {advice}",
+    "SD1.5 fits whole; SDXL fits with --medvram-sdxl in A1111, with Forge's and Neo's own "
+    "memory management, and with enable_model_cpu_offload() in diffusers",
+    "SD1.5 fits whole; SDXL needs Forge or Neo, whose streamed blocks run eager",
+    "SD1.5 fits with --medvram in A1111, and whole in Forge and Neo; SDXL needs Forge or "
+    "Neo, whose streamed blocks run eager",
+    "SD1.5 needs --lowvram in A1111, or Forge or Neo",
+)
 # How the VAE ran.
 _VAE = (
     "VAE encoded in tiles: {why}",
@@ -111,4 +121,4 @@ _VAE = (
     "The VAE's numbers ran over (NaN) in {dtype}, so there is no picture.",
     "Use another VAE (--vae), or another checkpoint.",
 )
-ENGINE_MESSAGES = (*_STORE, *_DEEPCACHE, *_PRECISION, *_VAE)
+ENGINE_MESSAGES = (*_STORE, *_DEEPCACHE, *_PRECISION, *_GPU, *_VAE)
