@@ -305,7 +305,10 @@ def _choose(
     if following and random.random() < _FOLLOWING:
         fitting = following
     elif world.compiles and not world.has_replayed and random.random() < _RESTORING:
-        fitting = [op for op in fitting if op.restores]
+        # Once more, since what can be captured is replayed then. Or else something has to end.
+        restoring = [op for op in fitting if op.restores]
+        others = [op for op in restoring if (op.name == "again") == (last != "again")]
+        fitting = others or restoring
     chosen = random.choices(fitting, [_weight(op, preferred, last, done) for op in fitting])[0]
     return Step(chosen.name, random.randrange(2**20))
 

@@ -200,7 +200,7 @@ def lora_from_a_file(world: World, random: Random) -> None:
 
 @feature(
     lambda w: w.is_unet and not w.adapters and w.processors_are_free,
-    weight=2,
+    weight=4,
     then=("ip_adapter_scale", "ip_adapter_image"),
 )
 def ip_adapter(world: World, random: Random) -> Callable[[], None]:
