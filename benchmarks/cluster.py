@@ -3,6 +3,8 @@
 python -m benchmarks.cluster --nodes 3 --pictures 60 --kill 5 --json FILE
 python -m benchmarks.cluster --simulate --workers 1000 --pictures 1000000 --json FILE
 python -m benchmarks.cluster --model sdxl --gpus 2 --pictures 96 --json FILE
+
+The last one merges rows of several calls; `--rows` names them, and "cfg-parallel" is one more.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="sdxl, or the file of a checkpoint")
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=1, help="pictures of one size at once")
+    parser.add_argument("--rows", default="several-empty,several-filled,one-filled,one-empty")
+    parser.add_argument("--limit-s", type=float, default=560, help="for all rows together")
+    parser.add_argument("--work", type=Path, help="model, pictures and stores; kept for later rows")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     if arguments.simulate:
@@ -34,12 +40,21 @@ def main(argv: list[str] | None = None) -> int:
         result = simulate(arguments.workers, arguments.pictures, seed=arguments.seed)
         status = 0
     elif arguments.gpus is not None:
-        from benchmarks.cluster_speed import measure
+        from benchmarks.cluster_speed import SpeedJob, measure
 
-        result = measure(
-            arguments.model, arguments.gpus, arguments.pictures, arguments.sizes, arguments.steps
+        job = SpeedJob(
+            arguments.model,
+            arguments.gpus,
+            arguments.pictures,
+            arguments.sizes,
+            arguments.steps,
+            arguments.batch_size,
+            arguments.rows.split(","),
+            arguments.limit_s,
+            arguments.work,
         )
-        status = 0
+        print(json.dumps(measure(job, arguments.json), indent=1))
+        return 0
     else:
         from benchmarks.cluster_faults import run_with_faults
 

@@ -98,6 +98,7 @@ def variants() -> Iterator[Variant]:
         yield from _attention(dtype, since)
         yield from _rows(dtype, since)
         yield from _group_norms(dtype, since)
+        yield from _rotary_norms(dtype, since)
 
 
 def _attention(dtype: str, since: int) -> Iterator[Variant]:
@@ -172,6 +173,15 @@ def _group_norms(dtype: str, since: int) -> Iterator[Variant]:
         )
 
 
+def _rotary_norms(dtype: str, since: int) -> Iterator[Variant]:
+    floats = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
+    for heads, channels in ((32, 128), (32, 64), (64, 128)):
+        for joined in (False, True):
+            label = f"{heads} heads of {channels}, {'joined, ' if joined else ''}{dtype}"
+            constants = {"JOINED": joined, "HEADS": heads, "CHANNELS": channels}
+            yield Variant("rotary_norm_kernel", label, since, constants, floats, dtype)
+
+
 def compiled(variant: Variant, capability: int) -> Target:
     """Compile a variant for one generation.
 
@@ -213,9 +223,10 @@ def _kernel(name: str) -> Any:
         group_norm,
         int8_rows,
         layer_norm,
+        rotary_norm,
     )
 
-    rooms = (cross_attention, geglu, group_norm, int8_rows, layer_norm)
+    rooms = (cross_attention, geglu, group_norm, int8_rows, layer_norm, rotary_norm)
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
 
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from onediff_ext.building.build_jobs import Job
 
 _FAR_LONGER, _ALLOWANCE_S = 2.0, 5.0
+# Of a first graph with Inductor: 36 s of processor time with torch 2.13 and GCC 12, most of it
+# for files of the compiler (docs/background.md). Other devices were not measured.
+_FIRST_GRAPH_S = {("inductor", "cpu"): 36.0}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,24 @@ class BuildProgress:
 
 
 ProgressListener = Callable[[BuildProgress], None]
+
+
+def first_graph_seconds(
+    backend: str, device_type: str, spent_s: float, pace: float = 1.0
+) -> float | None:
+    """Estimate when a machine without any figures has its first graph, from other machines.
+
+    Args:
+        backend, device_type: What builds the graph, and for what.
+        spent_s: How long this build has gone on.
+        pace: Share of full speed that pictures leave to the workers.
+
+    Returns:
+        Seconds from now; None without a figure, or when the time is over: this machine is slower.
+    """
+    seconds = _FIRST_GRAPH_S.get((backend, device_type))
+    left_s = 0.0 if seconds is None else seconds / pace - spent_s
+    return left_s if left_s > 0 else None
 
 
 def remaining_seconds(

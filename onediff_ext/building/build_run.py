@@ -11,7 +11,12 @@ import torch
 
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_jobs import Job, JobQueues
-from onediff_ext.building.build_progress import BuildProgress, ProgressListener, remaining_seconds
+from onediff_ext.building.build_progress import (
+    BuildProgress,
+    ProgressListener,
+    first_graph_seconds,
+    remaining_seconds,
+)
 from onediff_ext.building.export_result import ExportResult
 from onediff_ext.building.export_thread import ExportThread
 from onediff_ext.building.kind_claim import claim_kind
@@ -59,6 +64,7 @@ class BuildRun:
         self._in_background = in_background
         self.jobs = JobQueues(kinds)
         self._done = 0
+        self._began_at = time.monotonic()
         # Of each build: the worker's own time, and the time from its start to its end.
         self._build_times_s: list[float] = []
         self._waits_s: list[float] = []
@@ -116,6 +122,20 @@ class BuildRun:
         pace = self._pace(device)
         total_s = remaining_seconds(running, expected_s, self._build_times_s, pace)
         return None if total_s is None else total_s / max(1, min(len(kinds), self._worker_limit()))
+
+    @property
+    def spent_s(self) -> float:
+        """How long this run has gone on."""
+        return time.monotonic() - self._began_at
+
+    def first_graph_s(self) -> float | None:
+        """Estimate the time until the first graph, from other machines; None once one is there."""
+        kinds = [*(job.kind for job in self.jobs.working), *self.jobs.kinds_before_workers]
+        if not kinds or self._build_times_s:
+            return None
+        device = kinds[0].device
+        name = self._context.backend.name
+        return first_graph_seconds(name, device.type, self.spent_s, self._pace(device))
 
     def _pace(self, device: torch.device) -> float:
         """The speed of workers now, 1 for full speed; as seen, once builds have come in."""

@@ -40,6 +40,13 @@ def prepare_workers(arguments: argparse.Namespace) -> bool:
     Raises:
         OptionError: An option has no meaning without workers.
     """
+    if arguments.cfg_parallel != "off" and (
+        arguments.gpus is not None or arguments.cluster is not None or arguments.eager
+    ):
+        raise OptionError(
+            "--cfg-parallel draws each picture on two GPUs, with graphs, in one process.",
+            "Leave out --gpus, --cluster and --eager.",
+        )
     if arguments.gpus is not None or arguments.cluster is not None:
         make_paths_absolute(arguments)
         return True

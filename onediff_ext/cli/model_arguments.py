@@ -119,6 +119,17 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
     )
     compile_group.add_argument("--no-build", action="store_true", help="the same as --build never")
     compile_group.add_argument(
+        "--cfg-parallel",
+        nargs="?",
+        const="auto",
+        default=CompileOptions.cfg_parallel,
+        metavar="DEVICE",
+        help=unless_in_panel(
+            "draw each picture on two GPUs, one for the negative prompt; cuda:1 names the other one"
+            " (default: off)"
+        ),
+    )
+    compile_group.add_argument(
         "--workers", type=positive_count, help="build processes at the same time"
     )
     add_store_arguments(parser)
@@ -137,6 +148,7 @@ def parse_options(arguments: argparse.Namespace) -> CompileOptions:
         store=arguments.store,
         store_limit_bytes=int(arguments.store_limit_gb * 2**30),
         workers=arguments.workers,
+        cfg_parallel=arguments.cfg_parallel,
     )
 
 

@@ -22,7 +22,8 @@
         ├── ExportError    a block cannot be expressed as a graph
         │   └── BlockGoneError       the block was unloaded or changed
         ├── ModelChangedError        the model changed while a forward was recorded
-        └── CaptureError   a forward cannot be recorded as a CUDA graph
+        ├── CaptureError   a forward cannot be recorded as a CUDA graph
+        └── ReplicaError   a model cannot be copied to another device
 
 Each error has a message (what happened) and a hint (what to do next).
 """
@@ -133,3 +134,7 @@ class ModelChangedError(BackendError):
 
 class CaptureError(BackendError):
     """A model's forward cannot be recorded as a CUDA graph."""
+
+
+class ReplicaError(BackendError):
+    """A model cannot be copied to another device."""

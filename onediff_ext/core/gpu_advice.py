@@ -16,6 +16,7 @@ _ADVICE = (
     (3 * GB, "SD1.5 fits with --medvram in A1111, and whole in Forge and Neo; SDXL needs Forge or "
      "Neo, whose streamed blocks run eager"),
 )  # fmt: skip
+_SMALL_BYTES = 11 * GB  # below it, SDXL does not fit whole
 _LEAST = "SD1.5 needs --lowvram in A1111, or Forge or Neo"
 
 
@@ -27,3 +28,8 @@ def memory_advice(total_bytes: int) -> str:
     """
     advice = next((text for least, text in _ADVICE if total_bytes >= least), _LEAST)
     return f"{total_bytes / 2**30:.0f} GB of GPU memory: {advice}"
+
+
+def small_gpu_advice(total_bytes: int) -> str | None:
+    """Return the line of advice for a GPU that SDXL does not fit into whole; None for others."""
+    return memory_advice(total_bytes) if total_bytes < _SMALL_BYTES else None

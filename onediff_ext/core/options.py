@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ _NEVER_COMPILED = ("text_encoder", "text_encoder_2", "text_encoder_3", "safety_c
 BACKENDS = ("inductor", "oneflow", "eager")
 PRECISIONS = ("exact", "fp8", "int8", "fp16-accumulation")
 BUILD_POLICIES = ("background", "wait", "never")
+_DEVICE = re.compile(r"off|auto|cpu|cuda:\d+")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class CompileOptions:
             takes less than 1% of the time.
         step_cache: A step cache of diffusers for pipelines with transformers, such as
             ``"first-block:0.08"``; see `StepCacheOptions`. Faster, but pictures differ.
+        cfg_parallel: Draw one picture on two devices: the denoiser of a pipeline runs the negative
+            prompt's half of each batch on another device. ``"auto"`` takes another GPU of the same
+            kind, ``"cuda:1"`` this one; ``"off"`` uses one device.
         capture_limit: Most sizes with a CUDA graph at the same time.
         capture_limit_bytes: Most GPU memory for CUDA graphs; None means a quarter of the device's.
             They never take more than what is free.
@@ -65,6 +70,7 @@ class CompileOptions:
     captures: bool = True
     spot_checks: bool = True
     step_cache: str = "off"
+    cfg_parallel: str = "off"
     capture_limit: int = 64
     capture_limit_bytes: int | None = None
 
@@ -73,6 +79,10 @@ class CompileOptions:
         _one_of("build", self.build, BUILD_POLICIES)
         _one_of("precision", self.precision, PRECISIONS)
         object.__setattr__(self, "step_cache", str(StepCacheOptions.parse(self.step_cache)))
+        if not _DEVICE.fullmatch(self.cfg_parallel):
+            raise OptionError(
+                f"CFG parallel cannot use {self.cfg_parallel!r}.", "Choose auto, off or cuda:1."
+            )
         if self.store is not None:
             object.__setattr__(self, "store", Path(self.store).expanduser())
         if self.store_limit_bytes <= 0:

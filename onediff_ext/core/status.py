@@ -25,6 +25,9 @@ class Status:
         kinds_needed: Kinds of the current checkpoint that have been seen so far.
         building: Whether graphs are being built now.
         seconds_left: Estimate for this build from this machine's history; None when unknown.
+        first_graph_s: While `seconds_left` is unknown, an estimate until the first graph, from
+            builds of other machines; None without one.
+        building_s: How long this build has gone on; None without one.
         stage: Stage of the build: ``""``, ``"reading"``, ``"exporting"``, ``"building"``,
             ``"proving"`` (the load check: a worker process runs an imported graph once), or of a
             warm-up: ``"kinds"``, ``"captures"``, ``"measuring"``.
@@ -67,6 +70,8 @@ class Status:
     kinds_needed: int = 0
     building: bool = False
     seconds_left: float | None = None
+    first_graph_s: float | None = None
+    building_s: float | None = None
     stage: str = ""
     sizes_done: int = 0
     sizes_needed: int = 0

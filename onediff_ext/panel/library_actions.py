@@ -1,4 +1,4 @@
-"""The actions of the panel's graph library; each returns one sentence about its result."""
+"""The actions of the panel's graph library; each returns its result in words."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections import Counter
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
-from onediff_ext.core.words import counted
 from onediff_ext.panel import phrases
 from onediff_ext.panel.graph_rows import EVERYTHING, digests_of, size_text
 from onediff_ext.panel.phrases import ENGLISH, Phrases
 from onediff_ext.store import CheckpointRecords, GraphLibrary
 
 _SUFFIX = ".onediff-graphs.zip"
+_SHOWN_FILES = 5
+# What was done about a file, as `StoreProblem.remedy` names it.
+_DONE = {
+    "deleted": phrases.FILES_DELETED,
+    "moved back": phrases.FILES_MOVED,
+    "written again": phrases.FILES_WRITTEN,
+    "": phrases.FILES_LEFT,
+}
 
 
 def verify(library: GraphLibrary, words: Phrases = ENGLISH) -> str:
@@ -22,7 +29,7 @@ def verify(library: GraphLibrary, words: Phrases = ENGLISH) -> str:
 
     Damaged files, and graphs that others may have written, are deleted; a damaged
     `schema.json` is written again, and misplaced graphs are moved back. Files of other
-    versions stay.
+    versions stay. The first files are named, each in a line with what is wrong with it.
 
     Raises:
         StoreError: The store cannot be read, or not be mended.
@@ -31,11 +38,13 @@ def verify(library: GraphLibrary, words: Phrases = ENGLISH) -> str:
     problems = library.verify(repair=True)
     if not problems:
         return words.say(phrases.CHECKED, n=count)
-    remedies = Counter(problem.remedy or "left alone" for problem in problems)
-    done = ", ".join(f"{counted(n, 'file')} {remedy}" for remedy, n in remedies.items())
-    lines = "; ".join(f"{_short(p.path.name)} {p.reason}" for p in problems[:5])
-    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-    return f"{done}: {lines}{more}."
+    remedies = Counter(problem.remedy for problem in problems)
+    lines = [words.say(_DONE[remedy], n=n) for remedy, n in remedies.items()]
+    for problem in problems[:_SHOWN_FILES]:
+        lines.append(f"{_short(problem.path.name)}: {words.translated(problem.reason)}")
+    if len(problems) > _SHOWN_FILES:
+        lines.append(words.say(phrases.FURTHER_FILES, n=len(problems) - _SHOWN_FILES))
+    return "\n".join(lines)
 
 
 def delete(library: GraphLibrary, name: str, words: Phrases = ENGLISH) -> str:

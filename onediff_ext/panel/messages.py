@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import re
 
+from onediff_ext.panel.engine_messages import ENGINE_MESSAGES
+
 EXAMPLE_SIZES = (
     'Write sizes as WIDTHxHEIGHT or WIDTHxHEIGHT@BATCH, for example "512x768, 1024x1024@2".'
 )
@@ -76,7 +78,7 @@ _RESULTS = (
     "{what} ignored: {why}",
     "The {what} has {n} tokens; what comes after {most} is ignored.",
 )
-MESSAGES = (*_ERRORS, *_RESULTS)
+MESSAGES = (*_ERRORS, *_RESULTS, *ENGINE_MESSAGES)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.gpu_advice import small_gpu_advice
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.core.status import Status
 from onediff_ext.panel.choices import Choices
@@ -119,6 +120,15 @@ class PanelHost(ABC):
         from onediff_ext.backends.registry import no_graphs_reason
 
         return no_graphs_reason(self.device())
+
+    def memory_note(self) -> str | None:
+        """What fits into a small GPU, and how; None where most fits, and without a GPU."""
+        device = self.device()
+        if device.type != "cuda":
+            return None
+        import torch
+
+        return small_gpu_advice(torch.cuda.get_device_properties(device).total_memory)
 
     def schema(self) -> dict[str, object]:
         """The fields with their defaults and choices, as plain values."""

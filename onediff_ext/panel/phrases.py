@@ -29,6 +29,8 @@ MEASURING = "measuring size {number} of {needed}"
 GRAPHS = "graphs"
 PART = "graphs in part"
 LEFT = ", about {time} left"
+FIRST_IN = ", the first in about {time}"
+SO_FAR = ", for {time} so far"
 SPEEDUP = ", {times}x"
 NO_GAIN = ", no gain measured"
 BLOCKS = ", {done} of {needed} blocks"
@@ -67,6 +69,11 @@ DAYS_AGO = "{n} days ago"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 TODAY, YESTERDAY = "today", "yesterday"
 CHECKED = "Graphs checked: {n}. All are intact."
+FILES_DELETED = "Files deleted: {n}."
+FILES_MOVED = "Files moved back: {n}."
+FILES_WRITTEN = "Files written again: {n}."
+FILES_LEFT = "Files left alone: {n}."
+FURTHER_FILES = "Further files: {n}."
 DELETED = "Graphs deleted: {n}. {size} are free again."
 IMPORTED = "Graphs imported: {n}."
 IMPORTED_SOME = "Graphs imported: {n}; {kept} were there already."
@@ -75,12 +82,25 @@ TURN_OFF = "Turn {extension} off for more speed."
 
 TEMPLATES = (
     *(OFF, WITHOUT, BUILDING, PAUSED_AT, LOOKING, NEXT_IN_LINE, PREPARING, MEASURING, GRAPHS, PART),
-    *(LEFT, SPEEDUP, NO_GAIN, BLOCKS, WHY, WHY_IN_BRACKETS, SECONDS, MINUTES, HOURS),
+    *(
+        LEFT,
+        FIRST_IN,
+        SO_FAR,
+        SPEEDUP,
+        NO_GAIN,
+        BLOCKS,
+        WHY,
+        WHY_IN_BRACKETS,
+        SECONDS,
+        MINUTES,
+        HOURS,
+    ),
     *(NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY, TOOK, TOOK_AS_LONG, TOOK_ONLY, MEASURE_IT),
     *(DRAW_AGAIN, SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
     *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
     *(IN_STORE, BUILT_IN, IMPORTED_GRAPH, JUST_NOW, MINUTES_AGO, HOURS_AGO, DAYS_AGO),
     *(CHECKED, DELETED, IMPORTED, IMPORTED_SOME),
+    *(FILES_DELETED, FILES_MOVED, FILES_WRITTEN, FILES_LEFT, FURTHER_FILES),
     *(CHANGED_BY, TURN_OFF, *DAYS, TODAY, YESTERDAY),
 )
 """Every sentence of this file, for the test that looks for its translations."""

@@ -7,6 +7,7 @@ from onediff_ext.panel import phrases
 from onediff_ext.panel.phrases import Phrases
 
 _PREPARING, _MEASURING = "captures", "measuring"
+_LONG_S = 20.0  # above it, a build without any estimate says how long it has gone on
 
 
 def progress_text(status: Status, words: Phrases) -> str:
@@ -23,10 +24,7 @@ def progress_text(status: Status, words: Phrases) -> str:
     """
     if status.building and not status.paused:
         text = words.say(phrases.BUILDING, **_graphs(status))
-        if status.seconds_left is None:
-            return text
-        left = words.duration(max(1.0, status.seconds_left))
-        return text + words.say(phrases.LEFT, time=left)
+        return text + _time(status, words)
     if status.stage in (_PREPARING, _MEASURING):
         number = min(status.sizes_done + 1, status.sizes_needed)
         template = phrases.PREPARING if status.stage == _PREPARING else phrases.MEASURING
@@ -46,6 +44,19 @@ def progress_share(status: Status) -> float:
     done = status.kinds_ready + status.kinds_failed + sizes / 2
     needed = status.kinds_needed + status.sizes_needed
     return done / needed if needed else 0.0
+
+
+def _time(status: Status, words: Phrases) -> str:
+    """How long builds still take; else when the first graph is there; else how long they took."""
+    if status.seconds_left is not None:
+        return words.say(phrases.LEFT, time=words.duration(max(1.0, status.seconds_left)))
+    if status.first_graph_s is not None:
+        # Another machine's figure: no more digits than are known.
+        rounded_s = 10.0 * max(1, round(status.first_graph_s / 10))
+        return words.say(phrases.FIRST_IN, time=words.duration(rounded_s))
+    if status.building_s is not None and status.building_s >= _LONG_S:
+        return words.say(phrases.SO_FAR, time=words.duration(status.building_s))
+    return ""
 
 
 def _graphs(status: Status) -> dict[str, object]:

@@ -195,6 +195,11 @@ def explain(
     return PlainReason(words.say(rule.why), words.say(rule.advice), reason)
 
 
+def is_about_memory(reason: PlainReason) -> bool:
+    """Whether graphs are not used because GPU memory is short, or is being saved."""
+    return re.search(r"memory|offloading", reason.technical, re.IGNORECASE) is not None
+
+
 def fixed_texts() -> list[str]:
     """Every `why` and `advice` of the rules, for their translation."""
     return [text for rule in (*RULES, OTHER) for text in (rule.why, rule.advice)]

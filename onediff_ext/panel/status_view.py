@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onediff_ext.core.headline import Headline
 from onediff_ext.core.status import Status
 from onediff_ext.panel import html
@@ -9,7 +11,7 @@ from onediff_ext.panel.details import detail_lines, technical_lines
 from onediff_ext.panel.header import header_of
 from onediff_ext.panel.panel_host import PanelHost
 from onediff_ext.panel.progress import progress_share, progress_text
-from onediff_ext.panel.reasons import PlainReason, explain
+from onediff_ext.panel.reasons import PlainReason, explain, is_about_memory
 
 
 class StatusView:
@@ -35,11 +37,11 @@ class StatusView:
             status, enabled, reasons, words, has_graphs=self._has_graphs(status, enabled)
         )
         off_reason = None if enabled else self._host.off_reason()
-        notes = [off_reason or self._host.missing_reason()]
+        notes = [off_reason or self._host.missing_reason(), self._memory_note(status, reasons)]
         technical = technical_lines(status) if header.headline is not Headline.OFF else []
         return [
             html.header(header),
-            html.details([note for note in notes if note], lines),
+            html.details([words.translated(note) for note in notes if note], lines),
             html.technical(technical),
             html.progress_bar(progress_share(status), progress_text(status, words)),
         ]
@@ -55,6 +57,11 @@ class StatusView:
             for reason in status.reasons
         ]
         return list({(reason.why, reason.advice): reason for reason in plain}.values())
+
+    def _memory_note(self, status: Status, reasons: Sequence[PlainReason]) -> str | None:
+        """What a small GPU has room for: before the first picture, and where memory is short."""
+        is_wanted = status.running == "off" or any(map(is_about_memory, reasons))
+        return self._host.memory_note() if is_wanted else None
 
     def _has_graphs(self, status: Status, enabled: bool) -> bool:
         """Whether the store has graphs, asked only where that is shown."""

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.class_methods import forward_of, forward_slot, inner_forward_of
+from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
@@ -26,6 +27,9 @@ from onediff_ext.session.foreign_blocks import ForeignBlocks
 from onediff_ext.session.model_forward import ModelForward, serving
 from onediff_ext.session.session import Session
 from onediff_ext.session.weight_layouts import WeightLayouts
+
+if TYPE_CHECKING:
+    from onediff_ext.session.cfg_parallel import CfgParallel
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ class Component:
         model: The host's module; its own forward keeps running in Python.
         session: Owns the kinds.
         channels_last: Change convolution weights to channels last, if the session's options say so.
+        is_private: As for `ModelTracker`.
 
     Attributes:
         identity, session: As given.
@@ -52,6 +57,8 @@ class Component:
         foreign: Why the model's forward belongs to another extension, which calls the blocks from
             there; None when it is the model's own, or nothing is installed.
         foreign_blocks: What other extensions did to its blocks.
+        known: What the modules of its model may be.
+        cfg_parallel: Runs half of each batch on another device; None for one device.
     """
 
     def __init__(
@@ -60,11 +67,12 @@ class Component:
         model: nn.Module,
         session: Session,
         channels_last: bool = False,
+        is_private: bool = False,
     ) -> None:
         self.identity, self.model, self.session = identity, model, session
         self.role, self.name = identity.role, str(identity)
         families = session.families
-        self._known = TrustedModules(
+        self.known = TrustedModules(
             sorted({source for family in families for source in family.sources}),
             session.rules,
             sorted({patcher for family in families for patcher in family.trusted_patchers}),
@@ -81,7 +89,9 @@ class Component:
         self.captured: CapturedForward | CapturedParts | None = None
         self.foreign: str | None = None
         self.foreign_blocks = ForeignBlocks()
+        self.cfg_parallel: CfgParallel | None = None
         self._channels_last, self.layouts = channels_last, WeightLayouts()
+        self._is_private = is_private
         # Components of the same model: the one installed over this one, and the one below it.
         self._above: Callable[[], Component | None] = _nobody
         self._below: Callable[[], Component | None] = _nobody
@@ -135,7 +145,7 @@ class Component:
         recipe = next(filter(None, recipes), None)
         if recipe is None:
             return None
-        return PromptWork(self.model, recipe, self.runners, self._known)
+        return PromptWork(self.model, recipe, self.runners, self.known)
 
     def follow_class(self) -> None:
         """Judge the model's forward again if its class, or its class's forward, is another now."""
@@ -152,7 +162,7 @@ class Component:
         """
         cls = type(self.model)
         self._judged_class, self._judged_forward = cls, cls.forward
-        reason = foreign_forward(self.model, forward.eager, self._known)
+        reason = foreign_forward(self.model, forward.eager, self.known)
         if self.captured is not None and reason == self.foreign:
             return
         self._part_patches.undo()
@@ -166,8 +176,9 @@ class Component:
                     forward.eager,
                     self.runners,
                     self.session.cuda_graphs,
-                    self._known,
+                    self.known,
                     without_graphs=self._without_graphs,
+                    is_private=self._is_private,
                 )
             self.captured = self._whole
         else:
@@ -188,7 +199,7 @@ class Component:
             parts = [
                 part
                 for part in parts_of(self.model, [runner.block for runner in self.runners])
-                if foreign_forward(part, forward_of(part), self._known) is None
+                if foreign_forward(part, forward_of(part), self.known) is None
             ]
             for part in parts:
                 inside = set(part.modules())
@@ -200,7 +211,7 @@ class Component:
                         eager,
                         runners,
                         cuda_graphs,
-                        self._known,
+                        self.known,
                         1 / len(parts),
                         self._without_graphs,
                     )
@@ -215,6 +226,8 @@ class Component:
         The component that was suspended for this one serves the model again.
         """
         was_serving = serving(self.model) is self
+        if self.cfg_parallel is not None:
+            self.cfg_parallel.remove()
         self.suspend()
         above, below = self._leave_stack()
         heir = above or below
@@ -303,8 +316,29 @@ class Component:
             self._patches.set(runner.block, runner.family.method, runner)
         return True
 
+    def compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward on its own device, while installed."""
+        assert self._forward is not None
+        return self._forward.compute(args, kwargs)
+
+    def forget_cuda_graphs(self) -> None:
+        """Drop them; calls record new ones."""
+        if self._whole is not None:
+            self._whole.forget()
+
+    @property
+    def replayed_from(self) -> CapturedGraph | None:
+        """As `CapturedForward.replayed_from`."""
+        captured = self.captured
+        return captured.replayed_from if isinstance(captured, CapturedForward) else None
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether DeepCache takes part in the present forward."""
+        return self._forward is not None and self._forward.keeps is not None
+
     def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
-        return retry_of(Snapshot(self.model, self._known), args, kwargs)
+        return retry_of(Snapshot(self.model, self.known), args, kwargs)
 
     def call_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ModelCall:
         """Return what one call of the model shows of its picture."""

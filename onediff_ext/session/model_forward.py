@@ -87,12 +87,15 @@ class ModelForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, component = self._session, self._component()
         runners = [] if component is None else component.runners
+        parallel = None if component is None else component.cfg_parallel
         call = None if component is None else component.call_of(args, kwargs)
         if component is not None:
             component.follow_class()
         with (
             session.forward(call),
-            session.spot_checks.forward(runners),
+            session.spot_checks.forward(
+                [*runners, *([] if parallel is None else parallel.runners)]
+            ),
             accumulation(session.precision),
         ):
             first = component if component is not None and session.drew(component) else None
@@ -115,9 +118,15 @@ class ModelForward:
         if component is None or not component.role.is_denoiser:
             return self._forward(*args, **kwargs)
         with self._session.timer.forward((*args, *kwargs.values())):
-            if self.prompt_work is None or self.captured is None:
-                return self._forward(*args, **kwargs)
-            return self.prompt_work(self._run, self.eager, args, kwargs)
+            if component.cfg_parallel is None:
+                return self.compute(args, kwargs)
+            return component.cfg_parallel(self.compute, args, kwargs)
+
+    def compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the forward on this model's own device."""
+        if self.prompt_work is None or self.captured is None:
+            return self._forward(*args, **kwargs)
+        return self.prompt_work(self._run, self.eager, args, kwargs)
 
     def _run(self, prompt_is_done: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward; with its prompt's part done it is another one for CUDA graphs."""

@@ -98,13 +98,16 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         saved = SavedTimes(context.library.folder).of(machine, content_hash)
     sizes = frozenset() if last is None else last.sizes
     mine = [step for step in steps if step.size in sizes]
+    seconds_left = None if run is None else run.seconds_left()
     return Status(
         running=running,
         kinds_ready=ready,
         kinds_failed=failed,
         kinds_needed=len(kinds),
         building=building,
-        seconds_left=None if run is None else run.seconds_left(),
+        seconds_left=seconds_left,
+        first_graph_s=None if run is None or seconds_left is not None else run.first_graph_s(),
+        building_s=None if run is None else run.spent_s,
         stage=stage,
         sizes_done=session.sizes_done[0],
         sizes_needed=session.sizes_done[1],

@@ -151,5 +151,5 @@ def _keep(
     count = counted(len(paths), "picture")
     took, step = f"{drawn.seconds:.1f}", f"{drawn.seconds_per_step:.3f}"
     said = f"{count} in {took} s, {step} s a step. Seed {seeds[0]}."
-    notes = [*image_generator.ignored_text(settings), *(f"{n}." for n in drawn.notes)]
+    notes = [*image_generator.ignored_text(settings), *map(str, drawn.notes)]
     return Result(paths, [said, *notes])

@@ -24,6 +24,7 @@ class FolderProgress:
     Args:
         done, needed: Numbers of images.
         note: Size and speed of the last batch.
+        of_vae: How the VAE ran then, where the user should know.
         paths: Finished images, the newest last.
         skipped: Inputs that were left out, with the reasons.
         already_done: Number of results of an earlier run.
@@ -32,6 +33,7 @@ class FolderProgress:
     done: int = 0
     needed: int = 0
     note: str = ""
+    of_vae: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     already_done: int = 0
@@ -88,8 +90,8 @@ def run_folder(
         progress.paths += event.outputs
         progress.skipped = [str(entry) for entry in report.failures]
         size = f"{event.width_px}x{event.height_px}"
-        notes = "".join(f". {note}" for note in event.drawn.notes)
-        progress.note = f"{size}, {event.drawn.seconds_per_step:.3f} s a step{notes}"
+        progress.note = f"{size}, {event.drawn.seconds_per_step:.3f} s a step"
+        progress.of_vae = [str(note) for note in event.drawn.notes]
         yield progress
     progress.skipped = [str(entry) for entry in report.failures]
     yield progress

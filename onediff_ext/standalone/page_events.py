@@ -295,6 +295,7 @@ def _folder_html(progress: FolderProgress, words: Phrases) -> str:
     if progress.needed:
         text = words.translated(f"{progress.done} of {progress.needed}: {progress.note}".strip())
         parts.append(html.progress_bar(progress.done / progress.needed, text))
+        parts.append(html.message("\n".join(progress.of_vae), words))
     if progress.already_done:
         parts.append(html.message(f"{progress.already_done} were done already.", words))
     if progress.skipped:

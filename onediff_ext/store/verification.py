@@ -68,7 +68,8 @@ def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
         except FileNotFoundError:
             continue
         except RecordError as exc:
-            yield StoreProblem(path, exc.message.rstrip("."), _DELETED * (repair and _delete(path)))
+            reason = exc.message.rstrip(".").removeprefix(f"{path.name}: ")
+            yield StoreProblem(path, reason, _DELETED * (repair and _delete(path)))
         except OSError as exc:
             yield StoreProblem(path, f"unreadable ({exc.strerror or exc})")
     yield from _misplaced(folder, repair)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onediff_ext.building.build_jobs import Job, JobQueues
-from onediff_ext.building.build_progress import remaining_seconds
+from onediff_ext.building.build_progress import first_graph_seconds, remaining_seconds
 
 
 def job(begun_s_ago: float = 0.0) -> SimpleNamespace:
@@ -33,6 +33,15 @@ def test_a_job_that_takes_far_longer_makes_the_estimate_unknown() -> None:
     assert remaining_seconds([late], [10.0, 10.0], []) is None
     left = remaining_seconds([a_little_late], [10.0], [])
     assert left == pytest.approx(1.0)
+
+
+def test_a_machine_without_figures_has_another_ones_for_its_first_graph() -> None:
+    """The header said "building 0 of 9 graphs" for minutes, and nothing else."""
+    assert first_graph_seconds("inductor", "cpu", spent_s=6.0) == pytest.approx(30.0)
+    assert first_graph_seconds("inductor", "cpu", spent_s=60.0, pace=0.2) == pytest.approx(120.0)
+    assert first_graph_seconds("inductor", "cpu", spent_s=40.0) is None
+    assert first_graph_seconds("inductor", "cuda", spent_s=0.0) is None
+    assert first_graph_seconds("oneflow", "cpu", spent_s=0.0) is None
 
 
 def test_kinds_count_from_the_moment_they_are_known() -> None:

@@ -1,11 +1,13 @@
 """Drive a pipeline and its eager twin through random sequences, and compare every picture.
 
     python -m tests.differential --seed 1 --steps 500 --json report.json
+    python -m tests.differential --device cuda --seconds 400    # real CUDA graphs and Inductor
     python -m tests.differential --plant NAME     # put a known fault back: exit status 0 if found
     python -m tests.differential --plant list
     python -m tests.differential --world 123 --sequence "size:1 again:2"   # one sequence
 
-The exit status without a plant is 0 if nothing differs, 1 otherwise.
+The exit status without a plant is 0 if nothing differs, 1 otherwise. The report is written after
+each sequence, so a run that is killed leaves one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     from tests.differential.plants import PLANTS
-    from tests.differential.sequences import Driver, Found, Step, as_json
+    from tests.differential.sequences import Driver, Ended, Found, Step, as_json
     from tests.support import quick_builds
 
     torch.set_num_threads(1)
@@ -63,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.programs is not None and options.programs.exists():
         quick_builds._BUILT.update(torch.load(options.programs))
+    folder = tempfile.TemporaryDirectory(prefix="onediff-differential-store-")
+    if options.store is None and options.device.startswith("cuda"):
+        options.store = Path(folder.name)  # or each sequence would build its own
     driver = Driver(
         options.device,
         compiled=not options.eager,
@@ -72,6 +79,30 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=options.dtype and getattr(torch, options.dtype),
     )
     began, found = time.monotonic(), list[Found]()
+
+    def write() -> dict[str, Any]:
+        report = as_json(
+            driver.counts,
+            found,
+            seed=options.seed,
+            device=options.device,
+            plant=options.plant,
+            torch=torch.__version__,
+            seconds=round(time.monotonic() - began, 1),
+        )
+        if options.json is not None:
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return report
+
+    def listen(ended: Ended) -> None:
+        write()
+        so_far = f"{driver.counts.steps} steps, {driver.counts.replays} replays"
+        ready = f"ready after {ended.ready_s} s"
+        print(
+            f"{ended.model}: {ended.steps} steps in {ended.seconds} s, {ready}; so far {so_far}",
+            flush=True,
+        )
+
     if options.sequence is not None:
         steps = [Step.parse(text) for text in options.sequence.split()]
         one = driver.run(
@@ -84,7 +115,15 @@ def main(arguments: list[str] | None = None) -> int:
             found.append(one)
             _say(one)
     else:
-        for each in driver.random_run(options.seed, options.steps, options.seconds):
+        if options.device.startswith("cuda"):
+            graphs = driver.fill(min(240.0, options.seconds / 2))
+            print(f"{graphs} graphs, {time.monotonic() - began:.0f} s", flush=True)
+        seconds = options.seconds - (time.monotonic() - began)
+        for each in driver.random_run(options.seed, options.steps, seconds, listen):
+            if each.mismatch.what == "device":
+                found.append(each)
+                _say(each)
+                break
             if options.plant and not driver.is_planted(each):
                 continue
             found.append(driver.shortest(each, options.shrink_seconds))
@@ -93,17 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
                 break
     if options.programs is not None:
         torch.save(dict(quick_builds._BUILT), options.programs)
-    report = as_json(
-        driver.counts,
-        found,
-        seed=options.seed,
-        device=options.device,
-        plant=options.plant,
-        torch=torch.__version__,
-        seconds=round(time.monotonic() - began, 1),
-    )
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = write()
+    folder.cleanup()
     print(
         f"{report['steps']} steps, {len(report['operations'])} of {report['kinds_of_operation']}"
         f" kinds of operation, {report['graph_calls']} calls of graphs, {report['replays']}"

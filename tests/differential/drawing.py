@@ -76,7 +76,7 @@ def _from_pipe(world: World, pipe: Any) -> torch.Tensor:
     return other(image=latent.to(world.device, world.dtype), strength=1.0, **options).images
 
 
-def _inputs(world: World, pipe: Any) -> dict[str, Any]:
+def _inputs(world: World, pipe: Any, noise: int | None = None) -> dict[str, Any]:
     picture = world.picture
     inputs = unet_inputs(
         pipe.unet,
@@ -84,7 +84,7 @@ def _inputs(world: World, pipe: Any) -> dict[str, Any]:
         picture.height // 8,
         picture.width // 8,
         picture.tokens,
-        picture.noise,
+        picture.noise if noise is None else noise,
         world.device,
     )
     if picture.lora_scale is not None:
@@ -121,6 +121,28 @@ def _outputs_kept(world: World, pipe: Any) -> torch.Tensor:
     for i in range(world.picture.steps + 1):
         timestep = torch.tensor(900.0 - 100 * i, device=world.device)
         outputs.append(pipe.unet(**{**inputs, "timestep": timestep}).sample)
+    return torch.cat(outputs)
+
+
+def _two_streams(world: World, pipe: Any) -> torch.Tensor:
+    """Two callers take turns, each on a GPU stream of its own, and neither waits for the other."""
+    device, on_gpu = world.device, world.on_gpu
+    callers = [
+        (torch.cuda.Stream(device) if on_gpu else None, _inputs(world, pipe, noise))
+        for noise in (world.picture.noise, world.picture.noise + 1)
+    ]
+    times = [torch.tensor(900.0 - 100 * i, device=device) for i in range(world.picture.steps + 1)]
+    outputs = []
+    for stream, _ in callers:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+    for timestep in times:
+        for stream, inputs in callers:
+            with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None changes nothing
+                outputs.append(pipe.unet(**{**inputs, "timestep": timestep}).sample)
+    for stream, _ in callers:
+        if stream is not None:
+            torch.cuda.current_stream(device).wait_stream(stream)
     return torch.cat(outputs)
 
 
@@ -254,6 +276,7 @@ WAYS = {
     "plain_timestep": _plain_timestep,
     "prompt_written": _prompt_written,
     "outputs_kept": _outputs_kept,
+    "two_streams": _two_streams,
     "mask": _mask,
     "residuals": _residuals,
 }

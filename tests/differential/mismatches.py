@@ -12,8 +12,9 @@ class Mismatch:
     """What differed.
 
     Args:
-        what: "picture", "error" (only one of both raised, or another) or "freed" (a replay touched
-            memory that was given back).
+        what: "picture", "error" (only one of both raised, or another), "freed" (a replay touched
+            memory that was given back), "operation" (it raised) or "device" (no kernel runs any
+            more, so nothing that follows would say anything).
         error: norm(x - y) / norm(y) of a picture; NaN if one of both has NaN.
         text: For people.
     """
@@ -43,3 +44,12 @@ def difference(
     if error <= tolerance:  # never true for NaN
         return None
     return Mismatch("picture", error, f"differs by {error:.2g}, {tolerance:.2g} are allowed")
+
+
+def device_failure() -> str:
+    """Why the GPU runs nothing any more; "" while it does."""
+    try:
+        torch.cuda.synchronize()
+        return ""
+    except RuntimeError as exc:
+        return str(exc)

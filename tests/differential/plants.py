@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from diffusers.models.attention_processor import AttnProcessor2_0
 
-from onediff_ext.engine import streams
+from onediff_ext.engine import prompt_work, streams
 from onediff_ext.engine.blocks import block_tree
 from onediff_ext.engine.cuda_graphs import (
     captured_forward,
@@ -169,6 +169,7 @@ def prompts_by_identity(patch: pytest.MonkeyPatch) -> None:
     by_id = lambda epoch, tensor, weights: id(tensor)  # noqa: E731
     patch.setattr(text_kv_graph, "stamp_of", by_id)
     patch.setattr(text_kv, "stamp_of", by_id)
+    patch.setattr(prompt_work, "stamp_of", by_id)
 
 
 @_plant
@@ -186,7 +187,7 @@ def outputs_in_the_shared_pool(patch: pytest.MonkeyPatch) -> None:
 
 @_plant
 def streams_that_share_memory(patch: pytest.MonkeyPatch) -> None:
-    """Two threads with streams of their own: only launches are ordered. Needs a GPU."""
+    """Callers with streams of their own: only their launches are ordered. Needs a GPU."""
     patch.setattr(streams.StreamOrder, "wait", _always(None))
 
 

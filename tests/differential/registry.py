@@ -27,6 +27,7 @@ class Operation:
         group: The Python module that defines it.
         restores: Whether CUDA graphs may be replayed again after it: a feature is off, or time
             passes.
+        then: Operations that often come next: what they do depends on this one, or shows it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Operation:
     weight: float = 1.0
     group: str = ""
     restores: bool = False
+    then: tuple[str, ...] = ()
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -53,21 +55,28 @@ def _add(operation: Operation) -> None:
 
 
 def operation(
-    fits: Test = always, weight: float = 1.0, *, restores: bool = False
+    fits: Test = always,
+    weight: float = 1.0,
+    *,
+    restores: bool = False,
+    then: tuple[str, ...] = (),
 ) -> Callable[[Apply], Apply]:
     """Register a function under its name, as something that is done once."""
 
     def register(apply: Apply) -> Apply:
-        _add(Operation(apply.__name__, apply, fits, weight, apply.__module__, restores))
+        _add(Operation(apply.__name__, apply, fits, weight, apply.__module__, restores, then))
         return apply
 
     return register
 
 
 def feature(
-    fits: Test = always, weight: float = 1.0
+    fits: Test = always, weight: float = 1.0, *, then: tuple[str, ...] = ()
 ) -> Callable[[Callable[[World, Random], Undo]], None]:
-    """Register a function as something that is switched on, and off by what it returns."""
+    """Register a function as something that is switched on, and off by what it returns.
+
+    `then` holds what often comes after it was switched on, and while it is on.
+    """
 
     def register(switch_on: Callable[[World, Random], Undo]) -> None:
         name = switch_on.__name__
@@ -85,6 +94,7 @@ def feature(
                 lambda w: name not in w.on and len(w.on) < MOST_ON and fits(w),
                 weight,
                 switch_on.__module__,
+                then=then,
             )
         )
         group = switch_on.__module__

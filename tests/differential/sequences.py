@@ -6,22 +6,23 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from onediff_ext.hosts.diffusers.compile import compile_pipe, undo_compile
 from tests.differential import operations  # noqa: F401  (registers them)
 from tests.differential.mismatches import Mismatch
 from tests.differential.plants import PLANTS
-from tests.differential.registry import OPERATIONS
+from tests.differential.registry import OPERATIONS, Operation
 from tests.differential.rounding import Excused
 from tests.differential.stand_ins import stand_ins
-from tests.differential.world import World
+from tests.differential.world import TRANSFORMERS, UNETS, World, session_for
 
 # Steps that are done whatever time they take: a new kind's program takes seconds to make.
 _IN_ANY_CASE = 12
@@ -33,6 +34,11 @@ _GROUPS = sorted({operation.group for operation in OPERATIONS.values()})
 _PREFERRED = 6.0
 # Where nothing is replayed, no replay can be stale: how often the next step ends that, if it can.
 _RESTORING = 0.6
+# How often the next step is one of `Operation.then`, as the rules of a grammar do it in fuzzers:
+# two operations that show a fault only together would rarely meet by chance.
+_FOLLOWING = 0.6
+# The same operation twice in a row shows less than another one.
+_REPEATED = 0.3
 
 
 @dataclass(frozen=True)
@@ -52,15 +58,34 @@ class Step:
         return cls(name, int(seed or 0))
 
 
+class Ended(NamedTuple):
+    """One sequence that was run: of which model, and the seconds until its graphs were there and
+    altogether."""
+
+    model: str
+    steps: int
+    ready_s: float
+    seconds: float
+
+
 @dataclass
 class Counts:
-    """The operations so far."""
+    """The operations so far.
+
+    Args:
+        steps, operations, graph_calls, replays: How many.
+        excused: Errors that passed as rounding.
+        both_raised: Comparisons without a picture, because both raised the same.
+        sequences: Those that have ended.
+    """
 
     steps: int = 0
     operations: Counter[str] = field(default_factory=Counter)
     graph_calls: int = 0
     replays: int = 0
     excused: list[Excused] = field(default_factory=list)
+    both_raised: int = 0
+    sequences: list[Ended] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -86,7 +111,7 @@ class Driver:
         compiled: False has two eager pipelines, to try the operations.
         plant: The name of a fault to be put back.
         store: A folder of graphs for all sequences; None gives each sequence its own. With a real
-            compiler, only the first sequence waits for it then.
+            compiler, a sequence waits for graphs that are not there.
         model, dtype: As `World` takes them.
     """
 
@@ -104,9 +129,41 @@ class Driver:
         self.store, self.model, self.dtype = store, model, dtype
         self.counts = Counts()
 
-    def random_run(self, seed: int, steps: int, seconds: float = math.inf) -> Iterator[Found]:
+    def fill(self, limit_s: float = 240.0) -> int:
+        """Build the graphs of all models into the store at the same time, for so long at most.
+
+        Returns:
+            How many kinds have their graph.
+        """
+        assert self.store is not None
+        device = torch.device(self.device)
+        with stand_ins(self.device) as figures, ExitStack() as stack:
+            session = session_for(device, self.store, {})
+            stack.callback(session.close)
+            for model in [self.model] if self.model else [*UNETS, *TRANSFORMERS]:
+                world = figures.world = World(
+                    *(self.device, self.store, Random(0)),
+                    compiled=False,
+                    model=model,
+                    dtype=self.dtype,
+                )
+                stack.callback(world.close)
+                compile_pipe(world.pipe, session=session, ignores=["vae"])
+                stack.callback(undo_compile, world.pipe)
+                for _ in range(2):
+                    world.compare()
+            session.background.wait(limit_s)
+            return sum(kind.graph is not None for kind in session.kinds)
+
+    def random_run(
+        self,
+        seed: int,
+        steps: int,
+        seconds: float = math.inf,
+        listen: Callable[[Ended], None] | None = None,
+    ) -> Iterator[Found]:
         """Random sequences of so many steps in all, or for so long once the first graphs are
-        there; what went wrong, uncut."""
+        there; what went wrong, uncut. `listen` hears of each sequence's end."""
         random, end = Random(seed), math.inf
 
         def is_time() -> bool:
@@ -118,14 +175,24 @@ class Driver:
             choices = Random(random.randrange(2**32))
             preferred = choices.sample(_GROUPS, 2)
             done: list[Step] = []
-            with self._world(world_seed) as (world, mismatch):
-                end = min(end, time.monotonic() + seconds)
+            began = time.monotonic()
+            with self._world(world_seed, end) as (world, mismatch):
+                ready = time.monotonic()
+                end = min(end, ready + seconds)
                 while mismatch is None and len(done) < most and is_time():
-                    step = _choose(world, choices, preferred)
+                    last = done[-1].name if done else ""
+                    step = _choose(world, choices, preferred, last, self.counts.operations)
                     done.append(step)
                     mismatch = self._step(world, step)
+            now = time.monotonic()
+            ended = Ended(world.model, len(done), round(ready - began, 1), round(now - began, 1))
+            self.counts.sequences.append(ended)
+            if listen is not None:
+                listen(ended)
             if mismatch is not None:
                 yield Found(world_seed, tuple(done), mismatch)
+                if mismatch.what == "device":
+                    return
 
     def run(
         self,
@@ -182,13 +249,14 @@ class Driver:
         self.counts = counts
         return found
 
-    def _settle(self, world: World) -> Mismatch | None:
-        """Draw until graphs are built, compared and captured."""
+    def _settle(self, world: World, end: float) -> Mismatch | None:
+        """Draw until graphs are built, compared and captured, or it is time."""
         for _ in range(2):
             mismatch = world.compare()
             if mismatch is not None:
                 return mismatch
-        return None if not world.on_gpu else world.settle()
+        limit_s = min(240.0, max(10.0, end - time.monotonic()))
+        return None if not world.on_gpu else world.settle(limit_s)
 
     def _step(self, world: World, step: Step) -> Mismatch | None:
         self.counts.steps += 1
@@ -200,7 +268,7 @@ class Driver:
         return world.compare()
 
     @contextmanager
-    def _world(self, seed: int) -> Iterator[tuple[World, Mismatch | None]]:
+    def _world(self, seed: int, end: float = math.inf) -> Iterator[tuple[World, Mismatch | None]]:
         """Models whose graphs are in use, and what went wrong until then."""
         with (
             tempfile.TemporaryDirectory(prefix="onediff-differential-") as folder,
@@ -216,22 +284,40 @@ class Driver:
             )
             figures.world = world
             try:
-                mismatch = self._settle(world)
+                mismatch = self._settle(world, end)
                 yield world, mismatch
             finally:
                 world.close()
                 self.counts.graph_calls += figures.graph_calls
                 self.counts.replays += world.replays
                 self.counts.excused += world.excused
+                self.counts.both_raised += world.both_raised
 
 
-def _choose(world: World, random: Random, preferred: Sequence[str]) -> Step:
+def _choose(
+    world: World, random: Random, preferred: Sequence[str], last: str, done: Mapping[str, int]
+) -> Step:
     fitting = [op for op in OPERATIONS.values() if op.fits(world)]
-    if world.compiles and not world.has_replayed and random.random() < _RESTORING:
-        fitting = [op for op in fitting if op.restores]
-    weights = [op.weight * (_PREFERRED if op.group in preferred else 1) for op in fitting]
-    chosen = random.choices(fitting, weights)[0]
+    after = [OPERATIONS[last]] if last else []
+    if world.has_replayed:  # what a feature's CUDA graph has frozen may be changed now
+        after += [OPERATIONS[f"{name}_on"] for name in world.on]
+    following = [op for op in fitting if any(op.name in each.then for each in after)]
+    if following and random.random() < _FOLLOWING:
+        fitting = following
+    elif world.compiles and not world.has_replayed and random.random() < _RESTORING:
+        # Once more, since what can be captured is replayed then. Or else something has to end.
+        restoring = [op for op in fitting if op.restores]
+        others = [op for op in restoring if (op.name == "again") == (last != "again")]
+        fitting = others or restoring
+    chosen = random.choices(fitting, [_weight(op, preferred, last, done) for op in fitting])[0]
     return Step(chosen.name, random.randrange(2**20))
+
+
+def _weight(op: Operation, preferred: Sequence[str], last: str, done: Mapping[str, int]) -> float:
+    weight = op.weight * (_PREFERRED if op.group in preferred else 1)
+    if not op.restores:  # what was rarely done comes sooner
+        weight /= math.sqrt(1 + done[op.name])
+    return weight * (_REPEATED if op.name == last else 1)
 
 
 def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, Any]:
@@ -243,6 +329,8 @@ def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, An
         "operations": dict(sorted(counts.operations.items())),
         "graph_calls": counts.graph_calls,
         "replays": counts.replays,
+        "both_raised": counts.both_raised,
+        "sequences": [each._asdict() for each in counts.sequences],
         "excused_as_rounding": [
             {"error": each.error, "own": each.own, "dtype": str(each.dtype)}
             for each in counts.excused

@@ -6,6 +6,7 @@ again with `--world W --sequence "…"`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -15,7 +16,7 @@ import torch
 from tests.differential.mismatches import difference
 from tests.differential.plants import PLANTS, PLANTS_FOR_A_GPU
 from tests.differential.registry import OPERATIONS
-from tests.differential.sequences import Driver, Found, Step, as_json
+from tests.differential.sequences import Driver, Found, Step, _choose, as_json
 
 FIXED_SEED = 7
 A_UNETS_SEED, A_TRANSFORMERS_SEED = 6, 5  # of the first sequence: a UNet's, SD3's
@@ -24,6 +25,11 @@ SHORTEST = {
     "attributes-of-layers": (7, "tiling_on:1"),
     "weights-that-moved": (7, "all_weights_move:1"),
     "outputs-in-the-shared-pool": (7, "way:1 again:1"),
+    "prompts-by-identity": (7, "prompt_between_steps:1"),
+    "halves-of-what-depends-on-each-other": (
+        7,
+        "no_memory_for_batches_on:1 images_see_each_other_on:1",
+    ),
 }
 
 
@@ -131,6 +137,17 @@ def test_one_feature_at_a_time_sets_processors() -> None:
 def test_there_are_enough_kinds_of_operation_and_of_plant() -> None:
     assert len(OPERATIONS) >= 60
     assert len(PLANTS.keys() - set(PLANTS_FOR_A_GPU)) >= 8
+
+
+def test_what_often_comes_next_exists_and_can_come() -> None:
+    for operation in OPERATIONS.values():
+        assert set(operation.then) <= OPERATIONS.keys(), operation.name
+    # By chance these two would meet once in some thousand steps.
+    one, other = "no_memory_for_batches_on", "images_see_each_other_on"
+    done: Counter[str] = Counter()
+    with Driver(compiled=False, model="sd15")._world(5) as (world, _):
+        followed = [_choose(world, Random(i), (), one, done).name for i in range(40)]
+    assert 15 < followed.count(other) < 35
 
 
 def test_a_seed_always_draws_the_same_steps() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from onediff_ext.session.session import Session
-from tests.differential.mismatches import Mismatch, difference
+from tests.differential.mismatches import Mismatch, device_failure, difference
 from tests.differential.picture import Picture
 from tests.differential.rounding import TOLERANCES, Excused, SameNoise, allowed, in_float64
 from tests.support import models
@@ -63,6 +63,7 @@ class World:
         compiles: Whether one of them is compiled at all.
         hold: How many kinds a build may make; None for all of them.
         excused: Errors that passed as rounding.
+        both_raised: Comparisons in which both raised, and no picture was compared.
         replays: How often CUDA graphs were replayed.
         has_replayed: Whether one was for the last picture.
     """
@@ -93,6 +94,7 @@ class World:
         self.options: dict[str, Any] = {}
         self.hold: int | None = None
         self.excused: list[Excused] = []
+        self.both_raised = 0
         self.limit = 6
         self.session: Session | None = None
         self.sessions: list[Session] = []
@@ -146,12 +148,7 @@ class World:
         """Compile our pipeline with a session of its own."""
         if not self.compiles:
             return
-        backend, build = ("inductor", "background") if self.on_gpu else ("eager", "wait")
-        session = new_session(
-            CompileOptions.parse(
-                {"backend": backend, "build": build, "store": self.store, **self.options}
-            )
-        )
+        session = session_for(self.device, self.store, self.options)
         if not self.on_gpu:
             recorder = FrozenRecorder()
             session.cuda_graphs = CudaGraphCache(recorder, limit=self.limit)
@@ -255,6 +252,10 @@ class World:
         theirs = self._outcome(self.twin)
         if self.most_images is not None and isinstance(ours, torch.OutOfMemoryError):
             return None
+        if isinstance(theirs, BaseException):
+            if self.on_gpu and (reason := device_failure()):
+                return Mismatch("device", 0.0, f"{reason}; ours: {ours!r}"[:400])
+            self.both_raised += type(ours) is type(theirs)
         if self.freed > freed:
             return Mismatch("freed", 0.0, f"a replay touched {self.freed - freed} freed storages")
         found = difference(ours, theirs, TOLERANCES[self.device.type, self.rounded_to])
@@ -290,7 +291,7 @@ class World:
             counter[0] = number
 
     def settle(self, limit_s: float = 240.0) -> Mismatch | None:
-        """Draw until no graph is being built any more."""
+        """Draw until no graph is being built any more, for so long at most."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             mismatch = self.compare()
@@ -372,6 +373,15 @@ class World:
             if picture.in_thread and self.on_gpu:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
             yield
+
+
+def session_for(device: torch.device, store: Path, options: Mapping[str, Any]) -> Session:
+    """A session as worlds compile with it."""
+    on_gpu = device.type == "cuda"
+    backend, build = ("inductor", "background") if on_gpu else ("eager", "wait")
+    return new_session(
+        CompileOptions.parse({"backend": backend, "build": build, "store": store, **options})
+    )
 
 
 def cast(prompts: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:

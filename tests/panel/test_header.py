@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
+from html import escape
+from pathlib import Path
 
 import pytest
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.gpu_advice import small_gpu_advice
 from onediff_ext.core.status import Status
 from onediff_ext.panel import html
 from onediff_ext.panel.details import detail_lines, technical_lines
@@ -16,6 +20,8 @@ from onediff_ext.panel.header import header_of
 from onediff_ext.panel.messages import MESSAGES
 from onediff_ext.panel.phrases import ENGLISH, LOCALIZATIONS, TEMPLATES, phrases_in
 from onediff_ext.panel.reasons import RULES, PlainReason, explain, fixed_texts
+from onediff_ext.panel.status_view import StatusView
+from tests.support.still_panel_host import StillPanelHost
 
 HOOK = "attn1 has a hook or a replaced forward of another extension"
 GRAPHS = Status("compiled", 16, 0, 16, blocks_compiled=70, blocks_needed=70)
@@ -261,3 +267,24 @@ def test_what_utf_8_lacks_is_replaced() -> None:
         html.progress_bar(0.5, "\udfff"),
     ):
         assert "?" in piece.encode("utf-8").decode("utf-8")
+
+
+@pytest.mark.parametrize("total", [2, 4, 6, 8, 10])
+def test_a_small_gpu_is_told_what_fits(total: int, tmp_path: Path) -> None:
+    host = StillPanelHost(tmp_path)
+    host.memory = small_gpu_advice(total * 2**30)
+    assert host.memory is not None
+    view = StatusView(host)
+    assert escape(host.memory) in view.show(enabled=True)[1]  # before the first picture
+    host.now = Status("compiled", 16, 0, 16, blocks_compiled=3, blocks_needed=3)
+    assert "GPU memory" not in view.show(enabled=True)[1]
+    host.now = Status("eager", 16, 0, 16, reasons=("memory is short",))
+    assert escape(host.memory) in view.show(enabled=True)[1]
+    for language in ("ja_JP", "zh_CN"):
+        said = phrases_in(language).translated(host.memory)
+        assert "SD1.5" in said
+        assert not re.search(r"\b(fits|needs|whole|memory)\b", said)
+
+
+def test_a_large_gpu_needs_no_advice() -> None:
+    assert small_gpu_advice(12 * 2**30) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from onediff_ext.panel.graph_rows import (
     graph_groups,
     size_text,
 )
-from onediff_ext.panel.phrases import ENGLISH
+from onediff_ext.panel.phrases import ENGLISH, phrases_in
 from onediff_ext.store import CheckpointRecords, GraphLibrary, SavedTimes
 
 HASHES = ("a" * 64, "b" * 64)
@@ -119,7 +120,10 @@ def test_verifying_removes_what_is_damaged(library: GraphLibrary) -> None:
     assert library_actions.verify(library) == "Graphs checked: 3. All are intact."
     path = library.entries()[0].path
     path.write_bytes(path.read_bytes()[:-3])
-    assert library_actions.verify(library).startswith("1 file deleted: ")
+    done, file = library_actions.verify(library).splitlines()
+    assert done == "Files deleted: 1."
+    assert file.startswith(path.name[:12])
+    assert "the file has " in file
     assert len(library.entries()) == 2
 
 
@@ -129,8 +133,23 @@ def test_verifying_says_what_became_of_each_file(library: GraphLibrary) -> None:
     (library.folder.root / "schema.json").write_bytes(b"damaged")
     (library.folder.root / "history.json").write_bytes(b"damaged")
     said = library_actions.verify(GraphLibrary(library.folder.root, 10**9))
-    assert said.startswith("1 file written again, 1 file left alone, 1 file deleted: schema.json ")
-    assert "graph" not in said.partition(":")[0]
+    assert said.splitlines()[:3] == [
+        *("Files written again: 1.", "Files left alone: 1.", "Files deleted: 1."),
+    ]
+    assert "schema.json: damaged" in said
+
+
+@pytest.mark.parametrize("language", ["ja_JP", "zh_CN"])
+def test_what_verifying_found_is_translated(library: GraphLibrary, language: str) -> None:
+    cut, other = (graph.path for graph in library.entries()[:2])
+    cut.write_bytes(cut.read_bytes()[:-3])
+    other.write_bytes(other.read_bytes()[:8] + (9).to_bytes(4, "little") + b"of another version")
+    (library.folder.root / "history.json").write_bytes(b"damaged")
+    said = library_actions.verify(library, phrases_in(language))
+    for line in said.splitlines():
+        of_us = line.replace("history.json", "").replace("Expecting value", "")
+        assert not re.search(r"file|version|record|bytes|damaged|deleted|alone", of_us), line
+    assert len(said.splitlines()) == 5
 
 
 def test_export_and_import_need_trust(library: GraphLibrary, tmp_path: Path) -> None:

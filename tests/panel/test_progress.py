@@ -132,3 +132,30 @@ def test_the_result_is_translated_and_names_its_reason_plainly() -> None:
     japanese = summary_text(report, phrases_in("ja_JP"))
     assert japanese != summary_text(report, ENGLISH)
     assert not any("a" <= letter <= "z" for letter in japanese)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (Status(building_s=5.0), "building 0 of 9 graphs"),
+        (
+            Status(first_graph_s=36.4, building_s=5.0),
+            "building 0 of 9 graphs, the first in about 40 s",
+        ),
+        (
+            Status(first_graph_s=2.0, building_s=5.0),
+            "building 0 of 9 graphs, the first in about 10 s",
+        ),
+        (Status(building_s=150.0), "building 0 of 9 graphs, for 2 min so far"),
+        (
+            Status(seconds_left=70.0, first_graph_s=9.0, building_s=150.0),
+            "building 0 of 9 graphs, about 70 s left",
+        ),
+    ],
+)
+def test_a_build_without_an_estimate_says_what_is_known(status: Status, text: str) -> None:
+    building = replace(status, running="eager", building=True, kinds_needed=9)
+    assert progress_text(building, ENGLISH) == text
+    for language in ("ja_JP", "zh_CN"):
+        assert "about" not in (said := progress_text(building, phrases_in(language)))
+        assert "so far" not in said

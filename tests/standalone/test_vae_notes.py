@@ -16,6 +16,7 @@ from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
+from onediff_ext.panel.phrases import phrases_in
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
@@ -48,7 +49,7 @@ def draw(standalone_app: StandaloneApp, folder: Path) -> str:
 
 
 def test_the_line_below_a_picture_says_it(standalone_app: StandaloneApp, tmp_path: Path) -> None:
-    assert draw(standalone_app, tmp_path).endswith(f"{NOTE}.")
+    assert draw(standalone_app, tmp_path) == NOTE
     first = standalone_app.loaded().checkpoint.path
     standalone_app.load(save_ldm(models.sd15(seed=1), tmp_path / "good.safetensors"))
     assert NOTE not in draw(standalone_app, tmp_path)
@@ -68,9 +69,10 @@ def test_a_folders_progress_says_it(standalone_app: StandaloneApp, tmp_path: Pat
         seed=0,
     )
     job = Img2ImgJob(batch, SETTINGS, identity={})
-    assert [progress.note for progress in run_folder(standalone_app, Choices(), job)][-1].endswith(
-        NOTE
-    )
+    last = [progress.of_vae for progress in run_folder(standalone_app, Choices(), job)][-1]
+    assert last == [NOTE]
+    assert "fp32" in (said := phrases_in("ja_JP").translated(NOTE))
+    assert "decoded" not in said
 
 
 def test_nan_of_the_unet_is_an_error_with_the_next_step(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from onediff_ext.building.build_outcomes import BuildOutcomes
 from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.cuda_graphs import staleness
+from onediff_ext.engine.cuda_graphs.text_kv_graph import TextKvGraph
 from onediff_ext.engine.quantization import QuantizedWeights
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.running.text_kv import BlockTextKv
@@ -18,7 +21,7 @@ from onediff_ext.engine.validity.module_attributes import ModuleAttributes
 from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.validity.tensor_contents import TensorContents
 
-_WORK: tuple[tuple[str, type, str], ...] = (
+_WORK: tuple[tuple[str, type | ModuleType, str], ...] = (
     ("graphs exported and built", BuildOutcomes, "store_built_graph"),
     ("copies in 8 bits", QuantizedWeights, "_make"),
     ("comparisons of weights", TensorContents, "_read"),
@@ -27,6 +30,8 @@ _WORK: tuple[tuple[str, type, str], ...] = (
     ("attributes compared", ModuleAttributes, "hold"),
     ("code read", PythonCode, "_read"),
     ("keys and values of prompts", BlockTextKv, "_compute"),
+    ("replays of keys and values", TextKvGraph, "_compute"),
+    ("layouts of weights read", staleness, "_form_of"),
 )
 
 

@@ -26,6 +26,7 @@ class StillPanelHost(PanelHost):
         self.is_paused = self.is_warming_up = False
         self.missing: str | None = None
         self.no_import: str | None = None
+        self.memory: str | None = None
 
     def status(self) -> Status:
         return replace(self.now, paused=self.is_paused, warming_up=self.is_warming_up)
@@ -60,6 +61,9 @@ class StillPanelHost(PanelHost):
 
     def missing_reason(self) -> str | None:
         return self.missing
+
+    def memory_note(self) -> str | None:
+        return self.memory
 
     def no_import_reason(self) -> str | None:
         return self.no_import

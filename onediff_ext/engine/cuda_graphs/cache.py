@@ -57,6 +57,11 @@ class CapturedGraph:
     replays: int = 0
     argument_changes: Changes = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.inputs[0].device
+
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors of a call into the inputs.
 
@@ -106,7 +111,7 @@ class CudaGraphCache:
         self.static_buffers = StaticBuffers()
         self.lock = threading.RLock()
         self.order = StreamOrder()
-        self._device: torch.device | None = None  # of the last recording
+        self._devices: set[torch.device] = set()  # of all recordings so far
         self.made = 0
         self.dropped: deque[str] = deque(maxlen=100)
 
@@ -115,8 +120,12 @@ class CudaGraphCache:
 
     @property
     def size_bytes(self) -> int:
-        """How much the pool has grown for the CUDA graphs alive."""
-        alive = self._alive.values()
+        """How much the pools have grown for the CUDA graphs alive."""
+        return sum(map(self._bytes_on, self._devices))
+
+    def _bytes_on(self, device: torch.device) -> int:
+        """How much one device's pool has grown for them."""
+        alive = [each for each in self._alive.values() if each.device == device]
         shared = {id(graph): graph for each in alive for graph in each.text_kv_graphs.values()}
         recordings = [captured.recording for captured in alive]
         recordings += [graph.recording for graph in shared.values()]
@@ -158,12 +167,14 @@ class CudaGraphCache:
         """
         while self._alive and self._shares() + share > self._limit + 1e-6:
             self.drop(next(iter(self._alive)), f"there were {self._limit} already")
-        if self.size_bytes > self.budget.allowed_bytes(device, self.size_bytes):
+        held_bytes = self._bytes_on(device)
+        if held_bytes > self.budget.allowed_bytes(device, held_bytes):
             self.drop_all("their memory pool has reached its limit")
             if self.budget.allowed_bytes(device, 0) <= 0:
                 raise OutOfMemoryError("There is no free memory for a CUDA graph.")
         captured = make(self._recorder)
-        self._alive[key], self._device = captured, device
+        self._alive[key] = captured
+        self._devices.add(device)
         self.made += 1
         return captured
 
@@ -220,16 +231,15 @@ class CudaGraphCache:
             How many were dropped.
         """
         with self.lock:
-            if self._device is None or not self._alive:
-                return 0
-            if not self.budget.must_give_back(self._device, self.size_bytes):
+            must_give_back = self.budget.must_give_back
+            if not any(must_give_back(device, self._bytes_on(device)) for device in self._devices):
                 return 0
             return self.drop_all("the rest of the picture needs their memory")
 
     def note_ran_out(self) -> None:
         """Memory ran out in a host's own code."""
-        if self._device is not None:
-            self.budget.note_ran_out(self._device)
+        for device in self._devices:
+            self.budget.note_ran_out(device)
 
     def make_room(self, needed_bytes: int, device: torch.device) -> int:
         """Drop all CUDA graphs if a host is about to need more memory than is free.
@@ -242,7 +252,7 @@ class CudaGraphCache:
             How many were dropped.
         """
         with self.lock:
-            free = self.budget.free_bytes(device, self.size_bytes)
+            free = self.budget.free_bytes(device, self._bytes_on(device))
             if not self._alive or free is None or free >= needed_bytes:
                 return 0
             return self.drop_all("the host needs their memory")

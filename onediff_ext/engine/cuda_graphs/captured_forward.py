@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -47,6 +48,7 @@ class CapturedForward:
         share: Which part of a larger model's forward it is, above 0 and up to 1.
         without_graphs: A context in which the model runs as without this package, for when it does
             not fit in another way.
+        is_private: As for `ModelTracker`.
 
     Attributes:
         model: The host's module.
@@ -57,6 +59,8 @@ class CapturedForward:
         keeps: What a CUDA graph of this variant has to keep alive; set together with it.
         reason: Why sizes like the last call's are not replayed, or "".
         replayed: Whether the last call was replayed and needed no comparison.
+        replayed_from: The CUDA graph of the last call, if that was so. While calls are replayed
+            from one CUDA graph, nothing of the model has changed but the numbers in its weights.
     """
 
     def __init__(
@@ -68,10 +72,11 @@ class CapturedForward:
         trusted: TrustedModules,
         share: float = 1.0,
         without_graphs: Callable[[], AbstractContextManager[None]] | None = None,
+        is_private: bool = False,
     ) -> None:
         self.model, self.eager, self._runners = model, forward, runners
         self._cuda_graphs, self._share = cuda_graphs, share
-        self._tracker = ModelTracker(model, runners, trusted)
+        self._tracker = ModelTracker(model, runners, trusted, is_private)
         self._policy, self._checks = RecordingPolicy(), ReplayChecks()
         self._recorder = ForwardRecorder(forward, runners, self._tracker)
         self._without_graphs = without_graphs
@@ -83,12 +88,18 @@ class CapturedForward:
         self.keeps: object = None
         self.reason = ""
         self.replayed = False
+        self._replayed_from: weakref.ref[CapturedGraph] | None = None
+
+    @property
+    def replayed_from(self) -> CapturedGraph | None:
+        """See the class."""
+        return None if self._replayed_from is None else self._replayed_from()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.replayed = False
+        self.replayed, self._replayed_from = False, None
         if not self.active:
             return self.eager(*args, **kwargs)
         if self._without_graphs is not None and self._short_in == epoch_of(self._runners):
@@ -212,6 +223,7 @@ class CapturedForward:
         spot_checks = self._cuda_graphs.spot_checks
         if self._checks.is_done(captured):
             self.reason, self.replayed = "", True
+            self._replayed_from = weakref.ref(captured)
             if spot_checks.chosen is None or spot_checks.chosen not in self._runners:
                 call.containers.apply(captured.argument_changes)
                 return output

@@ -19,8 +19,7 @@ def run_in_halves(
 ) -> Any:
     """Run a forward on both halves of its batch.
 
-    The images of the batch must not depend on each other. The batch is the first dimension of the
-    4-dimensional tensors among the arguments.
+    The images of the batch must not depend on each other.
 
     Args:
         forward: The model's own.
@@ -35,29 +34,48 @@ def run_in_halves(
         torch.OutOfMemoryError: `error`, when the batch cannot be halved; or that of a half.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    batch = max((t.shape[0] for t in tensors if t.ndim == 4), default=1)
-    if batch < 2 or any(t.ndim and t.shape[0] not in (1, batch) for t in tensors):
+    batch = batch_of(leaves)
+    if batch is None:
         raise error
     torch.cuda.empty_cache()
     containers, changes = ArgumentContainers(args, kwargs), None
     outputs = []
     for rows in (slice(0, batch // 2), slice(batch // 2, batch)):
-        half = [
-            leaf[rows]
-            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == batch
-            else leaf
-            for leaf in leaves
-        ]
+        half = [leaf[rows] if has_rows(leaf, batch) else leaf for leaf in leaves]
         half_args, half_kwargs = pytree.tree_unflatten(half, structure)
         halves = ArgumentContainers(half_args, half_kwargs)
         outputs.append(forward(*half_args, **half_kwargs))
         changes = halves.changes()
     containers.apply(changes or ())
-    first, form = pytree.tree_flatten(outputs[0])
-    second = pytree.tree_flatten(outputs[1])[0]
-    joined = [
+    return joined(*outputs)
+
+
+def batch_of(leaves: Sequence[Any]) -> int | None:
+    """Return the batch of a call that can be halved, else None.
+
+    The batch is the first dimension of the 4-dimensional tensors among the arguments.
+
+    Args:
+        leaves: The arguments, and what lies in their lists and dictionaries.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    batch = max((t.shape[0] for t in tensors if t.ndim == 4), default=1)
+    if batch < 2 or any(t.ndim and t.shape[0] not in (1, batch) for t in tensors):
+        return None
+    return batch
+
+
+def has_rows(leaf: object, batch: int) -> bool:
+    """Whether an argument has a row for each image of the batch."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
+
+
+def joined(first_output: Any, second_output: Any) -> Any:
+    """Return the outputs of two halves, joined along the first dimension."""
+    first, form = pytree.tree_flatten(first_output)
+    second = pytree.tree_flatten(second_output)[0]
+    both = [
         torch.cat([a, b]) if isinstance(a, torch.Tensor) and a.ndim else a
         for a, b in zip(first, second, strict=True)
     ]
-    return pytree.tree_unflatten(joined, form)
+    return pytree.tree_unflatten(both, form)

@@ -51,12 +51,18 @@ class ModelTracker:
         model: The host's module.
         runners: The runners of its blocks.
         trusted: What its modules may be.
+        is_private: Nobody else has the model: only the graphs of its blocks change by themselves.
     """
 
     def __init__(
-        self, model: nn.Module, runners: Sequence[BlockRunner], trusted: TrustedModules
+        self,
+        model: nn.Module,
+        runners: Sequence[BlockRunner],
+        trusted: TrustedModules,
+        is_private: bool = False,
     ) -> None:
         self._model, self._runners, self._trusted = model, runners, trusted
+        self._is_private = is_private
         self._snapshots: OrderedDict[Hashable, Snapshot] = OrderedDict()
         # By form of a call: what derived weights had been made from after its last run in Python,
         # as seen from outside and from within the model's forward.
@@ -90,7 +96,9 @@ class ModelTracker:
 
     def is_still(self, state: FrozenState) -> bool:
         """Whether the model is in this state. If not, all snapshots are made again."""
-        if self.has_graphs_of(state) and state.snapshot.holds(epoch_of(self._runners)):
+        if self.has_graphs_of(state) and (
+            self._is_private or state.snapshot.holds(epoch_of(self._runners))
+        ):
             return True
         self._snapshots.clear()
         return False

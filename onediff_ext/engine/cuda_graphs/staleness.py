@@ -195,6 +195,17 @@ class Snapshot:
             and self._state.holds(epoch=epoch)
         )
 
+    def holds_but_for_code(self) -> bool:
+        """Return whether at most the code has changed that the modules run."""
+        tensors = self._tensors.alive()
+        return (
+            tensors is not None
+            and _where(tensors) == self._places
+            and self._known.current_settings() == self._settings
+            and self._has_its_layouts(tensors, None)
+            and self._state.holds_but_for_code()
+        )
+
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""
         return self._storages

@@ -93,9 +93,12 @@ class TextKvGraph:
         if stamp is not None and known is prompt and stamp == self._stamp:
             return
         self._prompt = None  # in case what follows fails halfway
+        self._compute(prompt)
+        self._prompt, self._stamp = weakref.ref(prompt), stamp
+
+    def _compute(self, prompt: torch.Tensor) -> None:
         self.source.copy_(prompt)
         self.recording.replay()
-        self._prompt, self._stamp = weakref.ref(prompt), stamp
 
     @contextmanager
     def pinned(self) -> Iterator[None]:

@@ -84,9 +84,13 @@ class ModelState:
         Args:
             moment, epoch: As for `PythonCode.current_generation`.
         """
+        is_same_code = self._code.current_generation(moment, epoch) == self._generation
+        return is_same_code and self.holds_but_for_code()
+
+    def holds_but_for_code(self) -> bool:
+        """Return whether everything is what it was, whatever code the modules run now."""
         return (
-            self._code.current_generation(moment, epoch) == self._generation
-            and global_hook_reason() == self._global_hook_reason
+            global_hook_reason() == self._global_hook_reason
             and (
                 not self._dynamic_weight_attrs
                 or self._find_dynamic_weights() == self._dynamic_weights

@@ -23,6 +23,7 @@ from onediff_ext.hosts.diffusers.step_cache import (
     enable_step_cache,
     lifted_step_cache,
 )
+from onediff_ext.session.cfg_parallel import CfgParallel
 from onediff_ext.session.model_component import Component
 from onediff_ext.session.session import Session
 
@@ -107,6 +108,9 @@ class CompiledPipe:
             if component is None:
                 component = Component(identity, model, self.session, channels_last=True)
                 component.install()
+                if identity.role.is_denoiser and self.session.options.cfg_parallel != "off":
+                    parallel = CfgParallel(component, self.session.options.cfg_parallel)
+                    component.cfg_parallel = parallel
             self.components.append(component)
 
 

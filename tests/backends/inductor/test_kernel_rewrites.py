@@ -242,6 +242,64 @@ def test_rotated_pairs_are_a_swap_of_neighbours() -> None:
     torch.testing.assert_close(found, Rotated()(x, *tables), rtol=0, atol=0)
 
 
+class NormedAndRotated(nn.Module):
+    """Queries as Flux has them: each head normed, text before image, then turned."""
+
+    def __init__(self, channels: int = 16, affine: bool = True) -> None:
+        super().__init__()
+        self.text_norm, self.norm = (
+            nn.RMSNorm(channels, 1e-6, affine).requires_grad_(False) for _ in range(2)
+        )
+        self.rotated = Rotated()
+
+    def forward(
+        self, x: torch.Tensor, text: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.norm(x)
+        if text is not None:
+            x = torch.cat([self.text_norm(text), x], dim=1)
+        found: torch.Tensor = self.rotated(x, cos, sin)
+        return found
+
+
+def tokens_to_rotate(text: int, channels: int = 16) -> list[Any]:
+    x, words = (torch.randn(2, n, 3, channels).bfloat16() for n in (5, text))
+    return [x, words if text else None, *torch.randn(2, 1, 5 + text, 1, channels).unbind()]
+
+
+@pytest.mark.parametrize("text", [0, 4])
+def test_a_norm_and_its_rotation_are_one_kernel(text: int) -> None:
+    graph = rewritten(NormedAndRotated().bfloat16(), *tokens_to_rotate(text))
+    assert calls(graph) == {"joined_rotary_norm" if text else "rotary_norm": 1}
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert not targets & {"aten.stack.default", "aten.flip.default", "aten.rms_norm.default"}
+    graph.graph.lint()
+
+
+class ReadTwice(NormedAndRotated):
+    """What is normed has another reader."""
+
+    def forward(self, x: Any, text: Any, cos: Any, sin: Any) -> torch.Tensor:
+        normed = self.norm(x)
+        found: torch.Tensor = self.rotated(normed, cos, sin) + normed
+        return found
+
+
+@pytest.mark.parametrize(
+    ("module", "channels"),
+    [
+        (NormedAndRotated(24), 24),
+        (NormedAndRotated(affine=False), 16),
+        (ReadTwice(), 16),
+    ],
+)
+def test_other_norms_and_rotations_are_not(module: nn.Module, channels: int) -> None:
+    given = tokens_to_rotate(0, channels)
+    graph = rewritten(module.bfloat16(), *given)
+    assert set(calls(graph)) <= {"cast"}
+    assert "aten.flip.default" in {str(node.target) for node in graph.graph.nodes}
+
+
 @pytest.mark.parametrize("halves", [lambda a, b: (a, -b), lambda a, b: (-a, b)])
 def test_other_stacks_stay(halves: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
     class Stacked(nn.Module):

@@ -237,3 +237,34 @@ def test_a_graph_of_symbolic_sizes_serves_all(ops: Any) -> None:
     for size in ((2, 64, 24, 16), (3, 64, 5, 7), (2, 64, 180, 200)):
         x = _noise(*size).contiguous(memory_format=torch.channels_last)
         assert _error(compiled(x), exact(x)) < 1e-5
+
+
+def _turned(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    real, imaginary = y.unflatten(-1, (-1, 2)).unbind(-1)
+    return y * cos + torch.stack([-imaginary, real], dim=-1).flatten(3) * sin
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 4096, 24, 128), (2, 45, 38, 64), (3, 1, 3, 16)])
+@pytest.mark.parametrize("text", [0, 77])
+def test_rotary_norm(
+    ops: Any, dtype: torch.dtype, shape: tuple[int, int, int, int], text: int
+) -> None:
+    batch, tokens, heads, channels = shape
+    wide = _noise(batch, tokens, 3 * heads * channels, dtype=dtype)  # query, key and value
+    x = wide.chunk(3, dim=-1)[1].unflatten(-1, (heads, channels))
+    words = _noise(batch, text, heads, channels, dtype=dtype)
+    weights = [_noise(channels, dtype=dtype), _noise(2, channels, dtype=dtype)[1]]
+    cos, sin = _noise(2, 1, text + tokens, 1, channels).unbind()
+    if text:
+        found = ops.joined_rotary_norm(words, x, *weights, 1e-6, cos, sin)
+    else:
+        found = ops.rotary_norm(x, weights[1], 1e-6, cos, sin)
+    normed = [
+        functional.rms_norm(part.double(), (channels,), weight.double(), 1e-6)
+        for part, weight in zip((words, x), weights, strict=True)
+    ]
+    expected = _turned(torch.cat(normed, dim=1), cos.double(), sin.double())
+    assert found.shape == expected.shape
+    assert found.is_contiguous()
+    assert _error(found, expected) < ERROR[dtype]

@@ -44,7 +44,18 @@ def _layers(model: Any, name: str) -> list[Any]:
     return [m for m in model.modules() if name in getattr(m, "lora_A", {})]
 
 
-@operation(lambda w: len(_names(w)) < 2 and not _fused(w) and not w.no_adapters, weight=3)
+# What is done to a LoRA that has just come.
+_TO_A_LORA = (
+    *("lora_weights", "lora_off", "lora_hotswap", "lora_fuse", "lora_scale_of_the_call"),
+    *("lora_data_written", "lora_written_in_place", "lora_scaling_written"),
+)
+
+
+@operation(
+    lambda w: len(_names(w)) < 2 and not _fused(w) and not w.no_adapters,
+    weight=3,
+    then=_TO_A_LORA,
+)
 def lora_add(world: World, random: Random) -> None:
     from peft import LoraConfig
 
@@ -69,7 +80,7 @@ def lora_weights(world: World, random: Random) -> None:
         world.denoiser(pipe).set_adapters(chosen, weights)
 
 
-@operation(_loaded)
+@operation(_loaded, then=("size", "lora_on"))
 def lora_off(world: World, random: Random) -> None:
     for model in world.each_denoiser():
         model.disable_adapters()
@@ -104,7 +115,7 @@ def lora_unload(world: World, random: Random) -> None:
     world.adapters.clear()
 
 
-@operation(_loaded)
+@operation(_loaded, then=("lora_unfuse", "weight_in_place", "weight_data_in_place"))
 def lora_fuse(world: World, random: Random) -> None:
     scale = random.choice((1.0, 0.6))
     for pipe in world.both:
@@ -169,7 +180,7 @@ def lora_scale_of_the_call(world: World, random: Random) -> None:
     world.picture.lora_scale = random.choice(other)
 
 
-@operation(lambda w: not w.adapters and not w.no_adapters)
+@operation(lambda w: not w.adapters and not w.no_adapters, then=_TO_A_LORA)
 def lora_from_a_file(world: World, random: Random) -> None:
     """Load a LoRA from a state dict with diffusers' own names."""
     from tests.support.adapter_weights import lora_tensors
@@ -189,7 +200,8 @@ def lora_from_a_file(world: World, random: Random) -> None:
 
 @feature(
     lambda w: w.is_unet and not w.adapters and w.processors_are_free,
-    weight=2,
+    weight=4,
+    then=("ip_adapter_scale", "ip_adapter_image"),
 )
 def ip_adapter(world: World, random: Random) -> Callable[[], None]:
     seed = random.randrange(1000)

@@ -84,7 +84,9 @@ def interrupted_callback(world: World, random: Random) -> None:
 
 
 @feature(
-    lambda w: w.is_unet and not (w.on_gpu or w.counts_calls) and w.session is not None, weight=2
+    lambda w: w.is_unet and not (w.on_gpu or w.counts_calls) and w.session is not None,
+    weight=2,
+    then=("images_see_each_other_on",),
 )
 def no_memory_for_batches(world: World, random: Random) -> Callable[[], None]:
     """Few images of ours find room at once: halves are drawn, or the error is seen."""

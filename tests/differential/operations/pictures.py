@@ -17,7 +17,7 @@ def again(world: World, random: Random) -> None:
     """The same once more: what was captured is replayed."""
 
 
-@operation(weight=3)
+@operation(weight=3, then=("again",))
 def size(world: World, random: Random) -> None:
     sizes = SIZES if world.is_unet else TRANSFORMER_SIZES
     world.picture.height, world.picture.width = random.choice(sizes)
@@ -45,12 +45,12 @@ def steps(world: World, random: Random) -> None:
     world.picture.steps = random.randint(1, 4)
 
 
-@operation(weight=2)
+@operation(weight=2, then=("prompt_in_place", "prompt_between_steps"))
 def prompt(world: World, random: Random) -> None:
     world.new_prompt(random.randrange(1000))
 
 
-@operation()
+@operation(then=("prompt_in_place",))
 def prompt_in_place(world: World, random: Random) -> None:
     """The same tensors with other numbers."""
     for tensor in world.prompt_tensors:
@@ -89,6 +89,19 @@ def way(world: World, random: Random) -> None:
     world.picture.way = random.choice(ways(world))
 
 
+@operation(then=("again",))
+def prompt_between_steps(world: World, random: Random) -> None:
+    """The model alone is called, and the prompt's tensor written between two calls."""
+    world.picture.way = "prompt_written" if world.is_unet else "transformer_prompt_written"
+    world.picture.steps = max(2, world.picture.steps)
+
+
+@operation(lambda w: w.is_unet, then=("again",))
+def two_streams(world: World, random: Random) -> None:
+    """Two callers of the UNet take turns, on a GPU with streams of their own."""
+    world.picture.way = "two_streams"
+
+
 @operation(weight=2)
 def by_the_pipeline(world: World, random: Random) -> None:
     world.picture.way = "pipe"
@@ -113,7 +126,7 @@ def one_picture(world: World, random: Random) -> None:
     world.picture.as_picture = not world.picture.as_picture
 
 
-@operation(weight=2)
+@operation(weight=2, then=("requires_grad",))
 def autocast(world: World, random: Random) -> None:
     world.picture.autocast = not world.picture.autocast
 
@@ -135,9 +148,9 @@ def scheduler(world: World, random: Random) -> None:
         pipe.scheduler = cls.from_config(pipe.scheduler.config)
 
 
-@operation()
+@operation(then=("again",))
 def callback_writes_the_prompt(world: World, random: Random) -> None:
-    """Change the prompt within a picture, as some scripts do."""
+    """Change the prompt within a picture, as some scripts do, or no more."""
 
     def changed(pipe: object, step: int, timestep: object, tensors: dict) -> dict:
         for tensor in tree_leaves(tensors["prompt_embeds"]):
@@ -149,5 +162,6 @@ def callback_writes_the_prompt(world: World, random: Random) -> None:
         # What can be called is called with the world first.
         extra["callback_on_step_end"] = lambda world: changed
         extra["callback_on_step_end_tensor_inputs"] = ["prompt_embeds"]
+        world.picture.way, world.picture.steps = "pipe", max(2, world.picture.steps)
     else:
         extra.pop("callback_on_step_end_tensor_inputs", None)

@@ -82,7 +82,7 @@ def _set_processors(world: World, make: Callable[[Any], Any], some: int = 1) -> 
     return off
 
 
-@feature(lambda w: w.processors_are_free, weight=2)
+@feature(lambda w: w.processors_are_free, weight=2, then=("own_processors_state",))
 def own_processor(world: World, random: Random) -> Callable[[], None]:
     """Of a class with the name of diffusers' own."""
     cls, some = _own_class(), random.choice((1, 3))
@@ -107,7 +107,7 @@ def stateful_processor(world: World, random: Random) -> Callable[[], None]:
     return _set_processors(world, make, random.choice((1, 2)))
 
 
-@feature(lambda w: w.is_unet and w.processors_are_free)
+@feature(lambda w: w.is_unet and w.processors_are_free, then=("no_memory_for_batches_on",))
 def images_see_each_other(world: World, random: Random) -> Callable[[], None]:
     """An attention processor like diffusers' for the frames of a video."""
     world.picture.batch = 2

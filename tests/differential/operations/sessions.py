@@ -69,7 +69,7 @@ def capture_limit(world: World, random: Random) -> None:
     world.compile()
 
 
-@operation(_compiled)
+@operation(_compiled, then=("graphs_forgotten", "size"))
 def builds_held(world: World, random: Random) -> None:
     """From now on few kinds get their graphs, or none."""
     world.hold = random.choice((0, 1, 3))
@@ -93,7 +93,7 @@ def builds_come_within_a_picture(world: World, random: Random) -> None:
     world.new_kinds()
 
 
-@operation(_compiled, weight=0.5)
+@operation(_compiled, weight=0.5, then=("graphs_forgotten", "builds_go_on"))
 def cancelled(world: World, random: Random) -> None:
     assert world.session is not None
     world.session.cancel_builds()
@@ -118,7 +118,7 @@ def paused(world: World, random: Random) -> None:
     world._outcome(world.twin)
 
 
-@operation(_compiled, weight=0.5)
+@operation(_compiled, weight=0.5, then=("builds_go_on", "again"))
 def graphs_forgotten(world: World, random: Random) -> None:
     """Kinds lose their graphs, and get them again by a build."""
     world.new_kinds()

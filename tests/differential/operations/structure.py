@@ -107,7 +107,7 @@ def pipe_copied(world: World, random: Random) -> None:
         world.compile()
 
 
-@operation(lambda w: w.session is not None, weight=0.5)
+@operation(lambda w: w.session is not None, weight=0.5, then=("second_pipe_undone",))
 def second_pipe(world: World, random: Random) -> None:
     """Another pipeline with the same UNet is compiled, and perhaps undone at once."""
     cls = type(world.pipe)

@@ -87,7 +87,7 @@ def weight_written_under_inference_mode(world: World, random: Random) -> None:
             weight.data.copy_(factor * weight.data)
 
 
-@operation(_plain)
+@operation(_plain, then=("weight_in_place", "weight_data_in_place"))
 def weight_made_under_inference_mode(world: World, random: Random) -> None:
     """A tensor that counts no versions, then written in place."""
     name, factor = random.choice(_names(world)), _factor(random)
@@ -140,7 +140,7 @@ def storage_shrinks_and_returns(world: World, random: Random) -> None:
         storage.copy_(content)
 
 
-@operation(weight=2)
+@operation(weight=2, then=("autocast",))
 def requires_grad(world: World, random: Random) -> None:
     """Switch `requires_grad` of the weights on, as `from_pretrained` leaves it, or off."""
     wanted = random.random() < 0.6

@@ -20,6 +20,7 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, un
 from onediff_ext.session.session import Session
 from tests.support.cuda_graph_steps import captured, eager, inputs, settle, step
 from tests.support.ldm_stand_in import live_in
+from tests.support.measured_rounding import rounding_of
 from tests.support.models import sd15, sdxl
 
 pytestmark = pytest.mark.gpu
@@ -39,8 +40,13 @@ def error(pipe: Any, seed: int, **size: int) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def allowed(pipe: Any) -> float:
-    return {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}[pipe.unet.dtype]
+def allowed(pipe: Any, seed: int, **size: int) -> float:
+    """Twice the rounding of eager itself: a graph rounds as much, and elsewhere."""
+    return 2 * rounding_of(pipe.unet, inputs(pipe.unet, seed=seed, **size))
+
+
+def assert_right(pipe: Any, seed: int, **size: int) -> None:
+    assert error(pipe, seed, **size) < allowed(pipe, seed, **size)
 
 
 def test_sizes_are_captured_and_right(pipe: Any) -> None:
@@ -50,7 +56,7 @@ def test_sizes_are_captured_and_right(pipe: Any) -> None:
     assert session.cuda_graphs.made == len(SIZES)
     for seed in range(20, 23):
         for height, width in SIZES:
-            assert error(pipe, seed, height=height, width=width) < allowed(pipe)
+            assert_right(pipe, seed, height=height, width=width)
     assert session.cuda_graphs.made == len(SIZES)
 
 
@@ -85,10 +91,10 @@ def test_weights_written_in_place_are_seen(pipe: Any) -> None:
     for weight in pipe.unet.mid_block.parameters():
         weight.mul_(1.25)
     assert not torch.equal(step(pipe, 30), before)
-    assert error(pipe, 30) < allowed(pipe)
+    assert_right(pipe, 30)
     assert compiled_state(pipe).session.cuda_graphs.made == made
     pipe.unet.conv_out.weight.data = 2 * pipe.unet.conv_out.weight.data
-    assert error(pipe, 30) < allowed(pipe)
+    assert_right(pipe, 30)
 
 
 def test_a_forward_that_waits_for_the_gpu_is_found_out_and_harms_nothing(pipe: Any) -> None:
@@ -100,11 +106,11 @@ def test_a_forward_that_waits_for_the_gpu_is_found_out_and_harms_nothing(pipe: A
     settle(pipe, height=16, width=24)
     pipe.unet.conv_norm_out = torch.nn.Sequential(pipe.unet.conv_norm_out, Waiting())
     for seed in range(5):
-        assert error(pipe, seed) < allowed(pipe)
+        assert_right(pipe, seed)
     assert captured(pipe).reason.startswith("cannot be recorded")
     pipe.unet.conv_norm_out = pipe.unet.conv_norm_out[0]
     settle(pipe, height=24, width=24)  # captures go on working
-    assert error(pipe, 9, height=24, width=24) < allowed(pipe)
+    assert_right(pipe, 9, height=24, width=24)
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
@@ -133,7 +139,7 @@ def draw_in_parts(pipe: Any) -> None:
         assert all(part.replayed for part in parts)
     for seed in range(20, 23):
         for height, width in SIZES[:3]:
-            assert error(pipe, seed, height=height, width=width) < allowed(pipe)
+            assert_right(pipe, seed, height=height, width=width)
 
 
 def test_a_forward_that_waits_for_the_gpu_is_captured_in_parts(waiting: Any) -> None:
@@ -173,7 +179,23 @@ def test_another_thread_may_draw_and_allocate(pipe: Any) -> None:
     threads[0].join()
     assert failures == []
     assert len(results) == 2
-    assert max(results) < allowed(pipe)
+    assert results[0] < allowed(pipe, 4, height=33, width=20)
+    assert results[1] < allowed(pipe, 4)
+
+
+@torch.no_grad()
+def test_a_replayed_call_waits_for_nothing(pipe: Any) -> None:
+    settle(pipe)
+    arguments = inputs(pipe.unet, seed=1)
+    pipe.unet(**arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            pipe.unet(**arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert captured(pipe).replayed
 
 
 def test_inference_mode_and_no_grad_mix(pipe: Any) -> None:
@@ -182,7 +204,7 @@ def test_inference_mode_and_no_grad_mix(pipe: Any) -> None:
         inner = step(pipe, 60)
         settle(pipe, height=25, width=17)
     assert torch.equal(step(pipe, 60), inner)
-    assert error(pipe, 61, height=25, width=17) < allowed(pipe)
+    assert_right(pipe, 61, height=25, width=17)
 
 
 def test_memory_does_not_grow_with_sizes_and_is_given_back(
@@ -214,7 +236,7 @@ def test_the_oldest_goes_first_and_all_can_go(make_session: Callable[..., Sessio
     session.cuda_graphs.drop_all("a test wants it")
     assert len(session.cuda_graphs) == 0
     settle(pipe, height=16, width=24)
-    assert error(pipe, 3) < 1e-2
+    assert_right(pipe, 3)
 
 
 @torch.no_grad()
@@ -238,4 +260,5 @@ def test_short_of_memory_captures_go_before_an_error_is_seen(
     assert len(session.cuda_graphs) == 0
     with compiled_state(pipe).components[0].paused():
         expected = pipe.unet(**arguments).sample
-    assert float((found - expected).norm() / expected.norm()) < 1e-2
+    # Measured at a smaller size: float64 would need the memory of an H200 at this one.
+    assert float((found - expected).norm() / expected.norm()) < allowed(pipe, 5)

@@ -25,6 +25,7 @@ from tests.support import adapter_weights, models
 from tests.support.counted_work import counted_work
 from tests.support.draw import draw_latents, relative_error
 from tests.support.frozen_recorder import FrozenRecorder
+from tests.support.models import unet_inputs
 
 
 class PlainPipeline(StableDiffusionPipeline):
@@ -294,3 +295,31 @@ def test_a_plain_picture_is_right_after_each_kind_of_write(session: Session) -> 
             block.attn1.to_k.lora_A["default_0"].weight.data.mul_(factor)
         for _ in range(2):
             assert relative_error(draw_latents(pipe), draw_latents(twin)) < 1e-4
+
+
+def test_a_silence_between_two_calls_of_a_bare_module_ends_its_picture(session: Session) -> None:
+    """All calls follow one schedule, so nothing else tells them apart."""
+    pipe, twin = models.sd15(), models.sd15()
+    lora(pipe)
+    lora(twin)
+    compile_module(pipe.unet, session=session)
+    seconds = 0.0
+    session.foreground._now = lambda: seconds
+    given, schedule = unet_inputs(pipe.unet, 1, 8, 8), torch.linspace(999, 1, 20)
+
+    @torch.no_grad()
+    def error(step: int) -> float:
+        inputs = {**given, "timestep": schedule[step]}
+        return relative_error(pipe.unet(**inputs).sample, twin.unet(**inputs).sample)
+
+    assert max(error(step) for step in range(4)) < 1e-4
+    assert session.foreground.pictures_begun == 1
+    for each in (pipe, twin):
+        block = each.unet.mid_block.attentions[0].transformer_blocks[0]
+        block.attn1.to_k.lora_B["default_0"].weight.data.mul_(-3.0)  # counted by nobody
+    seconds += 0.9 * foreground_scheduler.QUIET_S
+    assert error(4) > 1e-3  # it takes effect with the next picture
+    assert session.foreground.pictures_begun == 1
+    seconds += foreground_scheduler.QUIET_S
+    assert error(5) < 1e-4
+    assert session.foreground.pictures_begun == 2

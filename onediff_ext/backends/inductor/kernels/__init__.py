@@ -11,5 +11,13 @@ import importlib
 
 def register_kernels() -> None:
     """Import the kernels, which registers them as `torch.ops.onediff`; needs Triton."""
-    for name in ("cross_attention", "geglu", "group_norm", "int8_rows", "layer_norm", "written"):
+    for name in (
+        "cross_attention",
+        "geglu",
+        "group_norm",
+        "int8_rows",
+        "layer_norm",
+        "rotary_norm",
+        "written",
+    ):
         importlib.import_module(f"onediff_ext.backends.inductor.kernels.{name}")
