@@ -14,7 +14,7 @@ from onediff_ext.building.build_progress import BuildProgress
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import OptionError, StoreError, StoreFullError, StoreReadOnlyError
 from onediff_ext.engine.blocks.block_kind import KindState
-from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, new_session
 from onediff_ext.hosts.diffusers.persistence import load_pipe, save_pipe
 from tests.support import models
 from tests.support.draw import draw_latents, relative_error
@@ -135,11 +135,9 @@ def test_a_hanging_worker_is_given_up(tmp_path, monkeypatch):
     worker.close()
 
 
-def test_an_interrupt_ends_the_workers_at_once(make_session, tmp_path):
-    session = make_session(store=tmp_path, backend="inductor", workers=1)
-    compile_pipe(models.sd15(), session=session, ignores="vae")
-    pipe = models.sd15()
-    session = make_session(store=tmp_path, backend="inductor", workers=1)
+def test_an_interrupt_ends_the_workers_at_once(tmp_path):
+    pipe, options = models.sd15(), {"backend": "inductor", "build": "wait", "workers": 1}
+    session = new_session({**options, "store": tmp_path})  # nothing kept: a worker has to build
     compile_pipe(pipe, session=session, ignores="vae")
     ended = threading.Event()
 
