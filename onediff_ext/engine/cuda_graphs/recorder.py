@@ -114,7 +114,8 @@ class CudaRecorder(Recorder):
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream to record on: one for each device, since recordings share a pool."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            make_stream: Any = torch.cuda.Stream  # not typed
+            self._streams[device] = make_stream(device)
         return self._streams[device]
 
     def _abandon(self, device: torch.device, pool: Any) -> None:
