@@ -17,6 +17,7 @@ from onediff_ext.building.build_progress import (
     first_graph_seconds,
     remaining_seconds,
 )
+from onediff_ext.building.build_times import BuildTimes
 from onediff_ext.building.export_result import ExportResult
 from onediff_ext.building.export_thread import ExportThread
 from onediff_ext.building.kind_claim import claim_kind
@@ -64,10 +65,7 @@ class BuildRun:
         self._in_background = in_background
         self.jobs = JobQueues(kinds)
         self._done = 0
-        self._began_at = time.monotonic()
-        # Of each build: the worker's own time, and the time from its start to its end.
-        self._build_times_s: list[float] = []
-        self._waits_s: list[float] = []
+        self._times = BuildTimes()
         options = context.options
         self._failures = WorkerFailures(
             options.build_attempts, worker_count(options), context.event_log
@@ -120,29 +118,25 @@ class BuildRun:
             machine_digest(device), [kind.label for kind in kinds]
         )
         pace = self._pace(device)
-        total_s = remaining_seconds(running, expected_s, self._build_times_s, pace)
+        total_s = remaining_seconds(running, expected_s, self._times.own_s, pace)
         return None if total_s is None else total_s / max(1, min(len(kinds), self._worker_limit()))
 
     @property
     def spent_s(self) -> float:
         """How long this run has gone on."""
-        return time.monotonic() - self._began_at
+        return self._times.spent_s
 
     def first_graph_s(self) -> float | None:
         """Estimate the time until the first graph, from other machines; None once one is there."""
         kinds = [*(job.kind for job in self.jobs.working), *self.jobs.kinds_before_workers]
-        if not kinds or self._build_times_s:
+        if not kinds or self._times.own_s:
             return None
         device = kinds[0].device
         name = self._context.backend.name
         return first_graph_seconds(name, device.type, self.spent_s, self._pace(device))
 
     def _pace(self, device: torch.device) -> float:
-        """The speed of workers now, 1 for full speed; as seen, once builds have come in."""
-        least = self._context.share.pace(device) if self._in_background else 1.0
-        if least == 1.0 or not self._waits_s:
-            return least
-        return min(1.0, max(least, sum(self._build_times_s) / sum(self._waits_s)))
+        return self._times.pace(self._context.share.pace(device) if self._in_background else 1.0)
 
     def work(self, more: Callable[[], Sequence[BlockKind]]) -> None:
         """Build everything; return early when stopped, or when nothing can be built here.
@@ -307,8 +301,7 @@ class BuildRun:
                 self._fail(job.kind, result.error, attempts=attempts, lasting=lasting)
         else:
             self._context.outcomes.store_built_graph(job.kind, result.payload, result.seconds)
-            self._build_times_s.append(result.seconds)
-            self._waits_s.append(max(result.seconds, time.monotonic() - job.started_at))
+            self._times.add(result.seconds, job.started_at)
             job.event = ("built", f"in {result.seconds:.1f} s: {job.reason}")
             self._load(job, result.payload, "built")
 

@@ -92,3 +92,11 @@ def test_each_public_name_resolves() -> None:
     pytest.importorskip("diffusers", reason="the diffusers host needs diffusers")
     script = "import onediff_ext\nfor name in onediff_ext.__all__: getattr(onediff_ext, name)"
     assert "torch" in heavy_after(script)
+
+
+def test_no_file_of_the_package_is_long() -> None:
+    """A file of more than 400 lines holds more than one idea (CONTRIBUTING.md)."""
+    files = (ROOT / "onediff_ext").rglob("*.py")
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert len(lines) > 300
+    assert {str(path): count for path, count in lines.items() if count > 400} == {}

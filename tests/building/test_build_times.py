@@ -1,0 +1,27 @@
+"""The pace of workers, as their builds show it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from onediff_ext.building.build_times import BuildTimes
+
+
+def test_the_pace_is_what_builds_have_shown() -> None:
+    times = BuildTimes()
+    assert times.pace(1.0) == 1.0
+    assert times.pace(0.2) == 0.2  # none has ended
+    times.add(5.0, time.monotonic() - 10)
+    assert times.pace(0.2) == pytest.approx(0.5, abs=0.01)
+    assert times.pace(0.7) == 0.7
+    assert times.pace(1.0) == 1.0
+    assert times.own_s == [5.0]
+
+
+def test_a_clock_that_says_less_than_the_worker_is_full_speed() -> None:
+    times = BuildTimes()
+    times.add(5.0, time.monotonic())
+    assert times.pace(0.2) == 1.0
+    assert 0 <= times.spent_s < 5
