@@ -50,8 +50,8 @@ DRAW_AGAIN = "This size is measured: the next picture shows the time saved."
 SAVED_TOTAL = "With this checkpoint, graphs saved {time} since {day}."
 FIRST_TIME = "Graphs are built once, in the background. Pictures come meanwhile."
 FIRST_TIME_BUSY = (
-    "Graphs are built once, in the background; beside pictures and other programs that takes longer."
-    " Pictures come meanwhile."
+    "Graphs are built once, in the background; beside pictures and other programs that takes "
+    "longer. Pictures come meanwhile."
 )
 FIRST_TIME_FOR = "Graphs are built once, in the background: about {time}. Pictures come meanwhile."
 ON_HOLD = "Builds are paused. Graphs left to build: {n}. Press Go on to have them built."
