@@ -27,12 +27,15 @@ IMAGES = (
     (2, 960, 128, 128), (1, 512, 128, 128), (1, 128, 1024, 1024),
 )  # fmt: skip
 PROMPT_TOKENS = 77
+# (batch, tokens, heads, channels of a head) of Flux.1 at 512 and 1024 px, text tokens apart.
+ROTATED, TEXT_TOKENS = ((1, 1024, 24, 128), (1, 4096, 24, 128)), 512
 TOKENS = ((2, 256, 1280), (2, 1024, 1280), (2, 1024, 640), (2, 4096, 640), (2, 4096, 320))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
+    parser.add_argument("--kernels", default="", help="only those whose names have this in them")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--replace", action="store_true", help="forget what is in the JSON file")
     arguments = parser.parse_args()
@@ -45,7 +48,7 @@ def main() -> int:
     keep = arguments.json is not None and not arguments.replace
     old = read_result(arguments.json) if keep else None
     check_mergeable(old, head)
-    figures = {**head, "rows": _rows(dtype, device)}
+    figures = {**head, "rows": _rows(dtype, device, arguments.kernels)}
     if arguments.json is not None:
         write_result(arguments.json, merge(old, figures, key=KEY))
     return 0
@@ -73,7 +76,7 @@ class Case:
     value: Callable[[Any], torch.Tensor] = torch.Tensor.double
 
 
-def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+def _rows(dtype: torch.dtype, device: torch.device, named: str) -> list[dict[str, Any]]:
     """Return a row for each contender, kernel and shape."""
     from triton.testing import do_bench_cudagraph
 
@@ -81,7 +84,9 @@ def _rows(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
 
     register_kernels()
     rows = []
-    for case in _cases(dtype, device):
+    for case in (*_cases(dtype, device), *_rotary_cases(dtype, device)):
+        if named not in case.kernel:
+            continue
         exact = (case.exact or case.plain)(*(t.double() for t in case.inputs))
         compiled = torch.compile(case.plain, dynamic=True)
         shown = []
@@ -191,6 +196,44 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
             "cross_attention", q.shape,
             lambda q, k, v: ops.cross_attention(q, k, v, q.shape[-1] ** -0.5),
             functional.scaled_dot_product_attention, (q, k, v),
+        )  # fmt: skip
+
+
+def _rotary_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Queries of Flux: of a single block, and joined ones of a double block."""
+    ops = torch.ops.onediff
+    noise = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=noise, device=device)
+
+    def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, w.shape, w, 1e-6)
+
+    def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([-imaginary, real], dim=-1).flatten(3)
+        return (x.to(cos.dtype) * cos + rotated.to(sin.dtype) * sin).to(x.dtype)
+
+    for batch, tokens, heads, channels in ROTATED:
+        both = TEXT_TOKENS + tokens
+        text, image = (random(batch, n, heads, channels).to(dtype) for n in (TEXT_TOKENS, tokens))
+        weights = [random(channels).to(dtype) for _ in range(2)]
+        tables = random(2, 1, both, 1, channels).unbind()
+        shape = (batch, both, heads, channels)
+        yield Case(
+            "rotary_norm", shape,
+            lambda x, w, cos, sin: ops.rotary_norm(x, w, 1e-6, cos, sin),
+            lambda x, w, cos, sin: turned(norm(x, w), cos, sin),
+            (torch.cat([text, image], dim=1), weights[1], *tables),
+        )  # fmt: skip
+        yield Case(
+            "joined_rotary_norm", shape,
+            lambda s, x, v, w, cos, sin: ops.joined_rotary_norm(s, x, v, w, 1e-6, cos, sin),
+            lambda s, x, v, w, cos, sin: turned(
+                torch.cat([norm(s, v), norm(x, w)], dim=1), cos, sin
+            ),
+            (text, image, *weights, *tables),
         )  # fmt: skip
 
 

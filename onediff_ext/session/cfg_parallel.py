@@ -2,7 +2,8 @@
 
 Both halves are launched from one thread, and on GPUs nothing waits: the devices wait for each
 other's results. A result is compared with the whole forward on one device after each change of the
-replica. Whatever cannot be split runs on one device, and the status says why.
+replica. Whatever cannot be split runs on one device, and the status says why. So does a size whose
+forwards are not faster on two devices, measured by its first ones.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.session.model_component import Component
+from onediff_ext.session.speed_trial import SpeedTrial
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class CfgParallel:
     Attributes:
         devices: Both devices, while forwards are split.
         reason: Why the last forward ran on one device, or "".
+        comparisons: How often results were compared with those of one device.
     """
 
     def __init__(self, component: Component, wanted: str) -> None:
@@ -66,9 +69,16 @@ class CfgParallel:
         self._refused_in: Hashable = None
         self._refusal = ""
         self._compared: set[Hashable] = set()
+        self._trials: dict[Hashable, SpeedTrial] = {}  # by the key of the whole call
+        self.comparisons = 0
         self._looked_at: weakref.ref[CapturedGraph] | None = None
         self.devices: tuple[torch.device, ...] = ()
         self.reason = ""
+
+    @property
+    def replica(self) -> Component | None:
+        """Serves the copy of the model on the other device, while there is one."""
+        return self._replica_component
 
     @property
     def runners(self) -> list[BlockRunner]:
@@ -96,6 +106,7 @@ class CfgParallel:
         self._replica = self._replica_component = None
         self._ready_in, self.devices = None, ()
         self._compared.clear()
+        self._trials.clear()
         self._halves.forget()
 
     def _on_both(
@@ -118,12 +129,21 @@ class CfgParallel:
         halves = self._halves.split(args, kwargs, call.device, device, epoch)
         if halves is None:
             return self._not_now(NOTHING_TO_SPLIT)
+        trial = self._trial_of(call)
+        if trial.slower:
+            return self._not_now(self._told_slower(trial))
         is_prepared = self._ready_in == epoch
         if not is_prepared and not self._prepare(device, epoch):
             return None
+        stop = trial.start(call.device)
+        if trial.is_ones_turn:
+            found = run(args, kwargs)
+            stop()
+            return (found,)
         output = self._run_halves(run, *halves, call)
         if output is None:
             return None
+        stop()
         # While both devices are busy.
         if is_prepared and not self._is_still(epoch):
             return self._refuse(CHANGES, epoch)
@@ -133,6 +153,20 @@ class CfgParallel:
         if call.form in self._compared:
             return output
         return self._compared_with_one(run, args, kwargs, call, output[0])
+
+    def _trial_of(self, call: ForwardCall) -> SpeedTrial:
+        """The trial of the call's size, with the graphs that there are now."""
+        graphs = sum(kind.graph is not None for kind in self._session.kinds)
+        trial = self._trials.get(call.key)
+        if trial is None or trial.graphs != graphs:
+            trial = self._trials[call.key] = SpeedTrial(graphs)
+        trial.judge()
+        return trial
+
+    def _told_slower(self, trial: SpeedTrial) -> str:
+        captured = None if self.replica is None else self.replica.captured
+        because = f" ({captured.reason})" if captured is not None and captured.reason else ""
+        return f"two GPUs are slower here: {trial.slower}{because}"
 
     def _run_halves(
         self, run: Forward, theirs: Half, mine: Half, call: ForwardCall
@@ -161,6 +195,7 @@ class CfgParallel:
     ) -> tuple[Any] | None:
         """Compare the output of both devices with that of one, which counts."""
         expected = run(args, kwargs)
+        self.comparisons += 1
         is_exact = self._session.precision not in ("fp8", "int8")
         comparison = compare_all(
             tensors_of(output), tensors_of(expected), None if is_exact else QUANTIZED_TOLERANCE
@@ -244,7 +279,7 @@ class CfgParallel:
         logger.info("%s: %s is on %s, too", WHAT, component.name, device)
         return True
 
-    def _refuse(self, reason: str, epoch: Hashable) -> None:
+    def _refuse(self, reason: str, epoch: Hashable) -> tuple[Any] | None:
         """Run on one device for the rest of a picture, or for good."""
         self._refused_in, self._refusal = epoch, reason
         self._ready_in = None
@@ -252,8 +287,9 @@ class CfgParallel:
             self.remove()
         return self._not_now(reason)
 
-    def _not_now(self, reason: str) -> None:
+    def _not_now(self, reason: str) -> tuple[Any] | None:
         self.reason = reason
+        return None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from onediff_ext.store import StepRecord
 # A picture's steps over measured ones, beyond which the two cannot be compared.
 _SLOWEST, _FASTEST = 1.5, 0.6
 
-_Seconds = Callable[[], float]
+Seconds = Callable[[], float]
 """Returns measured seconds; on a GPU it waits until the GPU has finished."""
 
 
@@ -48,7 +48,7 @@ class PictureTimer:
         self.last: PictureTime | None = None
         self._depth = 0
         self._began = 0.0
-        self._forwards: list[tuple[BatchShape | None, _Seconds]] = []
+        self._forwards: list[tuple[BatchShape | None, Seconds]] = []
 
     def begin(self) -> None:
         """Note that a picture begins."""
@@ -68,7 +68,7 @@ class PictureTimer:
         if not self._depth or latent is None:
             yield
             return
-        stop = _start(latent.device)
+        stop = stopwatch(latent.device)
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ class PictureTimer:
 
 
 def _saved_s(
-    forwards: list[tuple[BatchShape | None, _Seconds]], steps: Mapping[str, StepRecord]
+    forwards: list[tuple[BatchShape | None, Seconds]], steps: Mapping[str, StepRecord]
 ) -> float | None:
     """Sum up eager's time less the measured one; None without comparable measurements.
 
@@ -130,12 +130,19 @@ def _shape_of(latent: torch.Tensor) -> BatchShape | None:
     return BatchShape(width * CELL_PX, height * CELL_PX, batch // 2)
 
 
-def _start(device: torch.device) -> Callable[[], _Seconds]:
-    """Start a stopwatch; the GPU's own clock where the work runs there, since Python is ahead."""
+def stopwatch(device: torch.device) -> Callable[[], Seconds]:
+    """Start a stopwatch; the GPU's own clock where the work runs there, since Python is ahead.
+
+    Args:
+        device: Where the work runs.
+
+    Returns:
+        Stops it. What that returns reads the seconds, once the work has ended.
+    """
     if device.type != "cuda":
         began = time.perf_counter()
 
-        def stop() -> _Seconds:
+        def stop() -> Seconds:
             seconds = time.perf_counter() - began
             return lambda: seconds
 
@@ -145,7 +152,7 @@ def _start(device: torch.device) -> Callable[[], _Seconds]:
     first, last = event(enable_timing=True), event(enable_timing=True)
     first.record(stream)
 
-    def stop_on_gpu() -> _Seconds:
+    def stop_on_gpu() -> Seconds:
         last.record(stream)
 
         def elapsed() -> float:

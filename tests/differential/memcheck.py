@@ -34,6 +34,8 @@ PLANT = "weights-that-moved"
 PLANTS_SEQUENCE = "all_weights_move:8 collect:1 again:2"
 SANITIZER = (
     *("compute-sanitizer", "--tool", "memcheck", "--target-processes", "application-only"),
+    # It connects at the first call of CUDA, long after the start: torch and the models come first.
+    *("--launch-timeout", "0"),
     # torch asks the driver for functions that it does not have.
     *("--report-api-errors", "no", "--print-limit", "5"),
 )

@@ -24,7 +24,7 @@ from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.left_wrapper_extension import leave_on
 from tests.support.models import sd15
 
-SIZES = ((16, 24), (8, 8))
+SIZES = ((8, 12), (8, 8))
 
 
 class Twins:

@@ -1,8 +1,9 @@
 """Run the tests that need OneFlow: ``python -m tests.oneflow``, as install.py does.
 
 Each part runs in a separate process with a time limit, because OneFlow can crash or hang the
-process; unfinished tests then count as failed. ``--within SECONDS`` starts only parts that usually
-finish in that time, and names the others.
+process; unfinished tests then count as failed. Two parts run at once, the longest first; what one
+prints is shown when it has ended. ``--within SECONDS`` starts only parts that usually finish in
+that time, and names the others.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("oneflow", "torch", "numpy", "protobuf", "nvidia-cublas-cu11", "nvidia-cudnn-cu11")
-_PASSED = "passed"
+_PASSED, _NO_TIME = "passed", "not run: no time left for it"
 
 
 @dataclass(frozen=True)
@@ -71,37 +73,51 @@ def main(arguments: list[str]) -> int:
     if reason is not None:  # or every test would be skipped
         print(f"OneFlow cannot be tested: {reason}")
         return 1
-    begin, lines, failed = time.monotonic(), [], 0
-    with tempfile.TemporaryDirectory(prefix="onediff-oneflow-") as store:
-        for part in parts:
+    begin, within = time.monotonic(), options.within
+    with (
+        tempfile.TemporaryDirectory(prefix="onediff-oneflow-") as folder,
+        ThreadPoolExecutor(max_workers=2) as pool,
+    ):
+
+        def run(part: Part) -> tuple[str, str]:
             start = time.monotonic()
-            if options.within is not None and start - begin + part.usual_s > options.within:
-                lines.append(f"{part.name:10}         not run: no time left for it")
-                continue
-            outcome = _run(part, store)
-            failed += outcome != _PASSED
-            lines.append(f"{part.name:10} {time.monotonic() - start:5.0f} s  {outcome}")
-            print(lines[-1], flush=True)  # the rest may come to nothing
-    print("\n".join(["", "OneFlow:", *lines]))
-    return 1 if failed else 0
+            if within is not None and start - begin + part.usual_s > within:
+                return _NO_TIME, f"{part.name:10}         {_NO_TIME}"
+            log = Path(folder) / f"{part.name}.log"
+            outcome = _run(part, Path(folder) / "store", log)
+            line = f"{part.name:10} {time.monotonic() - start:5.0f} s  {outcome}"
+            # The rest may come to nothing, so it is shown now.
+            printed = log.read_text(encoding="utf-8", errors="replace").rstrip()
+            print(f"\n---- {part.name}\n{printed}\n{line}", flush=True)
+            return outcome, line
+
+        longest_first = sorted(parts, key=lambda part: part.usual_s, reverse=True)
+        results = list(pool.map(run, longest_first))
+    print("\n".join(["", "OneFlow:", *(line for _, line in results)]))
+    return 0 if {outcome for outcome, _ in results} <= {_PASSED, _NO_TIME} else 1
 
 
-def _run(part: Part, store: str) -> str:
-    print(f"\n---- {part.name}", flush=True)
+def _run(part: Part, store: Path, log: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *part.arguments]
-    # Do not capture output: OneFlow's last lines before a crash would be lost.
+    # pytest must not keep the output: OneFlow's last lines before a crash would be lost.
     command += ["--capture=sys", "-p", "no:randomly", "-o", f"timeout={part.timeout_s:.0f}"]
     environment = {
         **os.environ,
         **part.environment,
-        "ONEDIFF_TEST_STORE": store,
+        "ONEDIFF_TEST_STORE": str(store),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     try:
-        status = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=part.timeout_s
-        ).returncode
+        with log.open("wb") as output:
+            status = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                timeout=part.timeout_s,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ).returncode
     except subprocess.TimeoutExpired:
         return f"FAILED: not done after {part.timeout_s:.0f} s"
     if status < 0:

@@ -10,7 +10,7 @@ from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.hosts.diffusers.probe import unet_inputs
 
 
-def inputs(unet: Any, height: int = 16, width: int = 24, seed: int = 0) -> dict[str, Any]:
+def inputs(unet: Any, height: int = 8, width: int = 12, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return unet_inputs(unet, generator, height_latent=height, width_latent=width)
 

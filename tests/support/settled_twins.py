@@ -48,7 +48,7 @@ class Twins:
         return state.components[0].captured
 
     @torch.no_grad()
-    def error(self, seed: int, side: int = 16) -> float:
+    def error(self, seed: int, side: int = 12) -> float:
         """Of one step."""
         found, expected = (
             unet(**unet_inputs(unet, height_latent=side, width_latent=side, seed=seed)).sample

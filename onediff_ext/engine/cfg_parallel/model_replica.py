@@ -48,7 +48,7 @@ class ModelReplica:
     def __init__(self, source: nn.Module, known: TrustedModules, device: torch.device) -> None:
         self.device, self._known = device, known
         self._snapshot = Snapshot(source, known)
-        self._contents = TensorContents()
+        self._contents, self._generation = TensorContents(), 0
         sources = _tensors_of(source)
         with torch.inference_mode(False), torch.no_grad():
             self._copies = [_copied(tensor, device) for tensor in sources]

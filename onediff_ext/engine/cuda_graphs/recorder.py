@@ -66,10 +66,14 @@ class CudaRecorder(Recorder):
 
     In a shared pool a replay overwrites what was recorded after it, so callers copy outputs at
     once. In return, more sizes take hardly more memory.
+
+    Each device has a stream of its own to record on. Without one, `torch.cuda.graph` records all
+    on a stream of the device that recorded first in this process: on another device that fails.
     """
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -91,7 +95,9 @@ class CudaRecorder(Recorder):
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
-            recording = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+            recording = torch.cuda.graph(
+                graph, pool, self._stream(device), capture_error_mode="thread_local"
+            )
             try:
                 with recording:
                     output = function()
@@ -104,6 +110,13 @@ class CudaRecorder(Recorder):
                 raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
             size_bytes = max(0, torch.cuda.memory_reserved(device) - before)
         return _CudaRecording(graph, output, size_bytes)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream to record on: one for each device, since recordings share a pool."""
+        if device not in self._streams:
+            make_stream: Any = torch.cuda.Stream  # not typed
+            self._streams[device] = make_stream(device)
+        return self._streams[device]
 
     def _abandon(self, device: torch.device, pool: Any) -> None:
         """Leave the pool of a recording that failed: the allocator still records into it.

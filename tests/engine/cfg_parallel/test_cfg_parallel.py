@@ -13,13 +13,16 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache
+from onediff_ext.session import speed_trial
 from onediff_ext.session.cfg_parallel import CHANGES, DEEPCACHE, WHAT, CfgParallel
+from onediff_ext.session.model_component import Component
 from onediff_ext.session.session import Session
 from tests.support import models
 from tests.support.draw import relative_error
 from tests.support.frozen_recorder import FrozenRecorder
 
 ROUNDING = 1e-5
+STEPS = 5
 
 
 class World:
@@ -31,10 +34,14 @@ class World:
         compile_pipe(self.pipe, session=session, ignores=["vae"])
 
     @property
-    def parallel(self) -> CfgParallel:
+    def component(self) -> Component:
         state = compiled_state(self.pipe)
         assert state is not None
-        found = state.components[0].cfg_parallel
+        return state.components[0]
+
+    @property
+    def parallel(self) -> CfgParallel:
+        found = self.component.cfg_parallel
         assert found is not None
         return found
 
@@ -44,7 +51,7 @@ class World:
             "negative_prompt": "blurry",
             "height": 64,
             "width": 72,
-            "num_inference_steps": 5,
+            "num_inference_steps": STEPS,
             "guidance_scale": 5.0,
             "generator": torch.Generator().manual_seed(3),
             "output_type": "latent",
@@ -64,31 +71,86 @@ class World:
         return self.pipe.unet, self.twin.unet
 
 
+class Clock:
+    """Forwards take as long as a test says.
+
+    Attributes:
+        one_s, two_s: Seconds of a forward on one device and on two.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.one_s, self.two_s = 0.029, 0.017
+        self._on_two, own = 0, CfgParallel._run_halves
+
+        def counted(*args: Any) -> Any:
+            self._on_two += 1
+            return own(*args)
+
+        monkeypatch.setattr(CfgParallel, "_run_halves", counted)
+        monkeypatch.setattr(speed_trial, "stopwatch", self._start)
+
+    def _start(self, _: torch.device) -> Callable[[], Callable[[], float]]:
+        before = self._on_two
+
+        def stop() -> Callable[[], float]:
+            seconds = self.two_s if self._on_two > before else self.one_s
+            return lambda: seconds
+
+        return stop
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 @pytest.fixture(params=["sd15", "sdxl"])
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def world(make_session: Callable[..., Session], model: str) -> Iterator[World]:
+def world(make_session: Callable[..., Session], model: str, clock: Clock) -> Iterator[World]:
     recorder, session = FrozenRecorder(), make_session(spot_checks=False, cfg_parallel="cpu")
     session.cuda_graphs = CudaGraphCache(recorder, limit=8)
     world = World(session, recorder, model)
-    for _ in range(2):
-        world.assert_right()
+    for _ in range(4):  # its graphs are built after the first; then the devices are timed
+        world.draw(world.pipe)
     yield world
     undo_compile(world.pipe)
     assert recorder.freed == 0
 
 
-def test_both_halves_are_replayed_and_the_picture_is_that_of_one_device(world: World) -> None:
-    before = [made.replays for made in world.recorder.forwards]
-    world.assert_right()
+def test_only_both_halves_are_replayed_and_the_picture_is_that_of_one_device(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs block by block, and nothing is compared with a forward on one device."""
+    in_python = []
+    for runner in [*world.parallel.runners, *world.component.runners]:
+        monkeypatch.setattr(runner, "_prepare", lambda *_, who=runner: in_python.append(who))
+    before, compared = [m.replays for m in world.recorder.forwards], world.parallel.comparisons
+    pictures = 3
+    for _ in range(pictures):
+        world.assert_right()
     after = [made.replays for made in world.recorder.forwards]
     grown = [b - a for a, b in zip(before, after, strict=True)]
-    assert len(after) == len(before)
-    assert grown.count(5) == 2  # each half at each step
+    assert grown.count(pictures * STEPS) == 2  # each half at each step
+    assert sum(grown) == 2 * pictures * STEPS
+    assert in_python == []
+    assert world.parallel.comparisons == compared
     assert not world.session.fallbacks()
+
+
+def test_a_size_that_is_slower_on_two_devices_is_drawn_on_one(world: World, clock: Clock) -> None:
+    clock.two_s = 0.116
+    for _ in range(5):
+        world.draw(world.pipe, height=80)
+    assert world.parallel.reason == "two GPUs are slower here: 116 against 29 ms"
+    assert any("116 against 29 ms" in reason for reason in world.session.status().reasons)
+    assert world.parallel.devices == ()
+    ours, theirs = (world.draw(pipe, height=80) for pipe in (world.pipe, world.twin))
+    assert relative_error(ours, theirs) < ROUNDING
+    world.assert_right()  # of a size that is faster on two
 
 
 def test_undo_frees_the_replica_and_restores_the_model(world: World) -> None:

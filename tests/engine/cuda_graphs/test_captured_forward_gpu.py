@@ -264,3 +264,17 @@ def test_short_of_memory_captures_go_before_an_error_is_seen(
         expected = pipe.unet(**arguments).sample
     # Measured at a smaller size: float64 would need the memory of an H200 at this one.
     assert float((found - expected).norm() / expected.norm()) < allowed(pipe, 5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_of_one_process_has_its_recordings() -> None:
+    recorder = CudaRecorder()
+    made = []
+    for index in (0, 1, 0):
+        x = torch.ones(4, device=f"cuda:{index}")
+        made.append((x, recorder.record(lambda x=x: x * 2, x.device)))  # type: ignore[misc]
+    for number, (x, recording) in enumerate(made):
+        x.fill_(number + 3)
+        recording.replay()
+        torch.cuda.synchronize(x.device)
+        assert recording.output.tolist() == [2 * number + 6] * 4

@@ -206,7 +206,7 @@ def test_under_inference_mode_nothing_is_kept(
 def test_all_sizes_share_one_recording_which_a_picture_replays_once(
     captured_pipe: Any, session: Session, recorder: FrozenRecorder, projections: CountedProjections
 ) -> None:
-    pipe, sizes = captured_pipe, ({"height": 16, "width": 24}, {"height": 17, "width": 9})
+    pipe, sizes = captured_pipe, ({"height": 8, "width": 12}, {"height": 17, "width": 9})
     for size in sizes:
         settle(pipe, **size)
     (part,) = recorder.prompts

@@ -75,7 +75,7 @@ class PeftLoraRule(WrapperRule):
         if not live:
             return weight
         with torch.no_grad():
-            merged = weight.detach().float()
+            merged = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
             for name in live:
                 merged = merged + module.get_delta_weight(name).to(merged)
             return allocate().copy_(merged)

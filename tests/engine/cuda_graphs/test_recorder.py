@@ -1,0 +1,37 @@
+"""The recorder of CUDA graphs on several GPUs, with stand-ins for devices and streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.cuda_graphs.recorder import CudaRecorder
+from tests.support.fake_cuda import FakeCuda
+
+DEVICES = [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_each_device_records_its_own_work(cuda: FakeCuda) -> None:
+    recorder = CudaRecorder()
+    for device in [*DEVICES, *DEVICES]:
+        recorder.record(lambda device=device: cuda.launch(device), device)
+    assert [graph.launched for graph in cuda.graphs] == [1, 1, 1, 1]
+    assert [graph.stream.device for graph in cuda.graphs] == [*DEVICES, *DEVICES]
+    # Recordings that share a pool share a stream.
+    assert cuda.graphs[0].stream is cuda.graphs[2].stream
+
+
+def test_a_failed_recording_leaves_each_device_its_stream(cuda: FakeCuda) -> None:
+    recorder = CudaRecorder()
+    before = [cuda.stream_of(device) for device in DEVICES]
+    recorder.record(lambda: None, DEVICES[0])
+    with pytest.raises(CaptureError, match="operation failed"):
+        recorder.record(cuda.wait, DEVICES[1])
+    assert [cuda.stream_of(device) for device in DEVICES] == before
+    assert cuda.current == DEVICES[0]
