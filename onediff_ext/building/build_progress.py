@@ -35,22 +35,19 @@ class BuildProgress:
 ProgressListener = Callable[[BuildProgress], None]
 
 
-def first_graph_seconds(
-    backend: str, device_type: str, spent_s: float, pace: float = 1.0
-) -> float | None:
+def first_graph_seconds(backend: str, device_type: str, spent_s: float) -> float | None:
     """Estimate when a machine without any figures has its first graph, from other machines.
 
     Args:
         backend, device_type: What builds the graph, and for what.
         spent_s: How long this build has gone on.
-        pace: Share of full speed that pictures leave to the workers.
 
     Returns:
-        Seconds from now; None without a figure, or when the time is over: this machine is slower.
+        Seconds from the begin, on a machine that does nothing else; None without a figure, or when
+        that time is over: this machine is busier, or slower.
     """
     seconds = _FIRST_GRAPH_S.get((backend, device_type))
-    left_s = 0.0 if seconds is None else seconds / pace - spent_s
-    return left_s if left_s > 0 else None
+    return None if seconds is None or spent_s > seconds else seconds
 
 
 def remaining_seconds(

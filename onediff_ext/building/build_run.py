@@ -127,13 +127,12 @@ class BuildRun:
         return self._times.spent_s
 
     def first_graph_s(self) -> float | None:
-        """Estimate the time until the first graph, from other machines; None once one is there."""
+        """The time that the first graph takes on other machines; None once one is there."""
         kinds = [*(job.kind for job in self.jobs.working), *self.jobs.kinds_before_workers]
         if not kinds or self._times.own_s:
             return None
-        device = kinds[0].device
         name = self._context.backend.name
-        return first_graph_seconds(name, device.type, self.spent_s, self._pace(device))
+        return first_graph_seconds(name, kinds[0].device.type, self.spent_s)
 
     def _pace(self, device: torch.device) -> float:
         return self._times.pace(self._context.share.pace(device) if self._in_background else 1.0)

@@ -25,8 +25,8 @@ class Status:
         kinds_needed: Kinds of the current checkpoint that have been seen so far.
         building: Whether graphs are being built now.
         seconds_left: Estimate for this build from this machine's history; None when unknown.
-        first_graph_s: While `seconds_left` is unknown, an estimate until the first graph, from
-            builds of other machines; None without one.
+        first_graph_s: While `seconds_left` is unknown, what the first graph takes on an idle
+            machine, from builds of other machines; None without a figure, or when that is over.
         building_s: How long this build has gone on; None without one.
         stage: Stage of the build: ``""``, ``"reading"``, ``"exporting"``, ``"building"``,
             ``"proving"`` (the load check: a worker process runs an imported graph once), or of a

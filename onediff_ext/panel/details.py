@@ -98,5 +98,5 @@ def _saved(status: Status, words: Phrases) -> str:
 def _first_time(status: Status, words: Phrases) -> str:
     """The sentence for a machine that lacks graphs, with a time where one is known."""
     if status.first_builds_s is None:
-        return words.say(phrases.FIRST_TIME)
+        return words.say(phrases.FIRST_TIME_BUSY if status.building else phrases.FIRST_TIME)
     return words.say(phrases.FIRST_TIME_FOR, time=words.duration(status.first_builds_s))

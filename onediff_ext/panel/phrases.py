@@ -29,7 +29,7 @@ MEASURING = "measuring size {number} of {needed}"
 GRAPHS = "graphs"
 PART = "graphs in part"
 LEFT = ", about {time} left"
-FIRST_IN = ", the first in about {time}"
+FIRST_TAKES = ", the first takes about {time}"
 SO_FAR = ", for {time} so far"
 SPEEDUP = ", {times}x"
 NO_GAIN = ", no gain measured"
@@ -49,6 +49,10 @@ MEASURE_IT = "Press Build now to see the time saved: it measures this size."
 DRAW_AGAIN = "This size is measured: the next picture shows the time saved."
 SAVED_TOTAL = "With this checkpoint, graphs saved {time} since {day}."
 FIRST_TIME = "Graphs are built once, in the background. Pictures come meanwhile."
+FIRST_TIME_BUSY = (
+    "Graphs are built once, in the background; beside pictures and other programs that takes "
+    "longer. Pictures come meanwhile."
+)
 FIRST_TIME_FOR = "Graphs are built once, in the background: about {time}. Pictures come meanwhile."
 ON_HOLD = "Builds are paused. Graphs left to build: {n}. Press Go on to have them built."
 PAUSED = "Builds are paused. Press Go on to end that."
@@ -84,7 +88,7 @@ TEMPLATES = (
     *(OFF, WITHOUT, BUILDING, PAUSED_AT, LOOKING, NEXT_IN_LINE, PREPARING, MEASURING, GRAPHS, PART),
     *(
         LEFT,
-        FIRST_IN,
+        FIRST_TAKES,
         SO_FAR,
         SPEEDUP,
         NO_GAIN,
@@ -96,7 +100,17 @@ TEMPLATES = (
         HOURS,
     ),
     *(NO_PICTURE_YET, NOT_BUILT_YET, CUDA_GRAPHS_ONLY, TOOK, TOOK_AS_LONG, TOOK_ONLY, MEASURE_IT),
-    *(DRAW_AGAIN, SAVED_TOTAL, FIRST_TIME, FIRST_TIME_FOR, ON_HOLD, PAUSED, ON_CANCEL, ALL_WITHOUT),
+    *(
+        DRAW_AGAIN,
+        SAVED_TOTAL,
+        FIRST_TIME,
+        FIRST_TIME_FOR,
+        FIRST_TIME_BUSY,
+        ON_HOLD,
+        PAUSED,
+        ON_CANCEL,
+        ALL_WITHOUT,
+    ),
     *(PART_WITHOUT, SAVED, NOTHING_SAVED, SAVED_LATER, SAVED_UNKNOWN, MORE_GRAPHS, NO_GAIN_ROW),
     *(IN_STORE, BUILT_IN, IMPORTED_GRAPH, JUST_NOW, MINUTES_AGO, HOURS_AGO, DAYS_AGO),
     *(CHECKED, DELETED, IMPORTED, IMPORTED_SOME),

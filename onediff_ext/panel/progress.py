@@ -51,9 +51,7 @@ def _time(status: Status, words: Phrases) -> str:
     if status.seconds_left is not None:
         return words.say(phrases.LEFT, time=words.duration(max(1.0, status.seconds_left)))
     if status.first_graph_s is not None:
-        # Another machine's figure: no more digits than are known.
-        rounded_s = 10.0 * max(1, round(status.first_graph_s / 10))
-        return words.say(phrases.FIRST_IN, time=words.duration(rounded_s))
+        return words.say(phrases.FIRST_TAKES, time=words.duration(status.first_graph_s))
     if status.building_s is not None and status.building_s >= _LONG_S:
         return words.say(phrases.SO_FAR, time=words.duration(status.building_s))
     return ""

@@ -107,6 +107,10 @@ class FilePanelHost(PanelHost):
     def machine(self) -> str:
         return "machine"
 
+    def memory_note(self) -> str | None:
+        found: str | None = self._read().get("memory")
+        return found
+
     def device(self) -> Any:
         return SimpleNamespace(type="cuda")
 

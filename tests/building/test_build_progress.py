@@ -37,9 +37,8 @@ def test_a_job_that_takes_far_longer_makes_the_estimate_unknown() -> None:
 
 def test_a_machine_without_figures_has_another_ones_for_its_first_graph() -> None:
     """The header said "building 0 of 9 graphs" for minutes, and nothing else."""
-    assert first_graph_seconds("inductor", "cpu", spent_s=6.0) == pytest.approx(30.0)
-    assert first_graph_seconds("inductor", "cpu", spent_s=60.0, pace=0.2) == pytest.approx(120.0)
-    assert first_graph_seconds("inductor", "cpu", spent_s=40.0) is None
+    assert first_graph_seconds("inductor", "cpu", spent_s=6.0) == 36.0
+    assert first_graph_seconds("inductor", "cpu", spent_s=40.0) is None  # it is busier or slower
     assert first_graph_seconds("inductor", "cuda", spent_s=0.0) is None
     assert first_graph_seconds("oneflow", "cpu", spent_s=0.0) is None
 

@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,10 @@ import torch
 
 from onediff_ext.hosts.diffusers.compile import compile_pipe, undo_compile
 from tests.differential import operations  # noqa: F401  (registers them)
+from tests.differential.grammar import Grammar
 from tests.differential.mismatches import Mismatch
 from tests.differential.plants import PLANTS
-from tests.differential.registry import OPERATIONS, Operation
+from tests.differential.registry import OPERATIONS
 from tests.differential.rounding import Excused
 from tests.differential.stand_ins import stand_ins
 from tests.differential.world import TRANSFORMERS, UNETS, World, session_for
@@ -28,17 +29,6 @@ from tests.differential.world import TRANSFORMERS, UNETS, World, session_for
 _IN_ANY_CASE = 12
 # Steps with one pair of models; then the next, so that what has gone wrong is forgotten.
 _LEAST, _MOST = 25, 70
-# Each sequence prefers two groups of operations ("swarm testing", Groce et al. 2012): if all were
-# drawn alike, a LoRA would rarely still be loaded when its weights are written.
-_GROUPS = sorted({operation.group for operation in OPERATIONS.values()})
-_PREFERRED = 6.0
-# Where nothing is replayed, no replay can be stale: how often the next step ends that, if it can.
-_RESTORING = 0.6
-# How often the next step is one of `Operation.then`, as the rules of a grammar do it in fuzzers:
-# two operations that show a fault only together would rarely meet by chance.
-_FOLLOWING = 0.6
-# The same operation twice in a row shows less than another one.
-_REPEATED = 0.3
 
 
 @dataclass(frozen=True)
@@ -173,15 +163,14 @@ class Driver:
             world_seed = random.randrange(2**32)
             most = min(random.randint(_LEAST, _MOST), steps - self.counts.steps)
             choices = Random(random.randrange(2**32))
-            preferred = choices.sample(_GROUPS, 2)
+            grammar = Grammar(choices, self.counts.operations)
             done: list[Step] = []
             began = time.monotonic()
             with self._world(world_seed, end) as (world, mismatch):
                 ready = time.monotonic()
                 end = min(end, ready + seconds)
                 while mismatch is None and len(done) < most and is_time():
-                    last = done[-1].name if done else ""
-                    step = _choose(world, choices, preferred, last, self.counts.operations)
+                    step = Step(grammar.next(world).name, choices.randrange(2**20))
                     done.append(step)
                     mismatch = self._step(world, step)
             now = time.monotonic()
@@ -292,32 +281,6 @@ class Driver:
                 self.counts.replays += world.replays
                 self.counts.excused += world.excused
                 self.counts.both_raised += world.both_raised
-
-
-def _choose(
-    world: World, random: Random, preferred: Sequence[str], last: str, done: Mapping[str, int]
-) -> Step:
-    fitting = [op for op in OPERATIONS.values() if op.fits(world)]
-    after = [OPERATIONS[last]] if last else []
-    if world.has_replayed:  # what a feature's CUDA graph has frozen may be changed now
-        after += [OPERATIONS[f"{name}_on"] for name in world.on]
-    following = [op for op in fitting if any(op.name in each.then for each in after)]
-    if following and random.random() < _FOLLOWING:
-        fitting = following
-    elif world.compiles and not world.has_replayed and random.random() < _RESTORING:
-        # Once more, since what can be captured is replayed then. Or else something has to end.
-        restoring = [op for op in fitting if op.restores]
-        others = [op for op in restoring if (op.name == "again") == (last != "again")]
-        fitting = others or restoring
-    chosen = random.choices(fitting, [_weight(op, preferred, last, done) for op in fitting])[0]
-    return Step(chosen.name, random.randrange(2**20))
-
-
-def _weight(op: Operation, preferred: Sequence[str], last: str, done: Mapping[str, int]) -> float:
-    weight = op.weight * (_PREFERRED if op.group in preferred else 1)
-    if not op.restores:  # what was rarely done comes sooner
-        weight /= math.sqrt(1 + done[op.name])
-    return weight * (_REPEATED if op.name == last else 1)
 
 
 def as_json(counts: Counts, found: Sequence[Found], **more: Any) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def test_the_first_time() -> None:
     assert "built once, in the background. Pictures come meanwhile" in lines(Status())
     assert lines(Status(), has_graphs=True) == ""
     building = Status("eager", 0, 0, 16, building=True)
-    assert "once, in the background. Pictures" in lines(building)
+    assert "once, in the background; beside pictures" in lines(building)
     known = lines(replace(building, first_builds_s=185.0))
     assert "once, in the background: about 3 min. Pictures come meanwhile." in known
     assert "once" not in lines(GRAPHS)

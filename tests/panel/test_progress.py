@@ -139,12 +139,8 @@ def test_the_result_is_translated_and_names_its_reason_plainly() -> None:
     [
         (Status(building_s=5.0), "building 0 of 9 graphs"),
         (
-            Status(first_graph_s=36.4, building_s=5.0),
-            "building 0 of 9 graphs, the first in about 40 s",
-        ),
-        (
-            Status(first_graph_s=2.0, building_s=5.0),
-            "building 0 of 9 graphs, the first in about 10 s",
+            Status(first_graph_s=36.0, building_s=5.0),
+            "building 0 of 9 graphs, the first takes about 36 s",
         ),
         (Status(building_s=150.0), "building 0 of 9 graphs, for 2 min so far"),
         (
