@@ -15,7 +15,7 @@ from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
 
-# The picture that met the first missing kinds is not slowed further, unless it takes longer.
+# The picture that met the first missing kinds keeps its speed for so long.
 _FIRST_PICTURE_S = 3.0
 
 

@@ -1,4 +1,4 @@
-"""All errors that OneDiff raises on purpose.
+"""The errors that OneDiff raises on purpose; some modules derive one of their own from these.
 
     OneDiffError
     ├── OptionError        an option or argument has a value that cannot be used

@@ -23,7 +23,7 @@ def headline(status: Status, wanted: bool) -> Headline:
     """Return the headline of a status.
 
     `GRAPHS` needs proof: every block of the last picture ran its graph. A picture whose blocks
-    nobody counted was drawn without graphs as far as anybody knows.
+    were not counted counts as drawn without graphs.
 
     Args:
         status: The status.

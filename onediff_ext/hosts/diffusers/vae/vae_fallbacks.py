@@ -129,7 +129,7 @@ class VaeFallbacks:
             self._memory.drop_cuda_graphs()
             free = self._memory.free_bytes(given.device)
         ways = []
-        # Skip ways that are known not to fit, unless tiling is off.
+        # With tiling on, skip ways that do not fit into what is free.
         if self._tiling == "off" or free is None or needs(pictures, height * width) <= free:
             ways.append(_Way())
         if pictures > 1 and (self._tiling == "off" or free is None or one <= free):
