@@ -255,6 +255,10 @@ def test_workers_build_with_kept_headers_also_with_a_truncated_one(tmp_path, mon
     machine = max(shared.glob("*/*.h.gch.*"), key=lambda path: path.stat().st_mtime).parent
     monkeypatch.setenv(COMPILER_FILES_VARIABLE, str(tmp_path / "kept"))
     copy = shutil.copytree(machine, tmp_path / "kept" / machine.name)
+    # Workers that began at the same time keep one more of a header; one of each is enough here.
+    for each in sorted(copy.glob("*.h.gch.*"), key=lambda path: path.stat().st_mtime):
+        if len(list(copy.glob(f"{each.name.split('.h.gch.')[0]}.h.gch.*"))) > 1:
+            each.unlink()
     truncated = min(copy.glob("*.h.gch.*"), key=lambda path: path.stat().st_size)
     os.truncate(truncated, truncated.stat().st_size // 2)
     worker = WorkerProcess("inductor", tmp_path)
