@@ -199,11 +199,11 @@ class Session(KindRegistry):
         return self._met.all()
 
     def current_kinds(self) -> list[BlockKind]:
-        """The kinds that were met since the checkpoint was last changed (`use_checkpoint`)."""
+        """Return the kinds met since the checkpoint was last changed (`use_checkpoint`)."""
         return self._met.current()
 
     def missing(self) -> list[BlockKind]:
-        """Kinds without a graph that could have one; see `MetKinds.missing`."""
+        """Return kinds without a graph that could have one; see `MetKinds.missing`."""
         return self._met.missing()
 
     def awaits_load_check(self, kind: BlockKind) -> bool:
@@ -211,7 +211,7 @@ class Session(KindRegistry):
         return self._lookup.awaits_load_check(kind)
 
     def count(self, source: str) -> int:
-        """The number of kinds whose graph was ``"built"`` or ``"loaded"`` in this process."""
+        """Return how many kinds have a graph that this process ``"built"`` or ``"loaded"``."""
         return sum(kind.source == source for kind in self.kinds)
 
     # What a host calls around its pictures.
@@ -233,6 +233,9 @@ class Session(KindRegistry):
 
     def drew(self, component: Drawn) -> bool:
         """Count a component to the picture that is being drawn.
+
+        Args:
+            component: The component that runs.
 
         Returns:
             Whether this is its first forward in the picture.
@@ -296,7 +299,7 @@ class Session(KindRegistry):
     # What a user asks for.
 
     def substitutes(self, device: torch.device | None = None) -> Sequence[Substitute]:
-        """What is used in place of options that this machine cannot follow.
+        """Return what is used in place of options that this machine cannot follow.
 
         Args:
             device: Where the models are; None for where this machine draws.
@@ -304,7 +307,7 @@ class Session(KindRegistry):
         return substitutes(self.options, self.backend.name, self.substituted, device)
 
     def status(self, since: Counter[tuple[str, str]] | None = None) -> Status:
-        """The status at this moment. Cheap enough for polling.
+        """Return the status at this moment. Cheap enough for polling.
 
         Args:
             since: From `fell_back_so_far`: reasons are those of calls after that moment.
@@ -376,7 +379,7 @@ class Session(KindRegistry):
         self.foreground.between_pictures(lambda: self._look_up_again(missing))
 
     def fallbacks(self, since: Counter[tuple[str, str]] | None = None) -> list[Fallback]:
-        """Calls that ran eager and why, most frequent first.
+        """Return the calls that ran eager and why, most frequent first.
 
         Args:
             since: From `fell_back_so_far`; None counts all calls.
@@ -384,7 +387,7 @@ class Session(KindRegistry):
         return self._fallbacks.since(since)
 
     def fell_back_so_far(self) -> Counter[tuple[str, str]]:
-        """The calls until this moment, for `fallbacks` and `status`."""
+        """Return the calls until this moment, for `fallbacks` and `status`."""
         return self._fallbacks.so_far()
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class GraphLibrary:
         return self.find(key.digest)
 
     def find(self, digest: str) -> StoredGraph | None:
-        """The same as `get`, by the digest of the key.
+        """Return the same as `get`, by the digest of the key.
 
         Args:
             digest: 64 hexadecimal digits.
@@ -187,7 +187,7 @@ class GraphLibrary:
         return explain_absence(self.folder, key, label, self.entries)
 
     def entries(self) -> list[StoredGraph]:
-        """List the graphs without their payloads, most recently used first.
+        """Return the graphs without their payloads, most recently used first.
 
         Other files than sound graphs of this version are left out; `verify` reports them.
         """
@@ -195,7 +195,7 @@ class GraphLibrary:
         return sorted(found, key=lambda graph: (-graph.last_used_at, graph.digest))
 
     def verify(self, repair: bool = False) -> list[StoreProblem]:
-        """Check every byte of every graph, and whether each record can be read.
+        """Return the store's problems, from a check of all graphs' bytes and all records.
 
         Args:
             repair: Delete the damaged ones and what others may have written; write a damaged
