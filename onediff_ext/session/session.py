@@ -166,9 +166,8 @@ class Session(KindRegistry):
     def rejected(self, kind: BlockKind) -> None:
         """A graph was wrong in this process: the block runs eager.
 
-        The cause may be the graph, or an extension that patched what eager runs. So a worker
-        process, which runs no extensions, checks a stored graph once more. If the graph is wrong
-        there too, another one is built.
+        The cause may be an extension that patched what eager runs. So a worker process without
+        extensions checks a stored graph again, and another is built if it is wrong there too.
         """
         may_recheck = kind.source == "loaded" and self.build_context.may_build
         if not (may_recheck and self.build_context.graph_trust.recheck(kind, kind.reason)):
@@ -207,11 +206,19 @@ class Session(KindRegistry):
         return self._met.missing()
 
     def awaits_load_check(self, kind: BlockKind) -> bool:
-        """Whether a kind without a graph has a stored one that is checked first."""
+        """Whether a kind without a graph has a stored one that is checked first.
+
+        Args:
+            kind: The kind.
+        """
         return self._lookup.awaits_load_check(kind)
 
     def count(self, source: str) -> int:
-        """Return how many kinds have a graph that this process ``"built"`` or ``"loaded"``."""
+        """Return how many kinds have a graph from a source in this process.
+
+        Args:
+            source: ``"built"`` or ``"loaded"``.
+        """
         return sum(kind.source == source for kind in self.kinds)
 
     # What a host calls around its pictures.
@@ -319,18 +326,14 @@ class Session(KindRegistry):
         self._builds.build_missing()
 
     def build_in_background(self) -> None:
-        """Build what is missing beside the pictures, also after `cancel_builds`.
-
-        Paused builds stay paused (`go_on_with_builds`).
-        """
+        """Build what is missing beside the pictures, also after `cancel_builds`, unless paused."""
         self._builds.build_in_background()
 
     def cancel_builds(self) -> None:
         """End all builds within a moment; only graphs in work are lost.
 
-        Kinds that are missing now are built again when a later picture needs them, and by
-        `build_in_background`. A host that does not announce its pictures needs the latter. Kinds
-        that are met later are built.
+        Kinds that are missing now are built again when an announced picture needs them, and
+        by `build_in_background`. Kinds that are met later are built.
         """
         self._builds.cancel()
 
@@ -340,10 +343,7 @@ class Session(KindRegistry):
         return self.background.is_paused
 
     def pause_builds(self) -> None:
-        """End all builds within a moment, and build nothing until `go_on_with_builds`.
-
-        Only graphs in work are lost.
-        """
+        """End all builds, losing only graphs in work; build nothing until `go_on_with_builds`."""
         self._builds.pause()
 
     def go_on_with_builds(self) -> None:
