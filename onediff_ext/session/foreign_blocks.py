@@ -61,7 +61,11 @@ class ForeignBlocks:
         self.replaced = list(counts.items())
 
     def note_unknown(self, model: nn.Module) -> None:
-        """Note a model without any known block; it counts as one eager block."""
+        """Note a model without any known block; it counts as one eager block.
+
+        Args:
+            model: The model.
+        """
         if not self.replaced:
             name = type(model).__qualname__
             self.replaced = [(f"no graphs are known for the blocks of {name}", 1)]

@@ -45,7 +45,7 @@ class Fallbacks:
             self._counts[what, reason] += 1
 
     def so_far(self) -> Counter[tuple[str, str]]:
-        """The counts until this moment, for `since`."""
+        """Return the counts until this moment, for `since`."""
         with self._lock:
             return self._counts.copy()
 
@@ -113,6 +113,6 @@ class LastPicture:
             return list(self._components)
 
     def kinds(self) -> set[BlockKind]:
-        """The block kinds of the last picture."""
+        """Return the block kinds of the last picture."""
         runners = (runner for component in self.components for runner in list(component.runners))
         return {runner.used for runner in runners if runner.used is not None}

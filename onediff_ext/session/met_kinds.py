@@ -53,17 +53,17 @@ class MetKinds:
             self._current.clear()
 
     def all(self) -> list[BlockKind]:
-        """All kinds, in the order of their first call."""
+        """Return all kinds, in the order of their first call."""
         with self.lock:
             return list(self._kinds.values())
 
     def current(self) -> list[BlockKind]:
-        """The kinds that the current checkpoint has used."""
+        """Return the kinds that the current checkpoint has used."""
         with self.lock:
             return [kind for (digest, _), kind in self._kinds.items() if digest in self._current]
 
     def missing(self) -> list[BlockKind]:
-        """Kinds without a graph that could have one, those that cost most time first.
+        """Return kinds without a graph that could have one, those that cost most time first.
 
         A kind that lies on several devices is listed for one device at a time.
         """

@@ -317,7 +317,14 @@ class Component:
         return True
 
     def compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward on its own device, while installed."""
+        """Run the model's forward on its own device, while installed.
+
+        Args:
+            args, kwargs: Of the call.
+
+        Returns:
+            The output of the forward.
+        """
         assert self._forward is not None
         return self._forward.compute(args, kwargs)
 
@@ -341,11 +348,15 @@ class Component:
         return retry_of(Snapshot(self.model, self.known), args, kwargs)
 
     def call_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ModelCall:
-        """Return what one call of the model shows of its picture."""
+        """Return what one call of the model shows of its picture.
+
+        Args:
+            args, kwargs: Of the call.
+        """
         return ModelCall.of(self.identity, self.model, args, kwargs)
 
     def kinds(self) -> list[BlockKind]:
-        """The kinds that this component's blocks have used, each once."""
+        """Return the kinds that this component's blocks have used, each once."""
         blocks = {runner.block for runner in self.runners}
         return [kind for kind in self.session.kinds if not blocks.isdisjoint(kind.blocks)]
 
@@ -360,6 +371,10 @@ def known_blocks(
     """Return the outermost blocks of known classes. The modules inside a block belong to its graph.
 
     A family for only some parts of a block leaves the other parts to other families.
+
+    Args:
+        model: The model; only the modules inside it are looked at.
+        families: The known classes of blocks.
     """
     by_class: dict[type, list[BlockFamily]] = {}
     for family in families:

@@ -50,7 +50,11 @@ class ModelForward:
         return copy.deepcopy(self.eager, memo)
 
     def use(self, forward: Callable[..., Any]) -> None:
-        """Compute results with another callable from now on."""
+        """Compute results with another callable from now on.
+
+        Args:
+            forward: The callable; it takes the same arguments as the model.
+        """
         if self.captured is not None:
             self.captured.keeps = None
         self._forward = forward
@@ -123,7 +127,14 @@ class ModelForward:
             return component.cfg_parallel(self.compute, args, kwargs)
 
     def compute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the forward on this model's own device."""
+        """Run the forward on this model's own device.
+
+        Args:
+            args, kwargs: Of the call.
+
+        Returns:
+            The output of the forward.
+        """
         if self.prompt_work is None or self.captured is None:
             return self._forward(*args, **kwargs)
         return self.prompt_work(self._run, self.eager, args, kwargs)
@@ -135,6 +146,10 @@ class ModelForward:
 
 
 def serving(model: nn.Module) -> Component | None:
-    """The component that has replaced the model's forward, or None."""
+    """Return the component that has replaced the model's forward, or None.
+
+    Args:
+        model: The model.
+    """
     forward = vars(model).get(forward_slot(model))
     return forward.component if isinstance(forward, ModelForward) else None

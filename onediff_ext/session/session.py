@@ -166,9 +166,8 @@ class Session(KindRegistry):
     def rejected(self, kind: BlockKind) -> None:
         """A graph was wrong in this process: the block runs eager.
 
-        The cause may be the graph, or an extension that patched what eager runs. So a worker
-        process, which runs no extensions, checks a stored graph once more. If the graph is wrong
-        there too, another one is built.
+        The cause may be an extension that patched what eager runs. So a worker process without
+        extensions checks a stored graph again, and another is built if it is wrong there too.
         """
         may_recheck = kind.source == "loaded" and self.build_context.may_build
         if not (may_recheck and self.build_context.graph_trust.recheck(kind, kind.reason)):
@@ -199,19 +198,27 @@ class Session(KindRegistry):
         return self._met.all()
 
     def current_kinds(self) -> list[BlockKind]:
-        """The kinds that were met since the checkpoint was last changed (`use_checkpoint`)."""
+        """Return the kinds met since the checkpoint was last changed (`use_checkpoint`)."""
         return self._met.current()
 
     def missing(self) -> list[BlockKind]:
-        """Kinds without a graph that could have one; see `MetKinds.missing`."""
+        """Return kinds without a graph that could have one; see `MetKinds.missing`."""
         return self._met.missing()
 
     def awaits_load_check(self, kind: BlockKind) -> bool:
-        """Whether a kind without a graph has a stored one that is checked first."""
+        """Whether a kind without a graph has a stored one that is checked first.
+
+        Args:
+            kind: The kind.
+        """
         return self._lookup.awaits_load_check(kind)
 
     def count(self, source: str) -> int:
-        """The number of kinds whose graph was ``"built"`` or ``"loaded"`` in this process."""
+        """Return how many kinds have a graph from a source in this process.
+
+        Args:
+            source: ``"built"`` or ``"loaded"``.
+        """
         return sum(kind.source == source for kind in self.kinds)
 
     # What a host calls around its pictures.
@@ -233,6 +240,9 @@ class Session(KindRegistry):
 
     def drew(self, component: Drawn) -> bool:
         """Count a component to the picture that is being drawn.
+
+        Args:
+            component: The component that runs.
 
         Returns:
             Whether this is its first forward in the picture.
@@ -296,7 +306,7 @@ class Session(KindRegistry):
     # What a user asks for.
 
     def substitutes(self, device: torch.device | None = None) -> Sequence[Substitute]:
-        """What is used in place of options that this machine cannot follow.
+        """Return what is used in place of options that this machine cannot follow.
 
         Args:
             device: Where the models are; None for where this machine draws.
@@ -304,7 +314,7 @@ class Session(KindRegistry):
         return substitutes(self.options, self.backend.name, self.substituted, device)
 
     def status(self, since: Counter[tuple[str, str]] | None = None) -> Status:
-        """The status at this moment. Cheap enough for polling.
+        """Return the status at this moment. Cheap enough for polling.
 
         Args:
             since: From `fell_back_so_far`: reasons are those of calls after that moment.
@@ -316,18 +326,14 @@ class Session(KindRegistry):
         self._builds.build_missing()
 
     def build_in_background(self) -> None:
-        """Build what is missing beside the pictures, also after `cancel_builds`.
-
-        Paused builds stay paused (`go_on_with_builds`).
-        """
+        """Build what is missing beside the pictures, also after `cancel_builds`, unless paused."""
         self._builds.build_in_background()
 
     def cancel_builds(self) -> None:
         """End all builds within a moment; only graphs in work are lost.
 
-        Kinds that are missing now are built again when a later picture needs them, and by
-        `build_in_background`. A host that does not announce its pictures needs the latter. Kinds
-        that are met later are built.
+        Kinds that are missing now are built again when an announced picture needs them, and
+        by `build_in_background`. Kinds that are met later are built.
         """
         self._builds.cancel()
 
@@ -337,10 +343,7 @@ class Session(KindRegistry):
         return self.background.is_paused
 
     def pause_builds(self) -> None:
-        """End all builds within a moment, and build nothing until `go_on_with_builds`.
-
-        Only graphs in work are lost.
-        """
+        """End all builds, losing only graphs in work; build nothing until `go_on_with_builds`."""
         self._builds.pause()
 
     def go_on_with_builds(self) -> None:
@@ -376,7 +379,7 @@ class Session(KindRegistry):
         self.foreground.between_pictures(lambda: self._look_up_again(missing))
 
     def fallbacks(self, since: Counter[tuple[str, str]] | None = None) -> list[Fallback]:
-        """Calls that ran eager and why, most frequent first.
+        """Return the calls that ran eager and why, most frequent first.
 
         Args:
             since: From `fell_back_so_far`; None counts all calls.
@@ -384,7 +387,7 @@ class Session(KindRegistry):
         return self._fallbacks.since(since)
 
     def fell_back_so_far(self) -> Counter[tuple[str, str]]:
-        """The calls until this moment, for `fallbacks` and `status`."""
+        """Return the calls until this moment, for `fallbacks` and `status`."""
         return self._fallbacks.so_far()
 
     def close(self) -> None:

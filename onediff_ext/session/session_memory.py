@@ -63,7 +63,7 @@ class SessionMemory:
             budget.release_cached()
 
     def returnable_bytes(self) -> int:
-        """How much memory in use by tensors `make_room` would give back.
+        """Return how many bytes in use by tensors `make_room` would give back.
 
         The pools of CUDA graphs come on top. torch, and so the hosts, count them as unused.
         """

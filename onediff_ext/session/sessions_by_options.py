@@ -31,7 +31,11 @@ class SessionsByOptions:
         self.are_paused = False
 
     def session_for(self, options: CompileOptions) -> Session:
-        """The session for these options; the oldest one is closed above the limit."""
+        """Return the session for these options; the oldest one is closed above the limit.
+
+        Args:
+            options: The user's options. Options that differ only in `build` share a session.
+        """
         # Options that differ only in `build` share one session and its loaded graphs.
         key = replace(options, build="never")
         session = self._sessions.get(key)
@@ -67,12 +71,17 @@ class SessionsByOptions:
             session.background.end_pause()
 
     def make_room(self, needed_bytes: int, device: torch.device) -> None:
-        """As `SessionMemory.make_room`, of all sessions."""
+        """As `SessionMemory.make_room`, of all sessions.
+
+        Args:
+            needed_bytes: What the host needs.
+            device: Where.
+        """
         for session in list(self._sessions.values()):
             session.memory.make_room(needed_bytes, device)
 
     def returnable_bytes(self) -> int:
-        """As `SessionMemory.returnable_bytes`, of all sessions."""
+        """Return the sum of `SessionMemory.returnable_bytes` of all sessions."""
         return sum(session.memory.returnable_bytes() for session in list(self._sessions.values()))
 
     def close(self) -> None:

@@ -23,11 +23,19 @@ class StoredGraphLookup:
         self._awaiting_load_check: set[str] = set()
 
     def awaits_load_check(self, kind: BlockKind) -> bool:
-        """Whether a kind's stored graph was found without a load check on this machine."""
+        """Whether a kind's stored graph was found without a load check on this machine.
+
+        Args:
+            kind: The kind.
+        """
         return kind.key.digest in self._awaiting_load_check
 
     def look_up(self, kind: BlockKind) -> None:
-        """Load a kind's stored graph; else leave the kind missing, or failed, with the reason."""
+        """Load a kind's stored graph; else leave the kind missing, or failed, with the reason.
+
+        Args:
+            kind: A kind without a graph.
+        """
         context, event_log = self._context, self._context.event_log
         eager_reason = context.backend.unavailable_reason(kind.device)
         if eager_reason is not None:

@@ -25,14 +25,25 @@ class WarmUpControl:
         self.is_cancelled = False
 
     def cancel(self) -> bool:
-        """End the warm-up; return whether a pass was running."""
+        """End the warm-up.
+
+        Returns:
+            Whether a pass was running.
+        """
         running, self.is_cancelled = self._running, True
         if running is not None:
             running.cancel()
         return running is not None
 
     def run(self, warm_up: WarmUp) -> WarmUpReport:
-        """Run one pass, and return its results."""
+        """Run one pass; cancel it first when the warm-up was cancelled.
+
+        Args:
+            warm_up: The pass.
+
+        Returns:
+            The results of the pass.
+        """
         self._running = warm_up
         try:
             if self.is_cancelled:

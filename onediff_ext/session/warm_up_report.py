@@ -43,7 +43,7 @@ class Sentence:
     values: Mapping[str, object] = field(default_factory=dict)
 
     def english(self) -> str:
-        """The sentence, untranslated."""
+        """Return the sentence, untranslated."""
         return self.template.format(**self.values)
 
 
@@ -126,6 +126,12 @@ class WarmUpReport:
         """Combine this pass with a later one over the sizes that were left.
 
         What was built between the two counts too: builds go on while waiting pictures are drawn.
+
+        Args:
+            later: The report of the later pass.
+
+        Returns:
+            A report of both passes; `cancelled` and `gave_way` are those of the later one.
         """
         built = later.built_before + later.built - self.built_before
         return replace(
@@ -175,7 +181,7 @@ class WarmUpReport:
         return sentences
 
     def line(self) -> str:
-        """One line for people."""
+        """Return all sentences in English, in one line."""
         return " ".join(sentence.english() for sentence in self.sentences())
 
     def as_json(self) -> dict[str, Any]:

@@ -13,7 +13,11 @@ class WeightLayouts:
         self._strides: list[tuple[nn.Parameter, torch.Size, tuple[int, ...]]] = []
 
     def use_channels_last(self, model: nn.Module) -> None:
-        """Change a model's 4-dimensional weights to NHWC, unless they have that layout already."""
+        """Change a model's 4-dimensional weights to NHWC, unless they have that layout already.
+
+        Args:
+            model: The model; its weights stay the same parameters.
+        """
         for parameter in model.parameters():
             if parameter.ndim == 4 and not parameter.is_contiguous(
                 memory_format=torch.channels_last
@@ -22,7 +26,11 @@ class WeightLayouts:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
     def take_over(self, other: WeightLayouts) -> None:
-        """Take over the strides that another object would have restored."""
+        """Take over the strides that another object would have restored.
+
+        Args:
+            other: The other object; it has nothing left to restore afterwards.
+        """
         # For a weight that both have changed, the other object's strides are the older ones.
         self._strides += other._strides
         other._strides = []

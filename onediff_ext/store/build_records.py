@@ -178,7 +178,12 @@ class BuildRecords:
         self._change(digest, label, add)
 
     def record_eviction(self, digest: str, reason: str) -> None:
-        """Record why a kind's graph was deleted."""
+        """Record why a kind's graph was deleted.
+
+        Args:
+            digest: Of the kind's key.
+            reason: As in `Eviction`.
+        """
         eviction = Eviction(reason, time.time())
         self._change(digest, digest[:12], lambda v: replace(v, eviction=eviction))
 

@@ -105,7 +105,7 @@ class CheckpointRecords:
         return self._read(self._path(content_hash))
 
     def list(self) -> list[CheckpointListing]:
-        """List the checkpoints by name. Unreadable records are left out."""
+        """Return the checkpoints by name. Unreadable records are left out."""
         found = []
         for path in record_paths(self.folder.checkpoints):
             try:

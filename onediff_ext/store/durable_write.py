@@ -40,7 +40,14 @@ def write_and_sync(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk, where the system offers that."""
+    """Wait until the names in `folder` are on the disk, where the system offers that.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        OSError: The system failed to do it.
+    """
     if os.name == "nt":
         return  # Windows opens no folder; NTFS journals names by itself
     descriptor = os.open(folder, os.O_RDONLY)

@@ -121,6 +121,9 @@ def choose_evictions(
         unused_since_ns: Graphs last used before this time are chosen in any case; nanoseconds
             since the epoch.
         used_here: Digests that this process used. They are chosen last, and never for their age.
+
+    Returns:
+        The chosen graphs in the order of their deletion.
     """
     order = sorted(candidates, key=lambda c: (c.path.stem in used_here, c.last_used_ns))
     left_bytes = _size_bytes(order)
@@ -138,7 +141,7 @@ def choose_evictions(
 
 
 def scan(graphs: Path) -> list[Candidate]:
-    """List the graph files that this version may evict.
+    """Return the graph files that this version may evict.
 
     Files of other versions are left out; they do not count to the size either.
 
@@ -183,7 +186,11 @@ def remove_unless_used(folder: StoreFolder, candidate: Candidate) -> bool:
 
 
 def other_versions_files(folder: StoreFolder) -> list[Path]:
-    """List the graph files of other versions of this product."""
+    """Return the graph files of other versions of this product.
+
+    Args:
+        folder: The store.
+    """
     ours = {candidate.path for candidate in scan(folder.graphs)}
     here = [path for path in graph_paths(folder.graphs) if path not in ours and _is_file(path)]
     return here + [p for graphs in folder.other_versions_graphs() for p in graph_paths(graphs)]

@@ -16,6 +16,9 @@ def open_exchange(address: str, *, trust: bool) -> FsspecExchange:
         address: A folder, made if it is missing, or a URL of `fsspec`.
         trust: The user trusts everybody who can write there.
 
+    Returns:
+        The exchange.
+
     Raises:
         OptionError: fsspec, or the package for this kind of URL, is missing.
         UntrustedGraphError: Others may write there, or nobody can tell, without `trust`.

@@ -167,7 +167,11 @@ class StoreFolder:
 
 
 def encode_schema(schema: int) -> bytes:
-    """Return the content of `schema.json`. Its check value reveals any flipped bit."""
+    """Return the content of `schema.json`. Its check value reveals any flipped bit.
+
+    Args:
+        schema: The schema number.
+    """
     return json.dumps({"schema": schema, "check": _check(schema)}).encode("ascii")
 
 

@@ -148,6 +148,9 @@ class FsspecExchange(GraphExchange):
 def open_url(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL or folder, and the path in it.
 
+    Args:
+        url: As in `FsspecExchange`.
+
     Raises:
         OptionError: fsspec, or the package for this kind of URL, is not installed.
     """

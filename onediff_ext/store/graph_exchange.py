@@ -24,15 +24,33 @@ class GraphExchange(ABC):
 
     @abstractmethod
     def digests(self, tag: str) -> set[str]:
-        """Return the digests of all graphs of a machine tag."""
+        """Return the digests of all graphs of a machine tag.
+
+        Args:
+            tag: The machine tag.
+        """
 
     @abstractmethod
     def fetch(self, tag: str, digest: str) -> bytes | None:
-        """Return a graph file, or None when there is none."""
+        """Return a graph file, or None when there is none.
+
+        Args:
+            tag: The machine tag.
+            digest: Of the kind's key.
+        """
 
     @abstractmethod
     def publish(self, tag: str, digest: str, graph_file: bytes) -> bool:
-        """Add a graph file unless there is one; return whether it was added."""
+        """Add a graph file unless there is one.
+
+        Args:
+            tag: The machine tag.
+            digest: Of the kind's key.
+            graph_file: The bytes of the file.
+
+        Returns:
+            Whether it was added.
+        """
 
     @abstractmethod
     def lease(self, tag: str, digest: str, holder: str) -> bool:
@@ -49,7 +67,17 @@ class GraphExchange(ABC):
 
     @abstractmethod
     def release(self, tag: str, digest: str, holder: str) -> None:
-        """Give a lease back."""
+        """Give a lease back.
+
+        Args:
+            tag: The machine tag.
+            digest: Of the kind's key.
+            holder: The name that took the lease.
+        """
 
     def release_all(self, holder: str) -> None:  # noqa: B027
-        """Give back the leases of a holder that is gone, where `frees_lost_holders`."""
+        """Give back the leases of a holder that is gone, where `frees_lost_holders`.
+
+        Args:
+            holder: The name that took the leases.
+        """

@@ -75,6 +75,9 @@ def read_head(file: BinaryIO, size_bytes: int) -> GraphHeader:
         file: At its first byte; left at the payload's first byte.
         size_bytes: Length of the whole file.
 
+    Returns:
+        The header.
+
     Raises:
         GraphCorruptError: Something differs from what was saved.
         UnknownSchemaError: Another version wrote the file.
@@ -112,6 +115,9 @@ def read_payload(file: BinaryIO, header: GraphHeader) -> bytes:
         file: At the payload's first byte.
         header: From `read_head`.
 
+    Returns:
+        The checked bytes.
+
     Raises:
         GraphCorruptError: It differs from the saved payload.
     """
@@ -122,7 +128,11 @@ def read_payload(file: BinaryIO, header: GraphHeader) -> bytes:
 
 
 def peek_schema(prefix: bytes) -> int | None:
-    """Return the schema number in a graph file's first 12 bytes; None when it is not a graph."""
+    """Return the schema number in a graph file's first 12 bytes; None when it is not a graph.
+
+    Args:
+        prefix: The first 12 bytes or more; fewer are not a graph.
+    """
     if len(prefix) < _SCHEMA.size:
         return None
     magic, schema = _SCHEMA.unpack_from(prefix)

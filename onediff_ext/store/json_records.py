@@ -21,6 +21,9 @@ class RecordError(StoreError):
 def read_record(path: Path) -> object:
     """Return the JSON value of a record.
 
+    Args:
+        path: The file.
+
     Raises:
         RecordError: It is damaged, not a regular file, or may come from another user.
         OSError: It is missing or cannot be read.
@@ -37,7 +40,11 @@ def read_record(path: Path) -> object:
 
 
 def record_paths(folder: Path) -> list[Path]:
-    """Return the records of a folder, sorted; an empty list when the folder cannot be read."""
+    """Return the records of a folder, sorted; an empty list when the folder cannot be read.
+
+    Args:
+        folder: The folder of the records.
+    """
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.endswith(".json"))
     except OSError:

@@ -34,9 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class GraphLibrary:
-    """The graphs on disk. Creates nothing until the first write.
-
-    Several processes and threads may use one folder at the same time.
+    """The graphs on disk, for several processes and threads. The first write creates the folder.
 
     Args:
         root: The store's folder; it may be missing.
@@ -75,7 +73,7 @@ class GraphLibrary:
         return self.find(key.digest)
 
     def find(self, digest: str) -> StoredGraph | None:
-        """The same as `get`, by the digest of the key.
+        """Return the same as `get`, by the digest of the key.
 
         Args:
             digest: 64 hexadecimal digits.
@@ -187,15 +185,12 @@ class GraphLibrary:
         return explain_absence(self.folder, key, label, self.entries)
 
     def entries(self) -> list[StoredGraph]:
-        """List the graphs without their payloads, most recently used first.
-
-        Other files than sound graphs of this version are left out; `verify` reports them.
-        """
+        """Return this version's sound graphs without payloads, most recently used first."""
         found = list_graphs(self.folder.graphs)
         return sorted(found, key=lambda graph: (-graph.last_used_at, graph.digest))
 
     def verify(self, repair: bool = False) -> list[StoreProblem]:
-        """Check every byte of every graph, and whether each record can be read.
+        """Return the store's problems, from a check of all graphs' bytes and all records.
 
         Args:
             repair: Delete the damaged ones and what others may have written; write a damaged
@@ -208,10 +203,13 @@ class GraphLibrary:
         return list(find_problems(self.folder, repair))
 
     def delete(self, digest: str) -> bool:
-        """Delete one graph; return whether there was one.
+        """Delete one graph.
 
         Args:
             digest: Of the kind's key.
+
+        Returns:
+            Whether there was one.
 
         Raises:
             OptionError: `digest` is not a digest.
@@ -233,15 +231,13 @@ class GraphLibrary:
     ) -> PruneReport:
         """Delete the least recently used graphs, and the leftovers of dead processes.
 
-        Graphs that this process used are deleted only when no others are left.
-
         Args:
             limit_bytes: Size to shrink to; None is the library's own limit.
             older_than_s: Also delete graphs that were not used for so long.
             other_versions: Also delete all graphs of other versions.
 
         Returns:
-            What was deleted.
+            What was deleted; graphs that this process used only when no others were left.
 
         Raises:
             StoreBusyError: Another process kept pruning for too long.
@@ -256,7 +252,11 @@ class GraphLibrary:
         )
 
     def is_being_built(self, digest: str) -> bool:
-        """Whether a living process holds a kind's build lock."""
+        """Whether a living process holds a kind's build lock.
+
+        Args:
+            digest: Of the kind's key.
+        """
         if not (self.folder.locks.folder / f"build-{digest}.lock").exists():
             return False
         try:
@@ -265,10 +265,7 @@ class GraphLibrary:
             return False  # the store is read-only
 
     def sweep(self) -> int:
-        """Delete the part files and lock files of killed processes, once per library.
-
-        Returns:
-            The number of files.
+        """Return how many part and lock files of killed processes it deletes, once per library.
 
         Raises:
             StoreReadOnlyError: The folder cannot be written.
@@ -346,7 +343,10 @@ class GraphLibrary:
         return ImportReport(tuple(imported), tuple(kept))
 
     def add_graph_file(self, digest: str, graph_file: bytes) -> StoredGraph:
-        """Store a graph of another store, from the bytes of its file.
+        """Return a graph of another store, after storing it here.
+
+        Args:
+            digest, graph_file: Digest of the kind's key, and the bytes of the graph's file.
 
         Raises:
             StoreError: They are damaged, of another kind or version, or cannot be written.

@@ -52,6 +52,7 @@ class StoreLocks:
         Raises:
             StoreBusyError: It was not free within GUARD_TIMEOUT_S.
             StoreReadOnlyError: The folder cannot be written.
+            StoreError: The disk does not support locks.
         """
         lock = self._new(GUARD_NAME)
         with mapped_write_errors(Path(lock.lock_file)):
@@ -118,7 +119,11 @@ class StoreLocks:
             return True
 
     def collect(self) -> int:
-        """Remove the lock files of dead processes; return the number of free locks."""
+        """Remove the lock files of dead processes.
+
+        Returns:
+            The number of free locks.
+        """
         names = [path.stem for path in self.folder.glob("*.lock") if path.stem != GUARD_NAME]
         return sum(self.if_free(name, lambda: None) for name in names)
 

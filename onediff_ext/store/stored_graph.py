@@ -76,7 +76,11 @@ class StoredGraph:
             _LOG.debug("Last use of %s is not recorded: %s", self.digest, exc)
 
     def age_s(self, now_s: float) -> float:
-        """Return the seconds since the graph was built, never negative."""
+        """Return the seconds since the graph was built, never negative.
+
+        Args:
+            now_s: The present time, seconds since the epoch.
+        """
         return max(0.0, now_s - self.header.created_at)
 
 
@@ -99,12 +103,20 @@ def graph_path(graphs: Path, digest: str) -> Path:
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` looks like a SHA-256 in hexadecimal."""
+    """Whether `text` looks like a SHA-256 in hexadecimal.
+
+    Args:
+        text: Any text.
+    """
     return _DIGEST.fullmatch(text) is not None
 
 
 def graph_paths(graphs: Path) -> Iterator[Path]:
-    """Yield the graph files of a folder, sorted; nothing when the folder is missing."""
+    """Yield the graph files of a folder, sorted; nothing when the folder is missing.
+
+    Args:
+        graphs: The folder of the graphs.
+    """
     try:
         names = os.listdir(graphs)
     except OSError:
@@ -115,7 +127,11 @@ def graph_paths(graphs: Path) -> Iterator[Path]:
 
 
 def list_graphs(graphs: Path) -> Iterator[StoredGraph]:
-    """Yield the sound graphs of a folder, without their payloads."""
+    """Yield the sound graphs of a folder, without their payloads.
+
+    Args:
+        graphs: The folder of the graphs.
+    """
     for path in graph_paths(graphs):
         try:
             yield open_graph(path, with_payload=False)
@@ -130,10 +146,14 @@ def open_graph(path: Path, with_payload: bool) -> StoredGraph:
         path: The file.
         with_payload: Also read and check the payload.
 
+    Returns:
+        The graph; its payload is None without `with_payload`.
+
     Raises:
         GraphCorruptError: Its bytes differ from the saved ones.
         UnknownSchemaError: Another version wrote it.
         UntrustedGraphError: Others own it or may write it.
+        TimeoutError: It takes too long to read.
         OSError: The file is missing or cannot be read.
     """
     try:

@@ -40,7 +40,15 @@ class StoreProblem:
 
 
 def find_problems(folder: StoreFolder, repair: bool) -> Iterator[StoreProblem]:
-    """Check every graph and record; with `repair`, delete damaged ones and move misplaced ones.
+    """Check every graph and record of a store.
+
+    Args:
+        folder: The store.
+        repair: Delete damaged files, move misplaced graphs, and write a damaged `schema.json`
+            again.
+
+    Yields:
+        The files that this version cannot use.
 
     Raises:
         StoreReadOnlyError: `repair` cannot delete or move.
@@ -108,7 +116,11 @@ def remove_if_unusable(folder: StoreFolder, path: Path, with_untrusted: bool = F
 
 
 def is_sound(path: Path) -> bool:
-    """Whether `path` is a sound graph of this version that only this user can write."""
+    """Whether `path` is a sound graph of this version that only this user can write.
+
+    Args:
+        path: The file.
+    """
     try:
         open_graph(path, with_payload=True)
     except (OSError, StoreError):

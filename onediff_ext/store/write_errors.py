@@ -21,6 +21,11 @@ def mapped_write_errors(path: Path) -> Iterator[None]:
 
     Args:
         path: The file that is written.
+
+    Raises:
+        StoreFullError: There is no space left, or the file is too large for its disk.
+        StoreReadOnlyError: The file or its folder cannot be written.
+        StoreError: Another error of the system.
     """
     try:
         yield
