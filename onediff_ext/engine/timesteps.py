@@ -22,7 +22,11 @@ def are_of_one_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def value_of(timestep: object) -> float:
-    """Return the (first) number of a timestep. Waits for a GPU."""
+    """Return the (first) number of a timestep. Waits for a GPU.
+
+    Args:
+        timestep: A number, or a tensor of any shape.
+    """
     if isinstance(timestep, torch.Tensor):
         return float(timestep.flatten()[0])
     return float(timestep)  # type: ignore[arg-type]

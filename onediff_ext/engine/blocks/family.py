@@ -121,7 +121,11 @@ class BlockFamily(ABC):
 
     @abstractmethod
     def describe(self, block: Any) -> str:
-        """Return a few words for people, such as ``"ResnetBlock2D 320→640"``."""
+        """Return a few words for people, such as ``"ResnetBlock2D 320→640"``.
+
+        Args:
+            block: The host's module.
+        """
 
     @abstractmethod
     def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
@@ -173,17 +177,31 @@ class BlockFamily(ABC):
         raise NotImplementedError
 
     def graph_call(self, block: Any, call: BlockCall) -> BlockCall:
-        """Return a call as its graph takes it, with the text KV cache computed if it has one."""
+        """Return a call as its graph takes it, with the text KV cache computed if it has one.
+
+        Args:
+            block: The host's module.
+            call: A call that `sort` returned.
+        """
         if call.prompt is None:
             return call
         return self.with_text_kv(call, self.text_kv(block, call.prompt))
 
     def tensors_of(self, output: Any) -> tuple[torch.Tensor, ...]:
-        """Return the tensors in the output of `method`, which are a graph's outputs."""
+        """Return the tensors in the output of `method`, which are a graph's outputs.
+
+        Args:
+            output: What `method` returned.
+        """
         return (output,)
 
     def output_of(self, block: Any, tensors: Tensors) -> Any:  # noqa: ARG002
-        """Return the output of `method` for a graph's outputs."""
+        """Return the output of `method` for a graph's outputs.
+
+        Args:
+            block: The host's module.
+            tensors: The graph's outputs.
+        """
         (output,) = tensors
         return output
 
@@ -211,8 +229,17 @@ class BlockFamily(ABC):
         return None
 
     def prepare(self, block: Any) -> None:  # noqa: B027
-        """Prepare a structural copy of a block for tracing; the default changes nothing."""
+        """Prepare a structural copy of a block for tracing; the default changes nothing.
+
+        Args:
+            block: The copy that is traced.
+        """
 
     def widest(self, block: Any, call: BlockCall) -> int:  # noqa: ARG002
-        """Return the elements of the largest tensor inside the block, against 32-bit indices."""
+        """Return the elements of the largest tensor inside the block, against 32-bit indices.
+
+        Args:
+            block: The host's module.
+            call: A sorted call.
+        """
         return max(t.numel() for t in call.tensors)

@@ -21,12 +21,20 @@ _DEPTH = 3
 
 
 def qualified_name(cls: type) -> str:
-    """Return ``"module.Class"``."""
+    """Return ``"module.Class"``.
+
+    Args:
+        cls: Any class.
+    """
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def digest(text: str) -> str:
-    """Return the first 16 hexadecimal digits of the text's SHA-256."""
+    """Return the first 16 hexadecimal digits of the text's SHA-256.
+
+    Args:
+        text: Hashed as UTF-8.
+    """
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -18,12 +18,20 @@ Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight has no Python code of its own, as subclasses of tensors have."""
+    """Whether a weight has no Python code of its own, as subclasses of tensors have.
+
+    Args:
+        weight: Of any shape.
+    """
     return type(weight) in (torch.Tensor, nn.Parameter)
 
 
 def layout_of(weight: torch.Tensor) -> Layout:
-    """Return a weight's dtype, shape and strides."""
+    """Return a weight's dtype, shape and strides.
+
+    Args:
+        weight: Of any shape.
+    """
     return weight.dtype, weight.shape, weight.stride()
 
 
@@ -77,7 +85,12 @@ class WrapperRule(ABC):
 
 
 def rule_of(module: nn.Module, rules: Sequence[WrapperRule]) -> WrapperRule | None:
-    """Return the rule of a wrapper; None for any other module."""
+    """Return the rule of a wrapper; None for any other module.
+
+    Args:
+        module: Any module.
+        rules: The rules to try, in this order.
+    """
     return next((rule for rule in rules if rule.matches(module)), None)
 
 

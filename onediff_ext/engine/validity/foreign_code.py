@@ -92,12 +92,20 @@ def defining_module(value: object) -> str:
 
 
 def is_called_by_no_forward(name: str) -> bool:
-    """Whether a method of this name has nothing to do with what a module computes."""
+    """Whether a method of this name has nothing to do with what a module computes.
+
+    Args:
+        name: The method's name.
+    """
     return name in _IGNORED or name.startswith(_IGNORED_PREFIXES)
 
 
 def is_ours(value: object) -> bool:
-    """Whether this package defines the value's class."""
+    """Whether this package defines the value's class.
+
+    Args:
+        value: Any object.
+    """
     return type(value).__module__.startswith("onediff_ext.")
 
 
@@ -146,7 +154,12 @@ def replaced_methods(module: object) -> dict[str, object]:
 
 
 def is_own_method(module: object, name: str) -> bool:
-    """Whether an instance attribute is the very method of the instance's class."""
+    """Whether an instance attribute is the very method of the instance's class.
+
+    Args:
+        module: The instance.
+        name: The attribute's name.
+    """
     return _is_own(vars(module).get(name), module, name)
 
 
@@ -220,7 +233,12 @@ def _is_known_mode(cls: type) -> bool:
 
 
 def is_foreign(module: str, trusted: Sequence[str]) -> bool:
-    """Whether a module is neither Python's, torch's, a known package's nor one of `trusted`."""
+    """Whether a module is neither Python's, torch's, a known package's nor one of `trusted`.
+
+    Args:
+        module: The module's full name.
+        trusted: Prefixes of modules that are known.
+    """
     if not module or module.partition(".")[0] in _STANDARD:
         return False
     return not f"{module}.".startswith((*_TRUSTED, *trusted))

@@ -100,7 +100,12 @@ def _tensor_value(tensor: torch.Tensor) -> object:
 
 
 def is_equal(ours: object, theirs: object) -> bool:
-    """Return whether two values are equal; False where ``==`` has no single answer (arrays)."""
+    """Return whether two values are equal; False where ``==`` has no single answer (arrays).
+
+    Args:
+        ours: Any value.
+        theirs: Any value.
+    """
     try:
         return bool(ours == theirs)
     except (RuntimeError, ValueError, TypeError):
