@@ -53,7 +53,7 @@ def header_of(status: Status, wanted: bool, why: PlainReason | None, words: Phra
         if reason:
             more += words.say(phrases.WHY_IN_BRACKETS, why=reason)
         return Header(state, words.say(phrases.PART) + more)
-    text = reason or words.say(_why_without(status))
+    text = reason or words.say(_without_reason(status))
     return Header(state, words.say(phrases.WITHOUT) + words.say(phrases.WHY, why=text))
 
 
@@ -67,7 +67,7 @@ def _graphs(speedup: float | None, words: Phrases) -> Header:
     return Header(Headline.GRAPHS, text, gains)
 
 
-def _why_without(status: Status) -> str:
+def _without_reason(status: Status) -> str:
     if status.running == "off":
         return phrases.NO_PICTURE_YET
     return phrases.CUDA_GRAPHS_ONLY if status.captures else phrases.NOT_BUILT_YET

@@ -231,7 +231,7 @@ class Session(KindRegistry):
         return Picture(self)
 
     def forward(self, call: ModelCall | None = None) -> AbstractContextManager[None]:
-        """Run one forward of one model; for the models that `Component` wraps.
+        """Return a context for one forward of a model; for the models that `Component` wraps.
 
         Args:
             call: Shows which picture an unannounced forward belongs to.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onediff_ext.core.errors import StoreError, UnsafeFileError
 from onediff_ext.core.untrusted_files import open_regular
-from onediff_ext.store.permissions import why_not_ours
+from onediff_ext.store.permissions import not_ours_reason
 
 _LIMIT_BYTES = 16 << 20
 _LIMIT_S = 10.0
@@ -30,7 +30,7 @@ def read_record(path: Path) -> object:
     """
     try:
         with open_regular(path, limit_bytes=_LIMIT_BYTES, limit_s=_LIMIT_S) as file:
-            if reason := why_not_ours(path, os.fstat(file.fileno())):
+            if reason := not_ours_reason(path, os.fstat(file.fileno())):
                 raise RecordError(f"{path.name}: {reason}.")
             return json.loads(file.read())
     except UnsafeFileError as exc:

@@ -59,7 +59,7 @@ def secure_folder(folder: Path, *, holds_code: bool) -> None:
         )
 
 
-def why_not_ours(path: Path, status: os.stat_result) -> str:
+def not_ours_reason(path: Path, status: os.stat_result) -> str:
     """Return why the content of a file may come from another user.
 
     Args:

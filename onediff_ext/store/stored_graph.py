@@ -23,7 +23,7 @@ from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.records import GraphHeader
 from onediff_ext.core.untrusted_files import open_regular
 from onediff_ext.store.graph_file import read_head, read_payload
-from onediff_ext.store.permissions import why_not_ours
+from onediff_ext.store.permissions import not_ours_reason
 
 _LOG = logging.getLogger(__name__)
 SUFFIX = ".graph"
@@ -159,7 +159,7 @@ def open_graph(path: Path, with_payload: bool) -> StoredGraph:
     try:
         with open_regular(path, limit_bytes=MAX_GRAPH_BYTES, limit_s=_LIMIT_S) as file:
             status = os.fstat(file.fileno())
-            if reason := why_not_ours(path, status):
+            if reason := not_ours_reason(path, status):
                 raise UntrustedGraphError(
                     reason, f"If you trust it, own it alone: `chmod go-w '{path}'`; else delete it."
                 )

@@ -142,9 +142,12 @@ class Snapshot:
         self.origin = object()
         self._epoch: Hashable = None  # the last one in which the layouts were read
         self.refusal_reason = (
-            next(filter(None, (_refusal(m, model, known, wrapped, passing) for m in modules)), None)
-            or next(filter(None, (_processor_refusal(p, known) for p in processors)), None)
-            or next(filter(None, (_tensor_refusal(t, known) for t in tensors)), None)
+            next(
+                filter(None, (_refusal_reason(m, model, known, wrapped, passing) for m in modules)),
+                None,
+            )
+            or next(filter(None, (_processor_reason(p, known) for p in processors)), None)
+            or next(filter(None, (_tensor_reason(t, known) for t in tensors)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
             or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
         )
@@ -229,7 +232,7 @@ def _where(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-def _refusal(
+def _refusal_reason(
     module: nn.Module,
     model: nn.Module,
     known: TrustedModules,
@@ -270,7 +273,7 @@ def _form_of(tensor: torch.Tensor) -> Hashable:
     return type(tensor), layout_of(tensor)
 
 
-def _tensor_refusal(tensor: torch.Tensor, known: TrustedModules) -> str | None:
+def _tensor_reason(tensor: torch.Tensor, known: TrustedModules) -> str | None:
     """Refuse weights of classes with Python code of their own, unless the code is known."""
     cls = type(tensor)
     if f"{cls.__module__}.".startswith(("torch.", *_TENSOR_SOURCES, *known.prefixes)):
@@ -302,7 +305,7 @@ def _foreign_function(
     return None
 
 
-def _processor_refusal(processor: object, known: TrustedModules) -> str | None:
+def _processor_reason(processor: object, known: TrustedModules) -> str | None:
     if processor is None or isinstance(processor, nn.Module):
         return None
     cls = type(processor)

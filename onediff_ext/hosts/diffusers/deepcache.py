@@ -79,7 +79,7 @@ def deepcache_state(pipe: object) -> DeepCache | None:
     return deepcache_of(unet) if isinstance(unet, nn.Module) else None
 
 
-def distilled_refusal(unet: Any) -> str | None:
+def distilled_reason(unet: Any) -> str | None:
     """Why DeepCache saves nothing with this UNet, or None.
 
     A distilled LCM takes the guidance as an input, and needs only a few steps.
@@ -203,7 +203,7 @@ class _Switch:
     def _refusal_reason(self) -> str | None:
         scheduler = self._scheduler()
         name = type(scheduler).__name__.removesuffix("Scheduler")
-        return distilled_refusal(self._unet) or few_steps_reason(
+        return distilled_reason(self._unet) or few_steps_reason(
             name, getattr(scheduler, "num_inference_steps", None)
         )
 

@@ -15,7 +15,7 @@ from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.step_cache_options import NO_STEP_CACHE, StepCacheOptions
 from onediff_ext.hosts.diffusers.compile import one_picture
-from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_refusal
+from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_reason
 from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 from onediff_ext.hosts.diffusers.drawing import transformer_calls
 from onediff_ext.hosts.diffusers.drawing.encoded_prompts import EncodedPrompts
@@ -182,7 +182,7 @@ class ImageGenerator:
         """Return why pictures are drawn without the requested DeepCache, or None."""
         if not settings.deepcache.is_on:
             return None
-        return distilled_refusal(denoiser_of(self.pipe)) or few_steps_reason(
+        return distilled_reason(denoiser_of(self.pipe)) or few_steps_reason(
             settings.scheduler, settings.steps
         )
 
