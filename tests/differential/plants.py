@@ -129,7 +129,7 @@ def methods_of_instances(patch: pytest.MonkeyPatch) -> None:
 @_plant
 def processors_by_their_bare_name(patch: pytest.MonkeyPatch) -> None:
     """Trust every attention processor class named ``AttnProcessor2_0``, whatever its module."""
-    patch.setattr(staleness, "_processor_refusal", _always(None))
+    patch.setattr(staleness, "_processor_reason", _always(None))
     tree, family = block_tree.BlockTree, blocks.TransformerFamily
     for cls, name in ((tree, "__init__"), (tree, "copy"), (family, "bind")):
         patch.setattr(cls, name, _by_name(getattr(cls, name)))

@@ -189,24 +189,19 @@ class Snapshot:
             epoch: Equal for the calls of one image; layouts of weights and code objects are read
                 once for them. None reads them each time.
         """
+        return self._weights_and_settings_hold(epoch) and self._state.holds(epoch=epoch)
+
+    def holds_but_for_code(self) -> bool:
+        """Return whether at most the code has changed that the modules run."""
+        return self._weights_and_settings_hold(None) and self._state.holds_but_for_code()
+
+    def _weights_and_settings_hold(self, epoch: Hashable) -> bool:
         tensors = self._tensors.alive()
         return (
             tensors is not None
             and _where(tensors) == self._places
             and self._known.current_settings() == self._settings
             and self._has_its_layouts(tensors, epoch)
-            and self._state.holds(epoch=epoch)
-        )
-
-    def holds_but_for_code(self) -> bool:
-        """Return whether at most the code has changed that the modules run."""
-        tensors = self._tensors.alive()
-        return (
-            tensors is not None
-            and _where(tensors) == self._places
-            and self._known.current_settings() == self._settings
-            and self._has_its_layouts(tensors, None)
-            and self._state.holds_but_for_code()
         )
 
     def places(self) -> set[int]:
