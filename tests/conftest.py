@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -73,6 +74,9 @@ def _seed_torch(seed: int) -> None:
     """Give each test the same random numbers; pytest-randomly does it for all but torch."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
+        # pytest listens to each logger. A listener makes torch write down all of its tracing.
+        trace = logging.getLogger("torch.__trace")
+        vars(trace)["addHandler"] = lambda handler: None
 
 
 @functools.cache

@@ -164,10 +164,32 @@ def ready_for_standalone_compile(graph_module: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Suppress torch 2.6's warnings for the layers of a block that is deliberately no submodule."""
-    with warnings.catch_warnings():
+    """Export without what nobody reads.
+
+    torch 2.6 warns of the layers of a block that is deliberately no submodule. Newer ones write
+    the Python stack beside each operator: a twelfth of the time, and paths of this machine.
+    """
+    with warnings.catch_warnings(), _without_stack_traces():
         warnings.filterwarnings("ignore", "Unable to find the path of the module")
         yield
+
+
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    try:
+        from torch.fx import config
+    except ImportError:
+        yield
+        return
+    name = "do_not_emit_stack_traces"  # missing from older versions
+    before = getattr(config, name, None)
+    try:
+        if before is not None:
+            setattr(config, name, True)
+        yield
+    finally:
+        if before is not None:
+            setattr(config, name, before)
 
 
 @functools.cache

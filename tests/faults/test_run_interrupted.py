@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 OPTIONS = ("--steps", "8", "--strength", "1", "--batch-size", "1")
-COUNT = 16
+COUNT = 8
 
 
 class StoppedRun:
