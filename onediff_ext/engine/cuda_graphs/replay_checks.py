@@ -24,24 +24,47 @@ class ReplayChecks:
         self._passed: dict[Hashable, FrozenState] = {}
 
     def is_done(self, captured: CapturedGraph) -> bool:
-        """Whether a CUDA graph needs no comparison any more."""
+        """Whether a CUDA graph needs no comparison any more.
+
+        Args:
+            captured: The CUDA graph.
+        """
         return captured.checks >= _REQUIRED_CHECKS
 
     def has_passed(self, form: Hashable, state: FrozenState) -> bool:
-        """Whether a CUDA graph of this form and this state has passed all comparisons."""
+        """Whether a CUDA graph of this form and this state has passed all comparisons.
+
+        Args:
+            form: Variant and `ForwardCall.form` of the call.
+            state: What the model is.
+        """
         return state.is_same_as(self._passed.get(form))
 
     def knows(self, form: Hashable) -> bool:
-        """Whether a CUDA graph of this form has passed in any state."""
+        """Whether a CUDA graph of this form has passed in any state.
+
+        Args:
+            form: As `has_passed` takes it.
+        """
         return form in self._passed
 
     def begin(self, form: Hashable, captured: CapturedGraph) -> None:
-        """Count the comparisons that a new CUDA graph is spared."""
+        """Leave a new CUDA graph one comparison if another size of its form and state has passed.
+
+        Args:
+            form: As `has_passed` takes it.
+            captured: The new CUDA graph.
+        """
         if self.has_passed(form, captured.state):
             captured.checks = _REQUIRED_CHECKS - 1
 
     def note_passed(self, form: Hashable, captured: CapturedGraph) -> None:
-        """Remember a CUDA graph's state, if it has passed all comparisons."""
+        """Remember a CUDA graph's state, if it has passed all comparisons.
+
+        Args:
+            form: As `has_passed` takes it.
+            captured: The CUDA graph.
+        """
         if self.is_done(captured):
             self._passed[form] = captured.state
 
