@@ -61,6 +61,9 @@ class ClassForward:
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return what runs as a module's forward.
 
+    Args:
+        module: The module.
+
     Returns:
         The module's own attribute, or else a `ClassForward`.
     """
@@ -74,6 +77,12 @@ def forward_slot(module: nn.Module) -> str:
     accelerate's hooks bring a model's weights to the GPU (``enable_model_cpu_offload``) and run
     the forward that was there before from ``_old_forward``. What stands in place of that one is
     called with the weights where they belong, and the hook stays the outermost.
+
+    Args:
+        module: The module.
+
+    Returns:
+        ``"forward"`` or ``"_old_forward"``.
     """
     own = vars(module).get("forward")
     if not isinstance(own, functools.partial) or "_old_forward" not in vars(module):
@@ -82,7 +91,11 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def inner_forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return what runs as a module's forward under a hook of accelerate, as `forward_of`."""
+    """Return what runs as a module's forward under a hook of accelerate, as `forward_of`.
+
+    Args:
+        module: The module.
+    """
     slot = forward_slot(module)
     if slot == "forward":
         return forward_of(module)

@@ -78,7 +78,8 @@ def missing_parts(function: Function, is_method: bool) -> list[str]:
     missing = [f"argument {n}" for n in names if n not in known]
     if names and not says_result(function, docstring):
         missing.append("result")
-    told = named_in(section(docstring, "Raises") or "")
+    # `torch.OutOfMemoryError` and a name that was imported from there are the same.
+    told = {name.rpartition(".")[2] for name in named_in(section(docstring, "Raises") or "")}
     return missing + [f"error {e}" for e in sorted(set(raised_directly(function)) - told)]
 
 
@@ -136,7 +137,7 @@ def problems_of_package(package: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("package", ["session", "store"])
+@pytest.mark.parametrize("package", ["engine", "session", "store"])
 def test_public_functions_are_documented(package: str) -> None:
     problems = problems_of_package(package)
     assert not problems, "\n" + "\n".join(problems)
