@@ -17,7 +17,7 @@ def class_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a method of a module's class as it is now, bound, whatever the module itself has.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
         name: The method's name.
 
     Raises:
@@ -37,7 +37,7 @@ class ClassForward:
     """Calls the forward that a module's class has at the moment of the call.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +62,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return what runs as a module's forward.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
 
     Returns:
         The module's own attribute, or else a `ClassForward`.
@@ -79,7 +79,7 @@ def forward_slot(module: nn.Module) -> str:
     called with the weights where they belong, and the hook stays the outermost.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
 
     Returns:
         ``"forward"`` or ``"_old_forward"``.
@@ -94,7 +94,7 @@ def inner_forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return what runs as a module's forward under a hook of accelerate, as `forward_of`.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
     """
     slot = forward_slot(module)
     if slot == "forward":

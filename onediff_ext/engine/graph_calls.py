@@ -20,7 +20,7 @@ class GraphObserver(ABC):
         """Call a graph.
 
         Args:
-            graph: The graph.
+            graph: As `Backend.load` returned it.
             arguments: The block's weights, then its input tensors.
 
         Returns:
@@ -35,7 +35,7 @@ def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch
     """Call a graph; observers see the call.
 
     Args:
-        graph: The graph.
+        graph: As `Backend.load` returned it.
         arguments: The block's weights, then its input tensors.
 
     Returns:

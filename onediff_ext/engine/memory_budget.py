@@ -72,7 +72,7 @@ class GpuMemory(ABC):
         """Return the memory now, or None for a device without memory of its own (CPU).
 
         Args:
-            device: The GPU.
+            device: Any device of torch.
         """
 
     @abstractmethod

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "onediff_ext"
 _SECTION = r"^{}:\n((?:[ \t]+.*\n|\n)*)"
+_FILLER = r"^[ ]{4}(\w+): The \1\.$"
 _EXEMPT_DECORATORS = ("property", "cached_property", "setter", "overload")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -30,7 +31,11 @@ def section(docstring: str, title: str) -> str | None:
 
 
 def named_in(text: str) -> set[str]:
-    """Return the names that a section explains: `a, b: ...` gives a and b."""
+    """Return the names that a section explains: `a, b: ...` gives a and b.
+
+    "block: The block." explains nothing.
+    """
+    text = re.sub(_FILLER, "", text, flags=re.MULTILINE)
     heads = re.findall(r"^[ ]{4}([*\w.]+(?:, [*\w.]+)*):", text, re.MULTILINE)
     return {name.lstrip("*") for head in heads for name in head.split(", ")}
 

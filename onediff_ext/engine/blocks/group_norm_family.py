@@ -50,7 +50,7 @@ class GroupNorms(ImageBlocks):
         """Return label and number of channels, such as ``"GroupNorm 320"``.
 
         Args:
-            block: The norm.
+            block: A norm of `norm_class`.
         """
         return f"{self.label} {block.num_channels}"
 

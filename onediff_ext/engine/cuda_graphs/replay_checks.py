@@ -27,7 +27,7 @@ class ReplayChecks:
         """Whether a CUDA graph needs no comparison any more.
 
         Args:
-            captured: The CUDA graph.
+            captured: A CUDA graph of `CudaGraphCache`.
         """
         return captured.checks >= _REQUIRED_CHECKS
 
@@ -53,7 +53,7 @@ class ReplayChecks:
 
         Args:
             form: As `has_passed` takes it.
-            captured: The new CUDA graph.
+            captured: Just recorded, with no comparison yet.
         """
         if self.has_passed(form, captured.state):
             captured.checks = _REQUIRED_CHECKS - 1
@@ -63,7 +63,7 @@ class ReplayChecks:
 
         Args:
             form: As `has_passed` takes it.
-            captured: The CUDA graph.
+            captured: A CUDA graph of `CudaGraphCache`.
         """
         if self.is_done(captured):
             self._passed[form] = captured.state
@@ -72,7 +72,7 @@ class ReplayChecks:
         """Compare a replay's output with eager's, and count the check if it decides anything.
 
         Args:
-            captured: The CUDA graph.
+            captured: A CUDA graph of `CudaGraphCache`.
             replayed: Its output, a tensor or a structure of tensors.
             expected: The output of the model's own forward, of the same structure.
 

@@ -98,7 +98,7 @@ def precision_of(wanted: str, call: BlockCall) -> str:
 
     Args:
         wanted: The user's.
-        call: The call.
+        call: Tokens among its tensors are (batch, tokens, channels).
     """
     fewest = FEWEST_ROWS.get(wanted, 1)
     if fewest > 1:
