@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
@@ -38,6 +39,16 @@ def positive_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or above")
     return int(text)
+
+
+def picture_path(text: str) -> Path:
+    """Read the path or URL of pictures, for argparse."""
+    from onediff_ext.pictures.urls import parse_path
+
+    try:
+        return parse_path(text)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def required_sizes(text: str) -> list[BatchShape]:

@@ -60,6 +60,11 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw everything eager, then compiled; print a table and the output folder."""
+    from onediff_ext.core.errors import OptionError
+    from onediff_ext.pictures.urls import is_url
+
+    if is_url(arguments.output):
+        raise OptionError("The demo writes to this machine.", "Name a folder of it with -o.")
     report_file.check_report_path(arguments.report)
     arguments.inputs = arguments.inputs or sorted(DEMO_PHOTOS.glob("*.jpg"))
     identity = model_identity(arguments)

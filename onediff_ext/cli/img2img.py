@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
-from onediff_ext.cli.argument_types import positive_amount
+from onediff_ext.cli.argument_types import picture_path, positive_amount
 from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
@@ -31,14 +31,20 @@ def add_parser(commands: Any) -> None:
         description="Pictures are grouped by size; the same seed gives the same picture however"
         " they are grouped. A run that was stopped goes on where it stopped.",
     )
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="FOLDER", help="or files")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        type=picture_path,
+        metavar="FOLDER",
+        help="or files, or URLs such as s3://bucket/folder",
+    )
     add_arguments(parser)
     parser.set_defaults(run=run, when_stopped="The same command goes on where it stopped.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all arguments but the inputs; the demo has them too."""
-    parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
+    parser.add_argument("-o", "--output", type=picture_path, default=Path("onediff-output"))
     parser.add_argument(
         "--size",
         default="own",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
-from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.argument_types import picture_path, positive_count, required_sizes
 from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
         default=1,
         help="batches of each size (default: 1)",
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
+    parser.add_argument("-o", "--output", type=picture_path, default=Path("onediff-output"))
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     add_draw_arguments(parser, with_strength=False)
     add_model_arguments(parser)

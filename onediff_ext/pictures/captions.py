@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from onediff_ext.core.errors import PictureError, UnsafeFileError
-from onediff_ext.core.untrusted_files import read_regular
+from onediff_ext.pictures.urls import open_file
 
 SUFFIX = ".txt"
 MAX_BYTES = 256 * 1024
@@ -22,7 +22,8 @@ def read_caption(picture: Path) -> str | None:
     """
     path = picture.with_suffix(SUFFIX)
     try:
-        text = read_regular(path, limit_bytes=MAX_BYTES, limit_s=READ_LIMIT_S).decode("utf-8-sig")
+        with open_file(path, limit_bytes=MAX_BYTES, limit_s=READ_LIMIT_S) as stream:
+            text = stream.read().decode("utf-8-sig")
     except FileNotFoundError:
         return None
     except UnsafeFileError as exc:

@@ -14,6 +14,7 @@ from onediff_ext.pictures.captions import is_caption
 from onediff_ext.pictures.formats import FORMAT_OF_SUFFIX, readable_formats
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
 from onediff_ext.pictures.skipped import SkipReport
+from onediff_ext.pictures.urls import Entry, entries_of, exists, identity_of, is_folder, is_url
 
 # A walk takes time that grows with the cube of the depth, and calls for each level.
 _MAX_DEPTH = 100
@@ -67,13 +68,12 @@ def find_pictures(
     Raises:
         PictureError: An input does not exist, or a given folder cannot be listed.
     """
-    search = _Search(report, recursive, _real(output_dir) if output_dir is not None else None)
+    search = _Search(report, recursive, identity_of(output_dir) if output_dir is not None else None)
     found: list[FoundPicture] = []
     for given in inputs:
-        # os.path: Path.exists raises for a name that is too long.
-        if os.path.isdir(given):
+        if _is_folder(given):
             found.extend(search.in_folder(given, given))
-        elif os.path.exists(given):
+        elif exists(given):
             found.extend(search.once(FoundPicture(given, given.parent)))
         else:
             raise PictureError(f"There is no {given}.", "Check the name of the file or folder.")
@@ -88,24 +88,25 @@ class _Search:
     seen: set[str] = field(default_factory=set)
 
     def once(self, picture: FoundPicture) -> Iterator[FoundPicture]:
-        real = _real(picture.path)
+        real = identity_of(picture.path)
         if real not in self.seen:
             self.seen.add(real)
             yield picture
 
     def in_folder(self, folder: Path, root: Path, depth: int = 0) -> Iterator[FoundPicture]:
         # The real path also ends loops of links. The slash keeps folders and files apart.
-        real = _real(folder)
+        real = identity_of(folder)
         if real + os.sep in self.seen:
             return
         self.seen.add(real + os.sep)
         subfolders = []
         listed = self._listed(folder, root)
-        stems = Counter(path.stem for path in listed)
-        for path in listed:
+        stems = Counter(entry.path.stem for entry in listed)
+        for entry in listed:
+            path = entry.path
             if is_caption(path, stems):
                 continue
-            if os.path.isdir(path):
+            if entry.is_folder:
                 subfolders.append(path)
                 if path.suffix.lower() in FORMAT_OF_SUFFIX:
                     self.report.skip(path, "It is a folder, not a picture.")
@@ -118,12 +119,12 @@ class _Search:
                 if depth == _MAX_DEPTH:
                     too_deep = PictureError(f"It lies more than {_MAX_DEPTH} folders deep.")
                     self.report.skip(subfolder, too_deep)
-                elif _real(subfolder) != self.output_dir:
+                elif identity_of(subfolder) != self.output_dir:
                     yield from self.in_folder(subfolder, root, depth + 1)
 
-    def _listed(self, folder: Path, root: Path) -> list[Path]:
+    def _listed(self, folder: Path, root: Path) -> list[Entry]:
         try:
-            names = [entry.name for entry in os.scandir(folder)]
+            entries = entries_of(folder)
         except OSError as exc:
             reason = f"The folder cannot be listed ({exc.strerror})."
             if folder == root:
@@ -131,8 +132,8 @@ class _Search:
                 raise PictureError(f"{folder}: {reason}", hint) from exc
             self.report.skip(folder, reason)
             return []
-        shown = [name for name in names if not name.startswith(".")]
-        return [folder / name for name in sorted(shown, key=natural_key)]
+        shown = [entry for entry in entries if not entry.path.name.startswith(".")]
+        return sorted(shown, key=lambda entry: natural_key(entry.path.name))
 
     def _is_output(self, real_folder: str) -> bool:
         output_dir = self.output_dir
@@ -140,7 +141,7 @@ class _Search:
 
     def _skip_reason(self, path: Path, in_output_dir: bool) -> str:
         """Return why a file in a folder is left out; empty if it is an image."""
-        if not os.path.exists(path):
+        if not is_url(path) and not os.path.exists(path):
             return "It is a link to a file that is not there."
         suffix = path.suffix.lower()
         if suffix not in FORMAT_OF_SUFFIX:
@@ -159,5 +160,9 @@ def _made_by_us(path: Path) -> bool:
         return False  # reading the image will report the error
 
 
-def _real(path: Path) -> str:
-    return os.path.normcase(os.path.realpath(path))
+def _is_folder(given: Path) -> bool:
+    try:
+        return is_folder(given)
+    except OSError as exc:
+        hint = "Check its name, and that you may read it."
+        raise PictureError(f"{given} cannot be reached ({exc.strerror}).", hint) from exc

@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from onediff_ext.core.errors import OneDiffError, PictureError, UnsafeFileError
-from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.pictures.urls import open_file
 
 # Twice Pillow's limit for a warning, where Pillow itself refuses. It is checked here too because a
 # host may have switched off Pillow's limit.
@@ -68,7 +68,7 @@ def open_picture(path: Path) -> Iterator[Image.Image]:
     with picture_errors():
         _refuse_no_file(path)
         with (
-            open_regular(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream,
+            open_file(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream,
             Image.open(stream, formats=readable_formats()) as image,
         ):
             if image.width * image.height > MAX_PICTURE_PIXELS:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.pictures.urls import exists
 
 DEFAULT_TEMPLATE = "{stem}.png"
 FIELDS = ("stem", "name", "index", "seed", "width", "height", "date")
@@ -122,7 +123,7 @@ def numbered(name: str, number: int) -> str:
 def free_path(path: Path) -> Path:
     """Return a path that does not exist yet: `path`, or ``a-2.png``, ``a-3.png`` and so on."""
     number, free = 1, path
-    while free.exists():
+    while exists(free):
         number += 1
         free = path.with_name(numbered(path.name, number))
     return free

@@ -61,7 +61,8 @@ def header_of(path: Path, image: Image.Image) -> PictureHeader:
         file_format=image.format or "",
         mode=image.mode,
         size_bytes=status.st_size,
-        modified_ns=status.st_mtime_ns,
+        # Over a network the time is a float, and 0 where the server tells none.
+        modified_ns=getattr(status, "st_mtime_ns", 0) or round(status.st_mtime * 1e9),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.pictures.urls import open_file
 
 JOB_KEYWORD = "onediff_job"
 INFOTEXT_KEYWORD = "parameters"
@@ -55,7 +55,7 @@ def read_png(path: Path) -> PngChunks:
         OSError: The file cannot be read.
         UnsafeFileError: It is not a regular file.
     """
-    with open_regular(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream:
+    with open_file(path, limit_bytes=MAX_FILE_BYTES, limit_s=READ_LIMIT_S) as stream:
         size_bytes = stream.seek(0, 2)
         stream.seek(0)
         if stream.read(len(_SIGNATURE)) != _SIGNATURE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import secrets
@@ -16,6 +17,13 @@ from PIL.PngImagePlugin import PngInfo
 from onediff_ext.core.errors import PictureError
 from onediff_ext.core.fault_points import reached
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, JOB_KEYWORD
+from onediff_ext.pictures.urls import (
+    entries_of,
+    errors_of_requests,
+    is_url,
+    try_folder,
+    write_whole,
+)
 
 _HINTS = {
     errno.ENOSPC: "The disk is full: free some space and start the run again; it goes on here.",
@@ -68,6 +76,14 @@ def write_png(
         image = image.copy()
         image.putalpha(alpha)
     unfinished = _unfinished(path.parent)
+    if is_url(path):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", pnginfo=chunks, compress_level=compress_level)
+        try:
+            write_whole(path, buffer.getvalue(), unfinished.name)
+        except OSError as exc:
+            raise _not_written(path, exc) from exc
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -87,13 +103,16 @@ def write_png(
 def make_folder(folder: Path) -> None:
     """Make a folder for results and check that it takes a file, before hours of work.
 
-    Partial files of a killed run are deleted.
+    Partial files of a killed run are deleted, but for those at a URL.
 
     Raises:
         PictureError: The folder cannot be made or written to.
     """
     trial = _unfinished(folder)
     try:
+        if is_url(folder):
+            try_folder(folder, trial.name)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         trial.touch()
         trial.unlink()
@@ -117,9 +136,13 @@ def remove_unfinished(folder: Path, run: str) -> int:
         folder: The folder of the results.
         run: As in `unfinished_names`.
     """
-    found = [path for path in folder.glob(f".{run}*.tmp") if _UNFINISHED.fullmatch(path.name)]
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # what a server does not list stays
+        names = [entry.path for entry in entries_of(folder)]
+        found = [path for path in names if path.name.startswith(f".{run}")]
+    found = [path for path in found if _UNFINISHED.fullmatch(path.name)]
     for path in found:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), errors_of_requests(path):
             path.unlink()
     return len(found)
 

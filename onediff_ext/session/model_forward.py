@@ -137,7 +137,7 @@ class ModelForward:
         """
         if self.prompt_work is None or self.captured is None:
             return self._forward(*args, **kwargs)
-        return self.prompt_work(self._run, self.eager, args, kwargs)
+        return self.prompt_work(self._run, self.captured.unrecorded, self.eager, args, kwargs)
 
     def _run(self, prompt_is_done: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward; with its prompt's part done it is another one for CUDA graphs."""

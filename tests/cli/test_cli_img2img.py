@@ -43,8 +43,12 @@ PICTURE = {
 }
 
 
+def outputs_of(report: dict[str, Any]) -> list[str]:
+    return [picture["output"] for picture in report["pictures"]]
+
+
 def outputs(report: dict[str, Any]) -> list[Path]:
-    return [Path(picture["output"]) for picture in report["pictures"]]
+    return list(map(Path, outputs_of(report)))
 
 
 def sizes(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -111,6 +115,26 @@ def test_a_folder_of_every_kind(
                          "--steps", "2", "--strength", "1")  # fmt: skip
     assert "9 pictures already done." in again.out
     assert again.status == 1  # one picture is still cut off
+
+
+def test_pictures_at_urls(run: Run, tmp_path: Path, command_line: CommandLine) -> None:
+    import fsspec
+
+    folder = save_pictures(tmp_path / "in", a=(64, 64), b=(64, 72))
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(folder), "/photos/holiday", recursive=True)
+    report = run("memory://photos/holiday", "-o", "memory://made/out", "--eager")
+    assert outputs_of(report) == ["memory://made/out/a.png", "memory://made/out/b.png"]
+    local = run(folder, "-o", tmp_path / "out", "--eager")
+    for name, path in zip(outputs_of(report), outputs(local), strict=True):
+        (tmp_path / path.name).write_bytes(bucket.cat(name.removeprefix("memory:/")))
+        assert difference(tmp_path / path.name, path) == 0
+    again = command_line("img2img", "memory://photos/holiday", "-o", "memory://made/out",
+                         "--eager", "--steps", "2", "--strength", "1")  # fmt: skip
+    assert "2 pictures already done." in again.out
+    refused = command_line("img2img", "memory://photos/none", "-o", tmp_path / "none", "--eager")
+    refused.refused("There is no memory://photos/none.")
+    command_line("demo", "-o", "memory://made/demo").refused("The demo writes to this machine.")
 
 
 def test_report(run: Run, tmp_path: Path) -> None:

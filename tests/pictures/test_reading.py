@@ -440,7 +440,7 @@ def test_the_systems_refusals(
 ) -> None:
     # Tests may run as root, whom a file's permissions do not stop.
     corners().save(tmp_path / "a.png")
-    monkeypatch.setattr(formats, "open_regular", _raiser(error))
+    monkeypatch.setattr(formats, "open_file", _raiser(error))
     with pytest.raises(PictureError, match=reason):
         read_header(tmp_path / "a.png")
 

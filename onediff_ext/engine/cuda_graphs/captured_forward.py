@@ -87,7 +87,7 @@ class CapturedForward:
         self.variant: Hashable = None
         self.keeps: object = None
         self.reason = ""
-        self.replayed = False
+        self.replayed, self._records = False, True
         self._replayed_from: weakref.ref[CapturedGraph] | None = None
 
     @property
@@ -125,6 +125,15 @@ class CapturedForward:
             except Exception as exc:  # the output is there: nothing may end the image
                 self._distrust(key, exc)
             return output
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Make no CUDA graph of calls within the ``with`` block, since none like them will come."""
+        self._records = False
+        try:
+            yield
+        finally:
+            self._records = True
 
     def forget(self) -> None:
         """Drop this model's CUDA graphs."""
@@ -264,6 +273,9 @@ class CapturedForward:
         self, key: Hashable, form: Hashable, call: ForwardCall, output: Any
     ) -> None:
         """Record this shape if it has run before and nothing speaks against it."""
+        if not self._records:
+            self.reason = "forwards like this one run once"
+            return
         refused = self._policy.refusal_reason(key)
         if refused is not None:
             self.reason = refused

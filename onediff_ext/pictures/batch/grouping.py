@@ -16,6 +16,7 @@ from onediff_ext.pictures.picture_header import PictureHeader, read_header
 from onediff_ext.pictures.reading import Picture, read_picture
 from onediff_ext.pictures.size_rules import SizeRule
 from onediff_ext.pictures.skipped import SkipReport
+from onediff_ext.pictures.urls import for_each
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,22 @@ def plan_pictures(
     Returns:
         The other images, in the order given.
     """
-    planned = []
-    for index, path in enumerate(paths):
+    found = list(paths)
+
+    def plan(index: int) -> PlannedPicture | PictureError | ShapeError:
         try:
-            header = read_header(path)
+            header = read_header(found[index])
             fit = fit_size(rule, header.width_px, header.height_px, max_megapixels=max_megapixels)
         except (PictureError, ShapeError) as exc:
-            report.skip(path, exc)
+            return exc
+        return PlannedPicture(index, header, fit)
+
+    planned = []
+    for path, one in zip(found, for_each(plan, range(len(found)), found), strict=True):
+        if isinstance(one, PlannedPicture):
+            planned.append(one)
         else:
-            planned.append(PlannedPicture(index, header, fit))
+            report.skip(path, one)
     return planned
 
 
@@ -132,14 +140,22 @@ def load_pictures(
         pictures: From `split_group`.
         report: Gets the broken images.
     """
+    wanted = list(pictures)
     loaded = []
-    for planned in pictures:
-        try:
-            picture = read_picture(planned.header.path)
-            with picture_errors():
-                canvas = to_canvas(picture.image, planned.fit)
-        except (PictureError, ShapeError) as exc:
-            report.skip(planned.header.path, exc)
+    found = for_each(_load, wanted, [planned.header.path for planned in wanted])
+    for planned, one in zip(wanted, found, strict=True):
+        if isinstance(one, LoadedPicture):
+            loaded.append(one)
         else:
-            loaded.append(LoadedPicture(planned, picture, canvas))
+            report.skip(planned.header.path, one)
     return tuple(loaded)
+
+
+def _load(planned: PlannedPicture) -> LoadedPicture | PictureError | ShapeError:
+    try:
+        picture = read_picture(planned.header.path)
+        with picture_errors():
+            canvas = to_canvas(picture.image, planned.fit)
+    except (PictureError, ShapeError) as exc:
+        return exc
+    return LoadedPicture(planned, picture, canvas)

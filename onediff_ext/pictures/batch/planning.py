@@ -15,6 +15,7 @@ from onediff_ext.pictures.captions import read_caption
 from onediff_ext.pictures.finding import find_pictures
 from onediff_ext.pictures.naming import NameFacts, distinct_names
 from onediff_ext.pictures.skipped import SkipReport
+from onediff_ext.pictures.urls import for_each
 from onediff_ext.pictures.writing import make_folder
 
 
@@ -131,10 +132,18 @@ def _with_captions(planned: Sequence[PlannedPicture], report: SkipReport) -> lis
 
     Captions are read once, so the drawn prompt is the one in the digest.
     """
-    kept = []
-    for one in planned:
+
+    def captioned(one: PlannedPicture) -> PlannedPicture | PictureError:
         try:
-            kept.append(replace(one, caption=read_caption(one.header.path)))
+            return replace(one, caption=read_caption(one.header.path))
         except PictureError as exc:
-            report.skip(one.header.path, exc)
+            return exc
+
+    kept = []
+    found = for_each(captioned, planned, [one.header.path for one in planned])
+    for one, result in zip(planned, found, strict=True):
+        if isinstance(result, PictureError):
+            report.skip(one.header.path, result)
+        else:
+            kept.append(result)
     return kept

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -19,6 +18,7 @@ from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
 from onediff_ext.pictures.naming import numbered
 from onediff_ext.pictures.picture_header import PictureHeader
 from onediff_ext.pictures.png_chunks import JOB_KEYWORD, PngChunks, read_png
+from onediff_ext.pictures.urls import files_below, for_each, identity_of, is_url
 
 _DIGEST_SCHEMA = 1
 
@@ -102,25 +102,63 @@ def plan_outputs(
     Raises:
         PictureError: An existing file cannot be read.
     """
-    taken = {_real(path) for path in inputs}
-    reserved = {_real(output_dir / name) for name in names}
+    taken = {identity_of(path) for path in inputs}
+    reserved = {identity_of(output_dir / name) for name in names}
+    existing = _ExistingFiles(output_dir, names)
     outputs = []
     for name, digest in zip(names, digests, strict=True):
-        output = _choose(output_dir, name, digest, taken, reserved)
-        taken.add(_real(output.path))
+        output = _choose(output_dir, name, digest, taken, reserved, existing)
+        taken.add(identity_of(output.path))
         outputs.append(output)
     return outputs
 
 
+class _ExistingFiles:
+    """What is in the folder of the results. At a URL it is listed once, and threads read it.
+
+    Args:
+        folder: The folder.
+        names: Names that will be asked for.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        try:
+            self._known = files_below(folder)
+        except OSError as exc:
+            raise PictureError(
+                f"{folder} cannot be listed ({exc.strerror}).",
+                "Check that you may read it, or choose another output folder.",
+            ) from exc
+        known = self._known or ()
+        paths = [folder / name for name in names] if known else []
+        there = [path for path in paths if identity_of(path) in known]
+        read = for_each(_read, there, there)
+        self._chunks = dict(zip(map(identity_of, there), read, strict=True))
+
+    def read(self, path: Path) -> PngChunks | None:
+        """Return what `_read` does."""
+        if self._known is None:
+            return _read(path)
+        identity = identity_of(path)
+        if identity not in self._known:
+            return None
+        return self._chunks[identity] if identity in self._chunks else _read(path)
+
+
 def _choose(
-    output_dir: Path, name: str, digest: str, taken: set[str], reserved: set[str]
+    output_dir: Path,
+    name: str,
+    digest: str,
+    taken: set[str],
+    reserved: set[str],
+    existing: _ExistingFiles,
 ) -> Output:
     number = 1
     candidate = output_dir / name
     while True:
-        real = _real(candidate)
+        real = identity_of(candidate)
         if real not in taken and (number == 1 or real not in reserved):
-            chunks = _read(candidate)
+            chunks = existing.read(candidate)
             if chunks is None or JOB_KEYWORD in chunks.texts:
                 return Output(candidate, _is_done(chunks, digest))
         number += 1
@@ -134,7 +172,7 @@ def _is_done(chunks: PngChunks | None, digest: str) -> bool:
 def _read(path: Path) -> PngChunks | None:
     """Read the chunks at a path: None without a file, empty chunks for a folder."""
     try:
-        return PngChunks() if path.is_dir() else read_png(path)
+        return PngChunks() if not is_url(path) and path.is_dir() else read_png(path)
     except UnsafeFileError:
         return PngChunks()  # a device or a pipe, which no job made
     except (FileNotFoundError, NotADirectoryError):
@@ -144,10 +182,6 @@ def _read(path: Path) -> PngChunks | None:
             f"{path} is there and cannot be read ({exc.strerror}).",
             "Give yourself permission to read it, or choose another output folder.",
         ) from exc
-
-
-def _real(path: Path) -> str:
-    return os.path.normcase(os.path.realpath(path))
 
 
 def _plain(name: str, value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,8 @@ def test_looking_takes_a_small_part_of_a_step(pipe: Any, monkeypatch: pytest.Mon
     launches: list[float] = []
     monkeypatch.setattr(FrozenRecording, "replay", lambda _: launches.append(time.thread_time()))
     arguments = inputs(pipe.unet, **SIZE)
+    gc.collect()
+    gc.freeze()  # a collection in the middle counts as a look
 
     def seconds() -> float:
         began = time.thread_time()
@@ -55,15 +58,18 @@ def test_looking_takes_a_small_part_of_a_step(pipe: Any, monkeypatch: pytest.Mon
         pipe.unet(**arguments)
         return launches[-1] - began
 
-    with compiled_state(pipe).session.picture():
-        seconds()
-        until_the_launch = min(seconds_until_the_launch() for _ in range(20))
-        replayed = min(seconds() for _ in range(20))
-        assert captured(pipe).replayed
-    with compiled_state(pipe).components[0].paused():
-        eager = min(seconds() for _ in range(5))
-    assert until_the_launch < BEFORE_THE_LAUNCH * eager
-    assert replayed < IN_ALL * eager
+    session, (unet, *_) = compiled_state(pipe).session, compiled_state(pipe).components
+    until_the_launch, replayed, eager = [], [], []
+    for _ in range(6):  # by turns: the speed of a busy machine changes
+        with session.picture():
+            seconds()
+            until_the_launch += [seconds_until_the_launch() for _ in range(12)]
+            replayed += [seconds() for _ in range(12)]
+            assert captured(pipe).replayed
+        with unet.paused():
+            eager += [seconds() for _ in range(2)]
+    assert min(until_the_launch) < BEFORE_THE_LAUNCH * min(eager)
+    assert min(replayed) < IN_ALL * min(eager)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ class Pair(SimpleNamespace):
     Args:
         name: Of the model.
         pipe, twin: The pipelines.
+        recorder: Records the CUDA graphs of the first.
     """
 
     @property
@@ -67,10 +68,11 @@ def pair(make_session: Callable[..., Session]) -> Any:
 
     def make(name: str) -> Pair:
         pipe, twin, session = MODELS[name].make(), MODELS[name].make(), make_session()
-        session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=8)
+        recorder = FrozenRecorder()
+        session.cuda_graphs = CudaGraphCache(recorder, limit=8)
         compile_pipe(pipe, session=session, ignores=("vae",))
         made.append(pipe)
-        return Pair(name=name, pipe=pipe, twin=twin)
+        return Pair(name=name, pipe=pipe, twin=twin, recorder=recorder)
 
     yield make
     for pipe in made:
@@ -103,6 +105,20 @@ def test_refiners_run_once_a_picture(name: str, pair: Callable[[str], Pair]) -> 
     both.agree(seed=2)
     assert runner.used.calls - before == CALLS[name]
     assert runner.eager_reason is None
+
+
+def test_a_forward_that_is_compared_is_not_recorded(pair: Callable[[str], Pair]) -> None:
+    """Those that follow have the prompt's part done: its CUDA graph would never be replayed."""
+    both = pair("flux")
+    both.agree()
+    assert both.recorder.recorded == 1
+    for each in (both.pipe, both.twin):  # the embedder changes: a comparison again
+        state = models.lora_state(each.transformer, ("context_embedder",))
+        each.load_lora_weights(state, adapter_name="a")
+    for _ in range(2):
+        both.agree()
+        assert both.component.captured.replayed
+    assert both.recorder.recorded == 2
 
 
 def test_changes_within_a_picture_count(pair: Callable[[str], Pair]) -> None:

@@ -161,7 +161,7 @@ def test_a_result_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.png")
     refused = _raiser(PermissionError(13, "Permission denied"))
-    monkeypatch.setattr(png_chunks, "open_regular", refused)
+    monkeypatch.setattr(png_chunks, "open_file", refused)
     with pytest.raises(PictureError, match="cannot be read"):
         is_done(tmp_path / "a.png", "d")
 

@@ -10,6 +10,7 @@ from onediff_ext.core.errors import PictureError
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
 from onediff_ext.pictures.naming import free_path
+from onediff_ext.pictures.urls import exists
 from onediff_ext.pictures.writing import write_png
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def write_results(
             results.append(drawn.error(index))
             continue
         text = compose_infotext(image_generator, settings, seed, image.size, lora_field(identity))
-        if not path.exists():  # else a worker of this run wrote it before it was lost
+        if not exists(path):  # else a worker of this run wrote it before it was lost
             write_png(path, image, infotext=text, digest="")
         results.append(
             PictureResult(
