@@ -37,11 +37,18 @@ class Backend(ABC):
 
         Args:
             device: Where its graphs would run.
+
+        Returns:
+            A reason for people, such as a package or a torch version that is needed.
         """
 
     @abstractmethod
     def key_entries(self, device: torch.device) -> Mapping[str, str]:
-        """Return the parts of a key that decide a graph's bytes and lie outside of the block."""
+        """Return the parts of a key that decide a graph's bytes and lie outside of the block.
+
+        Args:
+            device: Where the graph shall run.
+        """
 
     def loading_steps(self, device: torch.device) -> Sequence[Callable[[], object]]:  # noqa: ARG002
         """Return what the first `load` would do once for all graphs, in steps of at most 0.5 s.
@@ -77,6 +84,9 @@ class Backend(ABC):
         Args:
             payload: From `build`.
             device: Where the graph shall run.
+
+        Returns:
+            The graph, ready to be called.
 
         Raises:
             BackendError: The bytes cannot be loaded on this machine.

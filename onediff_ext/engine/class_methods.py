@@ -17,7 +17,7 @@ def class_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return a method of a module's class as it is now, bound, whatever the module itself has.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
         name: The method's name.
 
     Raises:
@@ -37,7 +37,7 @@ class ClassForward:
     """Calls the forward that a module's class has at the moment of the call.
 
     Args:
-        module: The module.
+        module: A model, or one of its blocks or layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,6 +61,9 @@ class ClassForward:
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return what runs as a module's forward.
 
+    Args:
+        module: A model, or one of its blocks or layers.
+
     Returns:
         The module's own attribute, or else a `ClassForward`.
     """
@@ -74,6 +77,12 @@ def forward_slot(module: nn.Module) -> str:
     accelerate's hooks bring a model's weights to the GPU (``enable_model_cpu_offload``) and run
     the forward that was there before from ``_old_forward``. What stands in place of that one is
     called with the weights where they belong, and the hook stays the outermost.
+
+    Args:
+        module: A model, or one of its blocks or layers.
+
+    Returns:
+        ``"forward"`` or ``"_old_forward"``.
     """
     own = vars(module).get("forward")
     if not isinstance(own, functools.partial) or "_old_forward" not in vars(module):
@@ -82,7 +91,11 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def inner_forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return what runs as a module's forward under a hook of accelerate, as `forward_of`."""
+    """Return what runs as a module's forward under a hook of accelerate, as `forward_of`.
+
+    Args:
+        module: A model, or one of its blocks or layers.
+    """
     slot = forward_slot(module)
     if slot == "forward":
         return forward_of(module)

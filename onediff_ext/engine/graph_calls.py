@@ -20,7 +20,7 @@ class GraphObserver(ABC):
         """Call a graph.
 
         Args:
-            graph: The graph.
+            graph: As `Backend.load` returned it.
             arguments: The block's weights, then its input tensors.
 
         Returns:
@@ -32,11 +32,14 @@ _observers: ContextVar[tuple[GraphObserver, ...]] = ContextVar("graph_observers"
 
 
 def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Call a graph and return its outputs; observers see the call.
+    """Call a graph; observers see the call.
 
     Args:
-        graph: The graph.
+        graph: As `Backend.load` returned it.
         arguments: The block's weights, then its input tensors.
+
+    Returns:
+        The graph's outputs.
     """
     observers = _observers.get()
     if not observers:
@@ -56,7 +59,11 @@ def is_observed() -> bool:
 
 @contextmanager
 def observed_by(observer: GraphObserver) -> Iterator[None]:
-    """Show an observer all calls of graphs within the ``with`` block."""
+    """Show an observer all calls of graphs within the ``with`` block.
+
+    Args:
+        observer: Calls each graph itself. Of several the innermost is asked first.
+    """
     token = _observers.set((*_observers.get(), observer))
     try:
         yield

@@ -44,6 +44,9 @@ def machine_digest(device: torch.device) -> str:
     that loaded before may crash after one of them changed. It contains no host name: an equal
     machine, or the same container after a restart, is the same machine.
 
+    Args:
+        device: Where graphs run.
+
     Returns:
         16 hexadecimal digits.
     """

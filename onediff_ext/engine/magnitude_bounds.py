@@ -24,7 +24,11 @@ class MagnitudeBounds:
         self._bounds: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the largest magnitude [1] of a tensor, float32; None when it is unknown."""
+        """Return the largest magnitude [1] of a tensor, float32; None when it is unknown.
+
+        Args:
+            x: A tensor of this trace.
+        """
         known = self._bounds.get(id(x))
         return None if known is None else known[1]()
 

@@ -69,7 +69,11 @@ class GpuMemory(ABC):
 
     @abstractmethod
     def read(self, device: torch.device) -> MemoryReading | None:
-        """Return the memory now, or None for a device without memory of its own (CPU)."""
+        """Return the memory now, or None for a device without memory of its own (CPU).
+
+        Args:
+            device: Any device of torch.
+        """
 
     @abstractmethod
     def release_cached(self) -> None:
@@ -151,7 +155,11 @@ class MemoryBudget:
         return reading.free + reading.reserved - pool_bytes < self._peaks[device]
 
     def note_ran_out(self, device: torch.device) -> None:
-        """Memory ran out where nothing could be repeated: leave all of it to others."""
+        """Leave all memory of a device to others: it ran out where nothing could be repeated.
+
+        Args:
+            device: The GPU.
+        """
         self._ran_out.add(device)
 
     def derived_bytes(self) -> int:

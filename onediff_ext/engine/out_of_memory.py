@@ -12,6 +12,9 @@ def is_out_of_memory(exc: BaseException) -> bool:
     """Return whether an error means that memory ran out.
 
     torch has no error class for the CPU's memory. cuBLAS, cuDNN and Triton raise RuntimeError.
+
+    Args:
+        exc: Any error. Of a RuntimeError the message decides.
     """
     if isinstance(exc, (OutOfMemoryError, MemoryError)):
         return True

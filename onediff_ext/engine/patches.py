@@ -45,7 +45,13 @@ class Patches:
         self.undo()
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replace the attribute `name` of `owner`, and remember the old value."""
+        """Replace an attribute of an object, and remember the old value.
+
+        Args:
+            owner: An object with a ``__dict__``, or a Python module.
+            name: The attribute's name; the instance may lack it.
+            value: The new value.
+        """
         attributes = vars(owner)
         change = _Change(owner, name, attributes.get(name, _ABSENT), value)
         attributes[name] = value

@@ -52,7 +52,7 @@ class PassThrough:
     """Stands in place of a layer's forward, and returns its input where its work is done.
 
     Args:
-        layer: The layer.
+        layer: Reads only the prompt, as `PromptRecipe.layers` returns them.
         done: Says when.
     """
 

@@ -68,6 +68,9 @@ def unavailable_reason(precision: str, device: torch.device) -> str | None:
     Args:
         precision: One of `PRECISIONS`.
         device: Where the block runs.
+
+    Returns:
+        One line for people. fp8 needs compute capability 8.9, int8 needs 7.5.
     """
     if device.type != "cuda":
         return f"{precision} is for GPUs"

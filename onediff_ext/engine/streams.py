@@ -21,7 +21,11 @@ class StreamOrder:
 
     @contextmanager
     def after_the_last(self, device: torch.device) -> Iterator[None]:
-        """Run the work that is launched within the ``with`` block after the last piece."""
+        """Run the work that is launched within the ``with`` block after the last piece.
+
+        Args:
+            device: Where it runs. Only CUDA devices have streams; elsewhere nothing is done.
+        """
         if device.type != "cuda":
             yield
             return

@@ -10,14 +10,22 @@ import torch
 
 
 def is_element(timestep: torch.Tensor) -> bool:
-    """Return whether a timestep is one number of a longer tensor, perhaps expanded."""
+    """Return whether a timestep is one number of a longer tensor, perhaps expanded.
+
+    Args:
+        timestep: A tensor of any shape.
+    """
     own = 1 if not any(timestep.stride()) else timestep.numel()
     return timestep.untyped_storage().nbytes() > own * timestep.element_size()
 
 
 def are_of_one_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two timesteps lie in the same memory. One of them must have been kept alive
-    since the other one was made."""
+    since the other one was made.
+
+    Args:
+        one, other: Tensors of any shape.
+    """
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 

@@ -32,7 +32,10 @@ def too_old_for_graphs(needed: tuple[int, int] = OLDEST_FOR_GRAPHS) -> str | Non
     """Say in one line why this torch builds no graphs and what a newer one brings, or None.
 
     Args:
-        needed: The oldest release that builds them.
+        needed: The oldest release that builds them, as (major, minor).
+
+    Returns:
+        A reason for people, with two measured speed-ups; None when this torch is new enough.
     """
     if needed <= RELEASE:
         return None
@@ -45,7 +48,11 @@ def too_old_for_graphs(needed: tuple[int, int] = OLDEST_FOR_GRAPHS) -> str | Non
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on this type of device, or None when it is off."""
+    """Return the dtype of autocast on this type of device, or None when it is off.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` or another of torch's. Before torch 2.4 others are off.
+    """
     if RELEASE >= (2, 4):
         enabled = torch.is_autocast_enabled(device_type)
         return torch.get_autocast_dtype(device_type) if enabled else None
@@ -57,9 +64,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def set_cuda_autocast(enabled: bool, dtype: torch.dtype) -> tuple[bool, torch.dtype]:
-    """Set autocast for CUDA without entering a context; return the settings from before.
+    """Set autocast for CUDA without entering a context.
 
     Needs torch 2.4, as exports do.
+
+    Args:
+        enabled: Whether autocast is on.
+        dtype: The dtype that it casts to.
+
+    Returns:
+        `enabled` and `dtype` from before.
     """
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", enabled)
@@ -151,6 +165,9 @@ def ready_for_standalone_compile(graph_module: torch.fx.GraphModule) -> None:
     `standalone_compile` looks for the fake tensor mode at the outputs only. Without one it makes
     a second mode, and then rejects the graph's own tensors for having two modes. A loaded program
     also keeps values of products of symbols, which it takes for symbols.
+
+    Args:
+        graph_module: Of an exported program; changed in place.
     """
     if RELEASE >= (2, 11):
         return

@@ -64,7 +64,7 @@ class ForeignBlocks:
         """Note a model without any known block; it counts as one eager block.
 
         Args:
-            model: The model.
+            model: A model in which no family has found a block.
         """
         if not self.replaced:
             name = type(model).__qualname__

@@ -87,7 +87,7 @@ class LastPicture:
         """Count a component to a picture.
 
         Args:
-            component: The component.
+            component: One whose forward runs now.
             number: Of the picture, from `ForegroundScheduler.pictures_begun`.
 
         Returns:

@@ -33,7 +33,7 @@ class MetKinds:
         """Return the kind of a key on a device, and count it to the current checkpoint.
 
         Args:
-            key: The key.
+            key: Identifies the kind on disk.
             device: The device of the kind's blocks.
             make: Makes a kind that was not met before.
             on_new: Called with a new kind.

@@ -149,7 +149,7 @@ def serving(model: nn.Module) -> Component | None:
     """Return the component that has replaced the model's forward, or None.
 
     Args:
-        model: The model.
+        model: A model of a host, compiled or not.
     """
     forward = vars(model).get(forward_slot(model))
     return forward.component if isinstance(forward, ModelForward) else None

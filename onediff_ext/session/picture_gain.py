@@ -44,7 +44,7 @@ class Picture(AbstractContextManager[None]):
     """Draws one picture of a session within the ``with`` block; it may be nested.
 
     Args:
-        session: The session.
+        session: Whose models draw the picture.
     """
 
     def __init__(self, session: PictureSource) -> None:

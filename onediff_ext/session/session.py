@@ -209,7 +209,7 @@ class Session(KindRegistry):
         """Whether a kind without a graph has a stored one that is checked first.
 
         Args:
-            kind: The kind.
+            kind: A kind that this session has met.
         """
         return self._lookup.awaits_load_check(kind)
 

@@ -26,7 +26,7 @@ class SessionMemory:
     """Gives memory of a session back.
 
     Args:
-        session: The session.
+        session: Whose CUDA graphs and derived weights are freed.
     """
 
     def __init__(self, session: MemoryHolder) -> None:

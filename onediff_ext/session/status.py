@@ -68,7 +68,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     """Return the status of a session at this moment.
 
     Args:
-        session: The session.
+        session: Its builds, kinds and last picture are read.
         since: As in `Session.status`.
     """
     context = session.builder.context

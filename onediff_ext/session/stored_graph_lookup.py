@@ -26,7 +26,7 @@ class StoredGraphLookup:
         """Whether a kind's stored graph was found without a load check on this machine.
 
         Args:
-            kind: The kind.
+            kind: A kind that `look_up` has looked for.
         """
         return kind.key.digest in self._awaiting_load_check
 

@@ -28,7 +28,7 @@ class CheckpointListing:
     """A checkpoint's record, compared with the stored graphs.
 
     Args:
-        record: The record.
+        record: As it was last written.
         missing: Digests of its kinds without a stored graph.
     """
 

@@ -43,7 +43,7 @@ def sync_folder(folder: Path) -> None:
     """Wait until the names in `folder` are on the disk, where the system offers that.
 
     Args:
-        folder: The folder.
+        folder: One in which files were made, renamed or deleted.
 
     Raises:
         OSError: The system failed to do it.

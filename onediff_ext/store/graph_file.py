@@ -40,7 +40,7 @@ def encode_head(header: GraphHeader) -> tuple[bytes, GraphHeader]:
     """Encode everything before the payload.
 
     Args:
-        header: The header.
+        header: What the file says of its payload: key, digests, sizes.
 
     Returns:
         The bytes, and the header as it will be read back (tuples become lists).

@@ -115,3 +115,30 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         if "://" not in link and not (page.parent / link).exists()
     ]
     assert not missing
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's titles."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_and_titles_that_a_page_names_exist(page: Path) -> None:
+    """What ``python -m`` runs, and the titles that links lead to."""
+    text = page.read_text("utf-8")
+    places = [
+        (ROOT / m.replace(".", "/"), m) for m in re.findall(r"python -m ([a-z_.]*[a-z_])", text)
+    ]
+    missing = [
+        module
+        for place, module in places
+        if module not in ("pip", "venv")
+        and not (place.with_suffix(".py").exists() or (place / "__main__.py").exists())
+    ]
+    for link in re.findall(r"\]\(([^)\s:]+#[^)\s]+|#[^)\s]+)\)", text):
+        name, title = link.split("#")
+        if title not in anchors_of(page.parent / name if name else page):
+            missing.append(link)
+    assert not missing

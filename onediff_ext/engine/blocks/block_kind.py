@@ -40,7 +40,11 @@ class LiveBlocks:
         self._lock = threading.Lock()
 
     def add(self, block: nn.Module) -> None:
-        """Add a block of this kind."""
+        """Add a block of this kind.
+
+        Args:
+            block: The host's module. It leaves when nothing else holds it.
+        """
         with self._lock:
             self._blocks.add(block)
 
@@ -151,7 +155,7 @@ class BlockKind:
         self.tries, self._waits_for = tries, epoch + min(2 ** (tries - 1), _LONGEST_PAUSE)
 
     def met(self, epoch: int) -> None:
-        """Note a call without a graph; ends the pause of `put_off` when its time is over.
+        """Note a call without a graph; ends the pause of `retry_later` when its time is over.
 
         Args:
             epoch: The present `KindRegistry.epoch`.
@@ -161,5 +165,5 @@ class BlockKind:
 
     @property
     def waits(self) -> bool:
-        """Whether the pause of `put_off` lasts."""
+        """Whether the pause of `retry_later` lasts."""
         return self._waits_for is not None

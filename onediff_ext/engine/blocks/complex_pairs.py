@@ -24,7 +24,14 @@ class ComplexPair:
         self.pairs = pairs
 
     def unsqueeze(self, dim: int) -> ComplexPair:
-        """As the tensor's method."""
+        """Insert a dim of size 1, as the method of a complex tensor does.
+
+        Args:
+            dim: Where, counted without the dim of the pairs; from the end if negative.
+
+        Returns:
+            A view of the same pairs, [..., 1, ..., 2].
+        """
         return ComplexPair(self.pairs.unsqueeze(dim if dim >= 0 else dim - 1))
 
     def __mul__(self, other: ComplexPair) -> ComplexPair:

@@ -135,12 +135,23 @@ class BlockFamily(ABC):
             block: The host's module.
             arguments: The arguments of its `method` by name. Those that the call leaves out are
                 missing.
+
+        Returns:
+            The call, or a refusal with the eager reason.
         """
 
     def bind(
         self, block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> BlockCall | Refusal:
-        """Name the arguments of one call of the block's `method`, then `sort` them."""
+        """Name the arguments of one call of the block's `method`, then `sort` them.
+
+        Args:
+            block: The host's module.
+            args, kwargs: Of the call.
+
+        Returns:
+            As `sort`; `UNKNOWN_ARGUMENTS` for an argument that the family does not name.
+        """
         named = named_arguments(self.arguments, args, kwargs)
         return UNKNOWN_ARGUMENTS if named is None else self.sort(block, named)
 
@@ -169,11 +180,22 @@ class BlockFamily(ABC):
 
         Returns:
             One tensor [B, M, D] for each of `prompt_layers`.
+
+        Raises:
+            NotImplementedError: The family has no `prompt_layers`.
         """
         raise NotImplementedError
 
     def with_text_kv(self, call: BlockCall, text_kv: tuple[torch.Tensor, ...]) -> BlockCall:
-        """Return a call whose prompt is replaced by its text KV cache, as the graph takes it."""
+        """Return a call whose prompt is replaced by its text KV cache, as the graph takes it.
+
+        Args:
+            call: A call with a prompt.
+            text_kv: From `BlockFamily.text_kv`, [B, M, D] each.
+
+        Raises:
+            NotImplementedError: The family has no `prompt_layers`.
+        """
         raise NotImplementedError
 
     def graph_call(self, block: Any, call: BlockCall) -> BlockCall:

@@ -39,12 +39,29 @@ class GroupNorms(ImageBlocks):
         """Return the exact class, or None when its package is not installed."""
 
     def block_class(self) -> type[nn.Module] | None:
+        """Return `norm_class` where a GPU is present.
+
+        Returns:
+            None where the package is not installed, and without a GPU: see `small_blocks_pay`.
+        """
         return self.norm_class() if small_blocks_pay() else None
 
     def describe(self, block: Any) -> str:
+        """Return label and number of channels, such as ``"GroupNorm 320"``.
+
+        Args:
+            block: A norm of `norm_class`.
+        """
         return f"{self.label} {block.num_channels}"
 
     def run(self, block: Any, tensors: Tensors, statics: Statics) -> torch.Tensor:
+        """Return the norm's output in NHWC order.
+
+        Args:
+            block: The norm, or its copy that is traced.
+            tensors: The image (batch, channels, height, width) alone.
+            statics: As `ImageBlocks.image_statics`; not read.
+        """
         return super().run(block, tensors, statics).contiguous(memory_format=torch.channels_last)
 
 
@@ -69,4 +86,5 @@ class GroupNormFamily(GroupNorms):
         return nn.GroupNorm
 
     def packages(self) -> Mapping[str, str]:
+        """Return nothing: a key has torch's version anyway."""
         return {}

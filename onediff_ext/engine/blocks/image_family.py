@@ -29,7 +29,12 @@ class ImageBlocks(BlockFamily):
     no_image: Refusal = UNKNOWN_ARGUMENTS
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
-        """Return why a call with these arguments runs eager, or None."""
+        """Return why a call with these arguments runs eager, or None.
+
+        Args:
+            block: The host's module.
+            arguments: As `sort` takes them; the first is an image (batch, channels, height, width).
+        """
         return None
 
     def image_statics(self) -> tuple[tuple[str, Hashable], ...]:

@@ -42,8 +42,12 @@ def digest(text: str) -> str:
 def source_digest(module_name: str) -> str:
     """Return the digest of a Python module's file.
 
+    Args:
+        module_name: Full name of a module that is imported.
+
     Returns:
-        "" for torch, which the key has by version; "none" for a module without a file.
+        16 hexadecimal digits; "" for torch, which the key has by version; "none" for a module
+        without a file.
     """
     if module_name.startswith("torch."):
         return ""

@@ -21,6 +21,9 @@ class KindRegistry(ABC):
 
     The session implements it.
 
+    Args:
+        budget: How much memory CUDA graphs may hold; None is `MemoryBudget()`.
+
     Attributes:
         rules: The wrappers around layers, such as LoRA layers, that the host uses.
         precision: Precision of the linear layers, as in `CompileOptions.precision`.
@@ -55,7 +58,11 @@ class KindRegistry(ABC):
 
     @abstractmethod
     def key_entries(self, device: torch.device) -> dict[str, str]:
-        """Return the parts of a key that the machine and the backend decide."""
+        """Return the parts of a key that the machine and the backend decide, by their names.
+
+        Args:
+            device: Where the blocks of the kind live.
+        """
 
     @abstractmethod
     def find(self, key: KindKey, device: torch.device, make: Callable[[], BlockKind]) -> BlockKind:
@@ -68,7 +75,11 @@ class KindRegistry(ABC):
         """
 
     def rejected(self, kind: BlockKind) -> None:  # noqa: B027
-        """Note that a kind's graph failed, or that its first output differs from eager's."""
+        """Note that a kind's graph failed, or that its first output differs from eager's.
+
+        Args:
+            kind: The kind, which is failed and has the reason.
+        """
 
     def found_wrong(self, what: str, problem: str, key: KindKey | None = None) -> None:  # noqa: B027
         """Note that a spot check found a difference from eager.

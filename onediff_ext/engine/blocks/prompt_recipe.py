@@ -27,14 +27,33 @@ class PromptRecipe(ABC):
 
     @abstractmethod
     def layers(self, model: Any) -> Sequence[nn.Module]:
-        """Return the layers that read only the prompt and return one tensor."""
+        """Return the layers that read only the prompt and return one tensor.
+
+        Args:
+            model: The host's module.
+        """
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:  # noqa: ARG002
-        """Return the blocks that read only the prompt, and return their first argument, changed."""
+        """Return the blocks that read only the prompt, and return their first argument, changed.
+
+        Args:
+            model: The host's module.
+
+        Returns:
+            Blocks that `compute` runs; in the forward after it each returns its first argument as
+            it is. The default has none.
+        """
         return ()
 
     def parameters(self, model: Any) -> Sequence[torch.Tensor]:  # noqa: ARG002
-        """Return further weights that the result depends on."""
+        """Return further weights that the result depends on.
+
+        Args:
+            model: The host's module.
+
+        Returns:
+            Weights outside of `layers` and `blocks`. The default has none.
+        """
         return ()
 
     @abstractmethod

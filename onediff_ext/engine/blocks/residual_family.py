@@ -16,7 +16,11 @@ class ResidualBlocks(BlockFamily):
 
     @abstractmethod
     def channels(self, block: Any) -> tuple[int, int]:
-        """Channels of the input and of the output, C and C'."""
+        """Return the channels of the input and of the output, C and C'.
+
+        Args:
+            block: The host's module.
+        """
 
     def describe(self, block: Any) -> str:
         before, after = self.channels(block)

@@ -49,15 +49,29 @@ class TokenStreamBlocks(BlockFamily):
     outputs: tuple[str, ...]
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
-        """Return why a call with these arguments runs eager, or None."""
+        """Return why a call with these arguments runs eager, or None.
+
+        Args:
+            block: The host's module.
+            arguments: As `sort` takes them, before their forms are looked at.
+        """
         return None
 
     def is_returned(self, block: Any, name: str) -> bool:  # noqa: ARG002
-        """Return whether the block returns this one of its `outputs`, and not None for it."""
+        """Return whether the block returns this one of its `outputs`, and not None for it.
+
+        Args:
+            block: The host's module.
+            name: One of `outputs`.
+        """
         return True
 
     def dims_of(self, block: Any) -> Mapping[str, Dims | Members]:  # noqa: ARG002
-        """Return the `dims` of this block's arguments."""
+        """Return the `dims` of this block's arguments.
+
+        Args:
+            block: The host's module. Blocks of one class may take an argument in several forms.
+        """
         return self.dims
 
     def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:

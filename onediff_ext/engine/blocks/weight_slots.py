@@ -40,20 +40,39 @@ class WrapperRule(ABC):
 
     @abstractmethod
     def matches(self, module: nn.Module) -> bool:
-        """Return whether `module` is such a wrapper."""
+        """Return whether a module is such a wrapper.
+
+        Args:
+            module: Any module of a block.
+        """
 
     @abstractmethod
     def base(self, module: nn.Module) -> nn.Module:
-        """Return the wrapped layer. The block's graph is that of the bare layer."""
+        """Return the wrapped layer. The block's graph is that of the bare layer.
+
+        Args:
+            module: The wrapper.
+        """
 
     def around(self, module: nn.Module) -> list[nn.Module]:
-        """Return the wrapper's own modules, without the layer."""
+        """Return the wrapper's own modules, without the layer.
+
+        Args:
+            module: The wrapper.
+        """
         layer = self.base(module)
         return [each for each in module.modules() if each is not layer]
 
     @abstractmethod
     def refusal_reason(self, module: nn.Module) -> str | None:
-        """Say why another weight cannot express this wrapper, or None."""
+        """Say why another weight cannot express this wrapper, or None.
+
+        Args:
+            module: The wrapper.
+
+        Returns:
+            The eager reason of the wrapper's block, in plain words.
+        """
 
     @abstractmethod
     def state(self, module: nn.Module) -> Hashable:
@@ -61,11 +80,21 @@ class WrapperRule(ABC):
 
         Writes that torch does not count, such as those through ``.data``, are left to
         `TensorContents`.
+
+        Args:
+            module: The wrapper.
         """
 
     @abstractmethod
     def sources(self, module: nn.Module) -> Sequence[torch.Tensor]:
-        """Return the tensors that `merged_weight` reads."""
+        """Return the tensors that `merged_weight` reads.
+
+        Args:
+            module: The wrapper.
+
+        Returns:
+            The layer's weight and the wrapper's; empty while the wrapper changes nothing.
+        """
 
     @abstractmethod
     def merged_weight(
@@ -149,7 +178,11 @@ class WeightSlot:
         return self.holder.get(self.name)
 
     def would_be_made_from(self, generation: int) -> Hashable:
-        """Return what `made_from` would be if the weight were read now."""
+        """Return what `made_from` would be if the weight were read now.
+
+        Args:
+            generation: From `TensorContents.current_generation`.
+        """
         weight = self.unmerged()
         return None if weight is None else self._origin(weight, generation)
 

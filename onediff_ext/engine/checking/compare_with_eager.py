@@ -46,6 +46,10 @@ def compare_all(
 ) -> Comparison:
     """Compare each output of a graph with eager's, as `compare` does.
 
+    Args:
+        graph_outputs, eager_outputs: In the same order. Another number of outputs is a difference.
+        allowed: Relative error; None takes the tolerance of each eager output's dtype.
+
     Returns:
         The comparison of the output that differs most. It is undecided when one output is.
     """
@@ -59,7 +63,11 @@ def compare_all(
 
 
 def worst(comparisons: Iterable[Comparison]) -> Comparison:
-    """Return the comparison that decides about several: a problem, an undecided one, the rest."""
+    """Return the comparison that decides about several: a problem, an undecided one, the rest.
+
+    Args:
+        comparisons: At least one. Of equal ones the largest error decides.
+    """
     return max(comparisons, key=lambda c: (c.problem is not None, not c.decided, c.error))
 
 
@@ -73,6 +81,10 @@ def compare(
     Args:
         graph_output, eager_output: Tensors of any shape; other shapes or dtypes are a difference.
         allowed: Relative error; None takes the tolerance of eager's dtype.
+
+    Returns:
+        The comparison. It has a problem when the graph alone has NaN. It is undecided when the norm
+        of eager's output is NaN or infinite.
     """
     if graph_output.shape != eager_output.shape or graph_output.dtype != eager_output.dtype:
         return Comparison(float("inf"), f"gave {_form(graph_output)} for {_form(eager_output)}")

@@ -66,7 +66,11 @@ class ArgumentContainers:
         return tuple(found)
 
     def apply(self, changes: Changes) -> None:
-        """Change them as another call of the same form did."""
+        """Change them as another call of the same form did.
+
+        Args:
+            changes: From `changes` of that call.
+        """
         for number, entries in changes:
             before = self._before[number]
             _fill(

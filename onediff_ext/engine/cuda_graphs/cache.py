@@ -132,13 +132,24 @@ class CudaGraphCache:
         return sum(recording.size_bytes for recording in recordings)
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why nothing is recorded on this device, or None."""
+        """Return why nothing is recorded on a device, or None.
+
+        Args:
+            device: Where the forward runs.
+        """
         if self._limit < 1:
             return "CUDA graphs are switched off"
         return self._recorder.unavailable_reason(device)
 
     def find(self, key: Hashable) -> CapturedGraph | None:
-        """The CUDA graph of this key, which becomes the most recently used one."""
+        """Return the CUDA graph of a key, and make it the most recently used one.
+
+        Args:
+            key: As `record` had it.
+
+        Returns:
+            The CUDA graph; None if none was recorded or it was dropped.
+        """
         captured = self._alive.get(key)
         if captured is not None:
             self._alive.move_to_end(key)
@@ -163,7 +174,9 @@ class CudaGraphCache:
             What `make` returned.
 
         Raises:
-            CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
+            torch.OutOfMemoryError: The budget allows no CUDA graph on this device, or the recording
+                found no memory for its activations.
+            CaptureError: As `Recorder.record`.
         """
         while self._alive and self._shares() + share > self._limit + 1e-6:
             self.drop(next(iter(self._alive)), f"there were {self._limit} already")
@@ -201,7 +214,11 @@ class CudaGraphCache:
             self.drop(key, reason)
 
     def drop_model(self, model_id: int) -> None:
-        """Drop all CUDA graphs whose keys begin with the id of this model."""
+        """Drop all CUDA graphs of one model.
+
+        Args:
+            model_id: The id with which their keys begin.
+        """
         for key in [k for k in self._alive if isinstance(k, tuple) and k[0] == model_id]:
             self.drop(key, "their model is no longer in use")
 

@@ -150,8 +150,8 @@ class CapturedForward:
 
         Args:
             key, form: Of the call.
-            call: The call.
-            output: Its output.
+            call: Its arguments.
+            output: What the forward returned.
             compared: `ModelTracker.comparisons` before it.
         """
         self._tracker.note_derived(form)

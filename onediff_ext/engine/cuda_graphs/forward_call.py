@@ -66,6 +66,9 @@ class ForwardCall:
 def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
     """Sort the arguments of a forward.
 
+    Args:
+        args, kwargs: Of the forward. Lists, tuples and dictionaries may be nested.
+
     Returns:
         The call, or a text that says why no CUDA graph can serve it.
     """
@@ -106,7 +109,11 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors in a forward's output, in order."""
+    """Return the tensors in a forward's output, in order.
+
+    Args:
+        output: A tensor, or a structure of tensors and other values.
+    """
     return [leaf for leaf in pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
 
 

@@ -55,8 +55,12 @@ class ForwardRecorder:
             frozen: What the model is.
             variant: As `CapturedForward.variant`.
 
+        Returns:
+            The CUDA graph. Its outputs hold nothing before the first replay.
+
         Raises:
-            CaptureError, ModelChangedError, torch.OutOfMemoryError: As `Recorder.record`.
+            CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
+            ModelChangedError: A block's weights no longer have the form that its graph reads.
         """
         text_kv_graphs = {}
         if self._tracker.has_current_derived_weights((variant, call.form)):

@@ -66,12 +66,26 @@ def batch_of(leaves: Sequence[Any]) -> int | None:
 
 
 def has_rows(leaf: object, batch: int) -> bool:
-    """Whether an argument has a row for each image of the batch."""
+    """Whether an argument has a row for each image of the batch.
+
+    Args:
+        leaf: One argument, or a value inside a list or dictionary.
+        batch: Images of the whole batch.
+    """
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
 
 
 def joined(first_output: Any, second_output: Any) -> Any:
-    """Return the outputs of two halves, joined along the first dimension."""
+    """Return the outputs of two halves as one output.
+
+    Args:
+        first_output, second_output: Of equal structure; each tensor has a row for each image of its
+            half.
+
+    Returns:
+        The same structure with tensors (batch, ...). Scalars and values that are no tensors are
+        those of the first half.
+    """
     first, form = pytree.tree_flatten(first_output)
     second = pytree.tree_flatten(second_output)[0]
     both = [

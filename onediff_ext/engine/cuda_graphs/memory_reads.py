@@ -99,7 +99,7 @@ def record_and_observe(
 def owned_storages(
     reads: MemoryReads, places: Collection[int], own: Sequence[torch.Tensor]
 ) -> list[torch.UntypedStorage]:
-    """The storages that a CUDA graph has to keep alive itself.
+    """Return the storages that a CUDA graph has to keep alive itself.
 
     These are all that it reads, except the model's weights: their places are compared before each
     replay.

@@ -34,7 +34,11 @@ class FrozenState:
     graphs: list[BlockGraph]
 
     def is_same_as(self, other: FrozenState | None) -> bool:
-        """Whether a graph of one state stands for a graph of the other, wherever weights lie."""
+        """Whether a graph of one state stands for a graph of the other, wherever weights lie.
+
+        Args:
+            other: Another state; None is never the same.
+        """
         return (
             other is not None
             and self.snapshot.origin is other.snapshot.origin
@@ -69,7 +73,15 @@ class ModelTracker:
         self._derived: dict[Hashable, tuple[object, object]] = {}
 
     def snapshot(self, variant: Hashable) -> Snapshot:
-        """A snapshot of what the model is now; the last one of this variant while it holds."""
+        """Return a snapshot of what the model is now.
+
+        Args:
+            variant: As `CapturedForward.variant`.
+
+        Returns:
+            The last snapshot of this variant while it holds, also after the weights have moved;
+            otherwise a new one.
+        """
         known = self._snapshots.get(variant)
         if known is not None and known.merged == self._merged_wrappers():
             if known.holds():
@@ -81,13 +93,20 @@ class ModelTracker:
         return self._new_snapshot(variant)
 
     def frozen(self, variant: Hashable) -> FrozenState:
-        """The state that a CUDA graph recorded now would freeze."""
+        """Return the state that a CUDA graph recorded now would freeze.
+
+        Args:
+            variant: As `CapturedForward.variant`.
+        """
         return FrozenState(self.snapshot(variant), self.graphs())
 
     def refusal_reason(self, variant: Hashable) -> str | None:
-        """Why a CUDA graph of this model would be unsafe, or None.
+        """Return why a CUDA graph of this model would be unsafe, or None.
 
         A snapshot that refuses nothing is not checked again here: `frozen` does that.
+
+        Args:
+            variant: As `CapturedForward.variant`.
         """
         snapshot = self._snapshots.get(variant)
         if snapshot is None or (snapshot.refusal_reason and not snapshot.holds()):
@@ -95,7 +114,11 @@ class ModelTracker:
         return snapshot.refusal_reason
 
     def is_still(self, state: FrozenState) -> bool:
-        """Whether the model is in this state. If not, all snapshots are made again."""
+        """Whether the model is in this state. If not, all snapshots are made again.
+
+        Args:
+            state: From `frozen`, kept by a CUDA graph.
+        """
         if self.has_graphs_of(state) and (
             self._is_private or state.snapshot.holds(epoch_of(self._runners))
         ):
@@ -114,6 +137,9 @@ class ModelTracker:
         """Whether each block's graph in this state is the graph of the block's kind still.
 
         Since then a block may have run through a graph of another kind, such as one with a mask.
+
+        Args:
+            state: From `frozen`, kept by a CUDA graph.
         """
         return len(state.graphs) == len(self._runners) and all(
             runner.active == active
@@ -127,13 +153,20 @@ class ModelTracker:
         return sum(runner.compared for runner in self._runners)
 
     def note_derived(self, form: Hashable) -> None:
-        """Remember what the forward that just ran in Python made its derived weights from."""
+        """Remember what the forward that just ran in Python made its derived weights from.
+
+        Args:
+            form: Variant and `ForwardCall.form` of the call.
+        """
         self._derived[form] = self._derived_now()
 
     def has_current_derived_weights(self, form: Hashable) -> bool:
         """Whether the forward would make the same derived weights of the model as it is now.
 
         The forward may change a LoRA's scale at its start and back at its end.
+
+        Args:
+            form: As `note_derived` had it.
         """
         return self._derived.get(form) == self._derived_now()
 

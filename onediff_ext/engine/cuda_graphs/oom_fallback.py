@@ -91,7 +91,7 @@ class OomFallback:
 
 
 def retry_of(snapshot: Snapshot, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
-    """How a forward may be tried again when it ran out of memory.
+    """Return how a forward that ran out of memory may be tried again.
 
     Args:
         snapshot: Of its model.

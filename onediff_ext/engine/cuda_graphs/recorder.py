@@ -35,7 +35,11 @@ class Recorder(ABC):
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why nothing can be recorded for this device, or None."""
+        """Return why nothing can be recorded on a device, or None.
+
+        Args:
+            device: Where the work runs.
+        """
 
     @abstractmethod
     def record(

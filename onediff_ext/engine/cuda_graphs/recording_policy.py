@@ -23,19 +23,36 @@ class RecordingPolicy:
         self._pause_calls = _FIRST_PAUSE_CALLS
 
     def has_seen(self, key: Hashable) -> bool:
-        """Whether a size has run before."""
+        """Whether a size has run before.
+
+        Args:
+            key: Of the CUDA graph, as `CudaGraphCache.record` takes it.
+        """
         return key in self._seen
 
     def note_seen(self, key: Hashable) -> None:
-        """A size has run."""
+        """Remember that a size has run.
+
+        Args:
+            key: As `has_seen` takes it.
+        """
         self._seen.add(key)
 
     def refuse(self, key: Hashable, reason: str) -> None:
-        """Never record a size again."""
+        """Never record a size again, until `forget`.
+
+        Args:
+            key: As `has_seen` takes it.
+            reason: In plain words; `refusal_reason` returns it.
+        """
         self._refused[key] = reason
 
     def refusal_reason(self, key: Hashable) -> str | None:
-        """Why a size is never recorded, or None."""
+        """Return why a size is never recorded, or None.
+
+        Args:
+            key: As `has_seen` takes it.
+        """
         return self._refused.get(key)
 
     def pause_reason(self) -> str | None:
@@ -50,12 +67,20 @@ class RecordingPolicy:
         return None
 
     def note_replays(self, count: int) -> None:
-        """A CUDA graph has been replayed this often."""
+        """Note a replay. The third one pays for the recording and resets the pauses.
+
+        Args:
+            count: How often this CUDA graph has been replayed now.
+        """
         if count == _WORTH_REPLAYS:
             self._wasted, self._pause_calls = 0, _FIRST_PAUSE_CALLS
 
     def note_dropped(self, replays: int) -> None:
-        """A CUDA graph was dropped after this many replays because the model has changed."""
+        """Note that a CUDA graph was dropped because the model has changed.
+
+        Args:
+            replays: How often it had been replayed. With fewer than three it counts as wasted.
+        """
         if replays < _WORTH_REPLAYS:
             self._wasted += 1
 

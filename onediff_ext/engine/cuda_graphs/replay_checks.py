@@ -24,24 +24,47 @@ class ReplayChecks:
         self._passed: dict[Hashable, FrozenState] = {}
 
     def is_done(self, captured: CapturedGraph) -> bool:
-        """Whether a CUDA graph needs no comparison any more."""
+        """Whether a CUDA graph needs no comparison any more.
+
+        Args:
+            captured: A CUDA graph of `CudaGraphCache`.
+        """
         return captured.checks >= _REQUIRED_CHECKS
 
     def has_passed(self, form: Hashable, state: FrozenState) -> bool:
-        """Whether a CUDA graph of this form and this state has passed all comparisons."""
+        """Whether a CUDA graph of this form and this state has passed all comparisons.
+
+        Args:
+            form: Variant and `ForwardCall.form` of the call.
+            state: What the model is.
+        """
         return state.is_same_as(self._passed.get(form))
 
     def knows(self, form: Hashable) -> bool:
-        """Whether a CUDA graph of this form has passed in any state."""
+        """Whether a CUDA graph of this form has passed in any state.
+
+        Args:
+            form: As `has_passed` takes it.
+        """
         return form in self._passed
 
     def begin(self, form: Hashable, captured: CapturedGraph) -> None:
-        """Count the comparisons that a new CUDA graph is spared."""
+        """Leave a new CUDA graph one comparison if another size of its form and state has passed.
+
+        Args:
+            form: As `has_passed` takes it.
+            captured: Just recorded, with no comparison yet.
+        """
         if self.has_passed(form, captured.state):
             captured.checks = _REQUIRED_CHECKS - 1
 
     def note_passed(self, form: Hashable, captured: CapturedGraph) -> None:
-        """Remember a CUDA graph's state, if it has passed all comparisons."""
+        """Remember a CUDA graph's state, if it has passed all comparisons.
+
+        Args:
+            form: As `has_passed` takes it.
+            captured: A CUDA graph of `CudaGraphCache`.
+        """
         if self.is_done(captured):
             self._passed[form] = captured.state
 
@@ -49,7 +72,7 @@ class ReplayChecks:
         """Compare a replay's output with eager's, and count the check if it decides anything.
 
         Args:
-            captured: The CUDA graph.
+            captured: A CUDA graph of `CudaGraphCache`.
             replayed: Its output, a tensor or a structure of tensors.
             expected: The output of the model's own forward, of the same structure.
 

@@ -57,7 +57,14 @@ class TrustedModules:
         return ("torch.nn.modules", "onediff_ext.", *self.sources)
 
     def patcher_of(self, module: nn.Module) -> str:
-        """Who replaced a method of a module, for people."""
+        """Return who replaced a method of a module, for people.
+
+        Args:
+            module: A module with a replaced method.
+
+        Returns:
+            The name that the host's families know, or ``"another extension"``.
+        """
         return next(filter(None, (find(module) for find in self.patched_by)), "another extension")
 
     def current_settings(self) -> Hashable:

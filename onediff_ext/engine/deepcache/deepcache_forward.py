@@ -284,6 +284,10 @@ class DeepCache:
 
 
 def deepcache_of(model: nn.Module) -> DeepCache | None:
-    """The DeepCache that wraps a UNet's forward, or None."""
+    """Return the DeepCache that wraps a UNet's forward, or None.
+
+    Args:
+        model: The host's UNet.
+    """
     forward = vars(model).get("forward")
     return forward if isinstance(forward, DeepCache) else None

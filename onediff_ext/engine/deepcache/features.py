@@ -81,11 +81,15 @@ class Features:
         self._alive: weakref.WeakValueDictionary[Hashable, Feature] = weakref.WeakValueDictionary()
 
     def of(self, key: Hashable, batch: int) -> Feature:
-        """The feature of a kind of call; new and empty for a new kind.
+        """Return the feature of a kind of call.
 
         Args:
             key: Of the kind.
             batch: Images at once, CFG's counted.
+
+        Returns:
+            The feature of this key that is still alive, or a new and empty one. With more than
+            `MAX_KINDS` kinds the least recently used feature has to be written again.
         """
         feature = self._used.get(key) or self._alive.get(key) or Feature(batch)
         self._used[key] = self._alive[key] = feature

@@ -51,7 +51,14 @@ class UNetAdapter(ABC):
 
     @abstractmethod
     def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> UNetCall | Uncached:
-        """Sort the arguments of one call, without reading the values of tensors."""
+        """Sort the arguments of one call, without reading the values of tensors.
+
+        Args:
+            args, kwargs: Of the UNet's forward.
+
+        Returns:
+            The call, or why it runs without DeepCache.
+        """
 
     @abstractmethod
     def max_depth(self) -> int:
@@ -59,7 +66,7 @@ class UNetAdapter(ABC):
 
     @abstractmethod
     def full(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        """A context in which a forward of the whole UNet writes the feature.
+        """Return a context in which a forward of the whole UNet writes the feature.
 
         Args:
             depth: As `DeepCacheOptions.depth`.
@@ -68,7 +75,7 @@ class UNetAdapter(ABC):
 
     @abstractmethod
     def shallow(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        """A context in which a forward runs the outermost layers only.
+        """Return a context in which a forward runs the outermost layers only.
 
         Args:
             depth: As `full` takes it.
@@ -79,11 +86,14 @@ class UNetAdapter(ABC):
     def shallow_arguments(
         self, depth: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a shallow forward, without those that belong to skipped layers.
+        """Return the arguments of a shallow forward, without those that belong to skipped layers.
 
         Args:
             depth: As `full` takes it.
             args, kwargs: Of the call.
+
+        Returns:
+            Positional and keyword arguments; those of the call stay as they are.
         """
 
 

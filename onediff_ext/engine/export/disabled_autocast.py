@@ -14,6 +14,9 @@ def inline_disabled_autocast(graph_module: GraphModule) -> None:
     Such a region is a call of another graph. Inductor computes it but cannot save it: Z-Image's
     RoPE has one. Casts of an autocast around it are operators of the graph already, so the region
     needs no context.
+
+    Args:
+        graph_module: Of an exported program; changed in place.
     """
     graph, found = graph_module.graph, False
     for node in list(graph.nodes):

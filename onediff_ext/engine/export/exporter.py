@@ -65,6 +65,15 @@ class BlockFunction(nn.Module):
     def forward(
         self, weights: Sequence[torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        """Compute the block with these weights.
+
+        Args:
+            weights: In the order of `names`; with 8-bit copies as `QuantizedWeights.apply` returns.
+            tensors: As `BlockCall.tensors`.
+
+        Returns:
+            The tensors of the block's output, as `BlockFamily.tensors_of`.
+        """
         _tie(tensors, self._dims)
         linears: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._quantization is not None:
@@ -180,7 +189,14 @@ def make_examples(call: BlockCall, device: torch.device) -> list[torch.Tensor]:
 
 
 def save_program(program: torch.export.ExportedProgram) -> bytes:
-    """Serialise an exported block. The result contains no weight."""
+    """Serialise an exported block.
+
+    Args:
+        program: From `export_block`.
+
+    Returns:
+        The bytes of ``torch.export.save``, without any weight.
+    """
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     return buffer.getvalue()
@@ -194,6 +210,9 @@ def load_program(
     Args:
         serialised: From `save_program`.
         device: Where the program shall run; None for where it was traced.
+
+    Returns:
+        The program, with its fake inputs on that type of device.
     """
     from torch.export.passes import move_to_device_pass  # new in torch 2.6
 
@@ -208,7 +227,11 @@ def load_program(
 
 
 def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """Return the program's inputs as its own fake tensors: weights, then the call's tensors."""
+    """Return the program's inputs as its own fake tensors: weights, then the call's tensors.
+
+    Args:
+        program: An exported block.
+    """
     nodes = program.graph_module.graph.nodes
     return [node.meta["val"] for node in nodes if node.op == "placeholder"]
 
@@ -217,6 +240,13 @@ def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the weight's form on this device that can be traced.
 
     Inference tensors have no version counter, so they cannot be traced.
+
+    Args:
+        weight: Of any shape.
+        device: Where the block is traced.
+
+    Returns:
+        The weight itself, detached, where it can be traced; else a tensor without memory.
     """
     if not weight.is_inference() and weight.device == device:
         return weight.detach()
@@ -224,7 +254,12 @@ def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def outline_of(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this layout that can be traced and has no memory."""
+    """Return a tensor of this layout that can be traced and has no memory.
+
+    Args:
+        layout: Dtype, shape and strides in elements.
+        device: Where the block is traced.
+    """
     dtype, shape, stride = layout
     with torch.inference_mode(False):
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -273,7 +308,11 @@ def _hint(name: str, channels: int) -> int:
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is an image batch [B, C, H, W] in NHWC order."""
+    """Return whether a tensor is an image batch [B, C, H, W] in NHWC order.
+
+    Args:
+        tensor: Of any shape.
+    """
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 

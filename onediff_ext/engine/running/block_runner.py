@@ -364,5 +364,9 @@ class BlockRunner:
 
 
 def epoch_of(runners: Sequence[BlockRunner]) -> int | None:
-    """Return the epoch of a model's runners; None for a model without any."""
+    """Return the epoch of a model's runners; None for a model without any.
+
+    Args:
+        runners: Of the model's blocks. All belong to one `KindRegistry`.
+    """
     return runners[0].epoch if runners else None

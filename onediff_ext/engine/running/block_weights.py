@@ -36,7 +36,11 @@ class BlockWeights(DerivedWeights):
         self._quantized: QuantizedWeights | None = None
 
     def use(self, tree: BlockTree) -> None:
-        """Read the weights of this tree from now on."""
+        """Read the weights of this tree from now on.
+
+        Args:
+            tree: The block as it is now.
+        """
         self.tree = tree
         self.wrapped_slots = [slot for slot in tree.slots if slot.is_wrapped]
         for slot in self.wrapped_slots:
@@ -45,8 +49,14 @@ class BlockWeights(DerivedWeights):
     def read(self, tree: BlockTree) -> list[torch.Tensor] | None:
         """Return the weights of a tree in the order of `BlockTree.names`, with wrappers merged.
 
+        Args:
+            tree: The block as it was when it was read last.
+
         Returns:
             The weights; None when their form has changed since the tree was made.
+
+        Raises:
+            ModelChangedError: A CUDA graph is being recorded, and a weight has to be merged.
         """
         return tree.weights(self._generation())
 

@@ -14,14 +14,28 @@ from onediff_ext.engine.torch_versions import autocast_dtype
 
 
 def work(call: BlockCall, weights: Sequence[torch.Tensor]) -> float:
-    """Estimate the multiplications of a call: each weight once for each place of the image."""
+    """Estimate the multiplications of a call: each weight once for each place of the image.
+
+    Args:
+        call: Its first tensor is an image (batch, channels, height, width), or tokens whose last
+            dim is their width.
+        weights: All weights of the block.
+
+    Returns:
+        Places, in cells or tokens of all images, times the elements of all weights.
+    """
     image = call.tensors[0]
     places = image.numel() / (image.shape[1] if image.ndim == 4 else image.shape[-1])
     return places * sum(weight.numel() for weight in weights)
 
 
 def normalise(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the layout that graphs are built for: NHWC images, others contiguous."""
+    """Return a tensor in the layout that graphs are built for: NHWC images, others contiguous.
+
+    Args:
+        tensor: One with four dims is an image (batch, channels, height, width). It is copied only
+            if it lies in another order.
+    """
     if tensor.ndim == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor.contiguous()
@@ -38,6 +52,10 @@ def boundary_reason(
         inputs: The normalised tensors of the call.
         call: Names their dims.
         weights: The weights of the block.
+
+    Returns:
+        The eager reason, in plain words: inputs of other forms or classes, empty or unequal dims,
+        weights or inputs on other devices, or more than 63 images.
     """
     device = inputs[0].device
     sizes: dict[str, int] = {}
@@ -63,7 +81,11 @@ def boundary_reason(
 
 
 def signature(call: BlockCall) -> Hashable:
-    """Return what calls of one kind have in common: dtypes, devices, fixed dims, statics."""
+    """Return what calls of one kind have in common: dtypes, devices, fixed dims, statics.
+
+    Args:
+        call: A call without a `boundary_reason`.
+    """
     fixed = tuple(
         (t.dtype, t.device, *(n for n, name in zip(t.shape, dims, strict=True) if name is None))
         for t, dims in zip(call.tensors, call.dims, strict=True)
@@ -76,7 +98,7 @@ def precision_of(wanted: str, call: BlockCall) -> str:
 
     Args:
         wanted: The user's.
-        call: The call.
+        call: Tokens among its tensors are (batch, tokens, channels).
     """
     fewest = FEWEST_ROWS.get(wanted, 1)
     if fewest > 1:
@@ -87,13 +109,25 @@ def precision_of(wanted: str, call: BlockCall) -> str:
 
 
 def autocast_state(device_type: str) -> Autocast:
-    """Return the device type and dtype of the active autocast, or None."""
+    """Return the device type and dtype of the active autocast, or None.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
     dtype = autocast_dtype(device_type)
     return None if dtype is None else (device_type, dtype)
 
 
 def input_text(tensor: torch.Tensor, dims: Sequence[str | None]) -> str:
-    """Describe an input in a kind's key, such as ``"float16 [batch,320,height,width] nhwc"``."""
+    """Describe an input in a kind's key.
+
+    Args:
+        tensor: The input.
+        dims: The names of its dims; None for a dim whose size is part of the kind.
+
+    Returns:
+        Dtype, shape and layout, such as ``"float16 [batch,320,height,width] nhwc"``.
+    """
     shape = ",".join(name or str(n) for n, name in zip(tensor.shape, dims, strict=True))
     layout = " nhwc" if is_channels_last(tensor) else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]{layout}"

@@ -39,7 +39,12 @@ class GraphCheck:
         self._family, self._registry = family, registry
 
     def with_own_inputs(self, call: BlockCall) -> BlockCall:
-        """Return a call whose tensors eager does not write into, for `judge`."""
+        """Return a call whose tensors eager does not write into, for `judge`.
+
+        Args:
+            call: A call as the graph took it. It is returned as it is, unless the family's forward
+                writes into its inputs.
+        """
         if not self._family.mutates_inputs:
             return call
         return replace(call, tensors=tuple(t.clone() for t in call.tensors))

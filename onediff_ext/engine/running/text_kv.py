@@ -48,7 +48,13 @@ class TextKv:
     def serves(
         self, prompt: torch.Tensor, stamp: Hashable, weights: Sequence[torch.Tensor]
     ) -> bool:
-        """Return whether these weights would make the same of this prompt now."""
+        """Return whether these weights would make the same of this prompt now.
+
+        Args:
+            prompt: The prompt of a call, [B, M, C].
+            stamp: From `stamp_of`, for the call.
+            weights: The weights that the `prompt_layers` have now.
+        """
         return (
             stamp is not None
             and stamp == self._stamp
@@ -63,6 +69,10 @@ class PinnedTextKv(TextKv):
 
     While a CUDA graph is recorded, the prompt is the graph's static buffer, and the graph's owner
     keeps the keys and values up to date.
+
+    Args:
+        prompt: The static buffer, [B, M, C].
+        tensors: Keys and values, [B, M, D] each.
     """
 
     def __init__(self, prompt: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -101,7 +111,11 @@ class BlockTextKv:
         self.cached: TextKv | None = None
 
     def use(self, tree: BlockTree) -> None:
-        """Find the weights of the prompt's layers in this tree."""
+        """Find the weights of the prompt's layers in this tree.
+
+        Args:
+            tree: The block as it is now.
+        """
         prefixes = tuple(f"{name}." for name in self._family.prompt_layers)
         self._layers = tuple(
             i for i, name in enumerate(tree.names) if prefixes and name.startswith(prefixes)

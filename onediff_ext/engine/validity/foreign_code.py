@@ -140,6 +140,9 @@ def replaced_methods(module: object) -> dict[str, object]:
     Methods that no forward calls are left out. A class's method that was put back by hand counts
     as unchanged: some extensions do this. Of this package's own stand-ins counts what they
     have replaced, their attribute `replaced`.
+
+    Args:
+        module: An `nn.Module`, or another object with a ``__dict__``.
     """
     cls, found = type(module), {}
     for name, value in getattr(module, "__dict__", {}).items():
@@ -168,6 +171,10 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
 
     Args:
         trusted: Prefixes of modules whose patches are known.
+
+    Returns:
+        One line for people that names the function and the module of its replacement; None when
+        `torch`, `torch.nn.functional` and `torch.Tensor` are torch's own.
     """
     tables: tuple[tuple[str, Mapping[str, Any], Sequence[str]], ...] = (
         ("torch", vars(torch), TORCH_OPERATORS),

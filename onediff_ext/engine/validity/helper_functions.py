@@ -91,7 +91,11 @@ def _package(namespace: Namespace) -> str:
 
 
 def content_of_cell(cell: Any) -> object:
-    """Return what a closure's cell holds; None for nothing."""
+    """Return what a closure's cell holds; None for nothing.
+
+    Args:
+        cell: From a function's ``__closure__``.
+    """
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

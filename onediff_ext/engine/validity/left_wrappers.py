@@ -56,12 +56,15 @@ class LeftWrapper:
 
     @classmethod
     def of(cls, module: nn.Module, name: str, function: object) -> LeftWrapper | None:
-        """Read a function; None when it has no such guard.
+        """Read a function that stands in a method's place.
 
         Args:
             module: The module that it was left on.
             name: Name of the method that it replaces.
             function: What stands in the method's place.
+
+        Returns:
+            The wrapper; None when the function has no guard that can be read.
         """
         if not isinstance(function, types.FunctionType):
             return None
@@ -69,7 +72,14 @@ class LeftWrapper:
         return None if guard is None else cls(module, name, function, guard)
 
     def passes(self, depth: int = 0) -> bool:
-        """Return whether a call now does nothing but run the class's own method."""
+        """Return whether a call now does nothing but run the class's own method.
+
+        A guard may pass the call to another wrapper, which is asked in turn. A guard that cannot be
+        read without running code of the extension does not pass.
+
+        Args:
+            depth: How many wrappers lie around this one; at most four are followed.
+        """
         try:
             names = _names_of(self._wrapper)
             if not _value(self._test, names):
@@ -85,7 +95,11 @@ class LeftWrapper:
 
 
 def left_wrappers(module: nn.Module) -> dict[str, LeftWrapper]:
-    """Return the guarded wrappers on a module's methods, by the method's name."""
+    """Return the guarded wrappers on a module's methods, by the method's name.
+
+    Args:
+        module: A module of a host's model.
+    """
     found = {
         name: LeftWrapper.of(module, name, method)
         for name, method in replaced_methods(module).items()

@@ -71,6 +71,10 @@ class ModelState:
 
         Args:
             trusted: Prefixes of modules whose patches are known.
+
+        Returns:
+            One line for people. It names the first of these that is found: a patched class or
+            helper, a replaced function of torch, a hook or mode that runs around all modules.
         """
         for cls in sorted(self._classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
             reason = patched_class_reason(cls, trusted) or self._code.helper_reason(cls, trusted)
@@ -109,6 +113,9 @@ def attention_processors(modules: Iterable[nn.Module]) -> list[object]:
 
     Some packages keep them in the attribute ``processor`` of an attention layer. They are plain
     objects as often as modules.
+
+    Args:
+        modules: All modules of a block or of a model.
     """
     found = (vars(module).get("processor") for module in modules)
     return [processor for processor in found if processor is not None]

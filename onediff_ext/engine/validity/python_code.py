@@ -34,6 +34,10 @@ def reads_attribute(cls: type, name: str) -> bool:
     """Whether the code of a class mentions an attribute.
 
     Extensions keep notes of their own on modules; no code of the class reads these.
+
+    Args:
+        cls: Class of a module. Its bases count too, `nn.Module` does not.
+        name: The attribute's name.
     """
     if cls not in _names_read:
         functions = [
@@ -71,7 +75,14 @@ class PythonCode:
         self._readings[0] = [*self._read(), self._codes()]
 
     def watch(self, classes: Iterable[type]) -> None:
-        """Watch these classes too, with their bases and the functions of their modules."""
+        """Watch these classes too, with their bases and the functions of their modules.
+
+        The present state keeps its number; earlier states are forgotten when a class is new.
+
+        Args:
+            classes: Classes of modules and attention processors. Classes that are watched already
+                change nothing.
+        """
         new = {base for cls in classes for base in cls.__mro__[:-1]} - self._classes
         if not new:
             return
@@ -118,7 +129,11 @@ class PythonCode:
         return self._generation
 
     def torch_reason(self, trusted: Sequence[str] = ()) -> str | None:
-        """Return `replaced_torch_function_reason`, computed once for each generation."""
+        """Return `replaced_torch_function_reason`, computed once for each generation.
+
+        Args:
+            trusted: Prefixes of modules whose patches are known.
+        """
         key = tuple(trusted)
         if key not in self._torch_reasons:
             self._torch_reasons[key] = replaced_torch_function_reason(key)

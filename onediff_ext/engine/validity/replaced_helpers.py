@@ -30,6 +30,10 @@ def replaced_helper_reason(
         namespace: The module's globals.
         names: Of those that count.
         trusted: Prefixes of modules whose patches are known.
+
+    Returns:
+        One line for people with the names of both modules. None when each global is what the
+        module's own source makes it, or when the source is unavailable.
     """
     module = str(namespace.get("__name__", ""))
     own = module.partition(".")[0] + "."

@@ -25,8 +25,12 @@ def content_of(tensor: torch.Tensor) -> Content:
     torch counts no writes through ``.data`` and none to tensors made under inference mode.
     `TensorContents` notices these.
 
+    Args:
+        tensor: Of any shape.
+
     Returns:
-        The address, the strides, the number of elements and the version counter.
+        The address, the strides, the number of elements and the version counter, which is -1 for a
+        tensor made under inference mode.
     """
     version = -1 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.stride(), tensor.numel(), version
@@ -36,6 +40,9 @@ def digest_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a tensor's dtype, shape, strides and the checksum of its numbers.
 
     The checksum is the same on all devices. A tensor on a GPU is copied to main memory for it.
+
+    Args:
+        tensor: Of any shape, with memory: not on the meta device.
     """
     return tensor.dtype, tensor.shape, tensor.stride(), _checksum(_dense(tensor.detach()).cpu())
 
@@ -55,7 +62,11 @@ class TensorContents:
         self._generation = 0
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Watch tensors from which something has just been computed."""
+        """Watch tensors from which something has just been computed.
+
+        Args:
+            tensors: Of any shapes; they are held weakly. `settle` reads the new ones.
+        """
         for tensor in tensors:
             key = id(tensor)
             watched = self._watched.get(key)

@@ -37,6 +37,9 @@ def is_mutable(value: object) -> bool:
     """Return whether a value can change in place.
 
     Modules do not count; they are watched in other ways.
+
+    Args:
+        value: An attribute of a module. A tuple can change if a member can.
     """
     if isinstance(value, (*_PLAIN, *_FIXED, nn.Module)):
         return False
