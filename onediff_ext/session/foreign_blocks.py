@@ -14,6 +14,7 @@ from onediff_ext.core.extension_names import extension_of_file
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.validity.foreign_code import is_ours, is_own_method, replaced_methods
+from onediff_ext.engine.validity.left_wrappers import left_wrappers
 
 TAKEN_OVER = "another extension took the block over after its graph was attached"
 _BY_OTHERS = "another extension"
@@ -115,12 +116,14 @@ def _is_covered(runner: BlockRunner) -> bool:
 
 
 def _foreign_code(block: nn.Module) -> Iterator[object]:
-    """Yield hooks and replaced methods in a block."""
+    """Yield hooks and replaced methods in a block, but for wrappers that pass calls through."""
     for module in block.modules():
         yield from module._forward_hooks.values()
         yield from module._forward_pre_hooks.values()
-        own = vars(module)
-        for name in {"forward", "_forward", *replaced_methods(module)} & own.keys():
+        own, left = vars(module), left_wrappers(module)
+        passing = {name for name, wrapper in left.items() if wrapper.passes()}
+        names = {"forward", "_forward", *replaced_methods(module)} & own.keys()
+        for name in names - passing:
             if not is_ours(own[name]) and not is_own_method(module, name):
                 yield own[name]
 
