@@ -205,6 +205,13 @@ def test_advice_names_the_page_of_the_settings() -> None:
     assert "in Settings → Optimizations" in token_merging.advice
 
 
+def test_graphs_that_another_process_builds_are_no_fault() -> None:
+    """A1111 asked for a report where two of its own sessions wanted the same graphs."""
+    why = explain("could not be built: Another process has been building it for too long.", ENGLISH)
+    assert why.why == "another program builds the same graphs"
+    assert "report" not in why.advice
+
+
 def test_the_first_time() -> None:
     def lines(status: Status, **more: bool) -> str:
         return " ".join(detail_lines(status, True, [], ENGLISH, **more))
