@@ -240,6 +240,14 @@ def test_why_part_of_the_model_is_eager_and_what_to_do() -> None:
     ]
 
 
+def test_a_cancel_is_no_news_once_every_block_has_its_graph() -> None:
+    """After the next picture the line stayed, for a graph that only img2img needs."""
+    cancelled = replace(PART, kinds_ready=12, cancelled=True, waiting=1)
+    assert "Builds were cancelled" in " ".join(detail_lines(cancelled, True, [], ENGLISH))
+    later = replace(GRAPHS, cancelled=True, waiting=1)
+    assert "cancelled" not in " ".join(detail_lines(later, True, [], ENGLISH))
+
+
 def test_a_line_stays_while_only_the_time_left_changes() -> None:
     """The page asks every two seconds; what did not change keeps the user's selection."""
     building = Status("eager", 3, 0, 16, building=True, first_builds_s=100.0)
