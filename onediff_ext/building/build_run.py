@@ -46,6 +46,7 @@ class BuildRun:
 
     Attributes:
         jobs: What each unfinished kind waits for.
+        times: Of the builds of this run.
         workers: The worker processes.
 
     Raises:
@@ -65,7 +66,7 @@ class BuildRun:
         self._in_background = in_background
         self.jobs = JobQueues(kinds)
         self._done = 0
-        self._times = BuildTimes()
+        self.times = BuildTimes()
         options = context.options
         self._failures = WorkerFailures(
             options.build_attempts, worker_count(options), context.event_log
@@ -118,24 +119,19 @@ class BuildRun:
             machine_digest(device), [kind.label for kind in kinds]
         )
         pace = self._pace(device)
-        total_s = remaining_seconds(running, expected_s, self._times.own_s, pace)
+        total_s = remaining_seconds(running, expected_s, self.times.own_s, pace)
         return None if total_s is None else total_s / max(1, min(len(kinds), self._worker_limit()))
-
-    @property
-    def spent_s(self) -> float:
-        """How long this run has gone on."""
-        return self._times.spent_s
 
     def first_graph_s(self) -> float | None:
         """The time that the first graph takes on other machines; None once one is there."""
         kinds = [*(job.kind for job in self.jobs.working), *self.jobs.kinds_before_workers]
-        if not kinds or self._times.own_s:
+        if not kinds or self.times.own_s:
             return None
         name = self._context.backend.name
-        return first_graph_seconds(name, kinds[0].device.type, self.spent_s)
+        return first_graph_seconds(name, kinds[0].device.type, self.times.spent_s)
 
     def _pace(self, device: torch.device) -> float:
-        return self._times.pace(self._context.share.pace(device) if self._in_background else 1.0)
+        return self.times.pace(self._context.share.pace(device) if self._in_background else 1.0)
 
     def work(self, more: Callable[[], Sequence[BlockKind]]) -> None:
         """Build everything; return early when stopped, or when nothing can be built here.
@@ -300,7 +296,7 @@ class BuildRun:
                 self._fail(job.kind, result.error, attempts=attempts, lasting=lasting)
         else:
             self._context.outcomes.store_built_graph(job.kind, result.payload, result.seconds)
-            self._times.add(result.seconds, job.started_at)
+            self.times.add(result.seconds, job.started_at)
             job.event = ("built", f"in {result.seconds:.1f} s: {job.reason}")
             self._load(job, result.payload, "built")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+_KEPT_WITHIN = 1.25  # a figure for the whole run is kept until it is wrong by so much
+
 
 class BuildTimes:
     """The times of one build run, which begins now.
@@ -16,6 +18,7 @@ class BuildTimes:
         self._began_at = time.monotonic()
         self.own_s: list[float] = []
         self._waits_s: list[float] = []
+        self._whole_s: float | None = None
 
     @property
     def spent_s(self) -> float:
@@ -31,6 +34,21 @@ class BuildTimes:
         """
         self.own_s.append(own_s)
         self._waits_s.append(max(own_s, time.monotonic() - started_at))
+
+    def whole_s(self, left_s: float | None) -> float | None:
+        """Estimate how long the whole run takes, in a figure that seldom changes.
+
+        Args:
+            left_s: Estimate of what is left; None when unknown, 0 where nothing has to be built.
+
+        Returns:
+            Seconds from the run's begin; None while there was never a figure.
+        """
+        if left_s:
+            now_s, kept_s = self.spent_s + left_s, self._whole_s
+            if kept_s is None or not kept_s / _KEPT_WITHIN <= now_s <= kept_s * _KEPT_WITHIN:
+                self._whole_s = now_s
+        return self._whole_s
 
     def pace(self, least: float) -> float:
         """Return the speed of workers, 1 for full speed; as seen, once builds have come in.

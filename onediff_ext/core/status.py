@@ -53,8 +53,8 @@ class Status:
         substituted: Why a backend or precision differs from the requested one, or ``""``.
         backend: The backend whose graphs are used; ``""`` without a session.
         changed_by: Extensions that changed the model, as (eager reason, extension).
-        first_builds_s: Estimate of all builds of this process, from this machine's history; None
-            while nothing is built, or when unknown.
+        first_builds_s: Estimate of this build as a whole, which seldom changes; None while nothing
+            is built, or when unknown.
         picture_s: Seconds of the last picture; None before the first.
         without_s: Estimate of the same without OneDiff; None when its size was not measured.
         size_is_measured: Whether a warm-up has measured the last picture's sizes.

@@ -16,7 +16,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.foreign_code import defining_module, extension_of, replaced_methods
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,18 @@ class WebUIHost(ABC):
         """
         for step in (denoiser, getattr(denoiser, "inner_model", None)):
             for method in replaced_methods(step).values():
-                return f"{defining_module(method)} calls the UNet in its own way"
+                return self.own_way_reason(method)
         return None
+
+    @staticmethod
+    def own_way_reason(function: object) -> str:
+        """Say whose function stands between sampler and UNet.
+
+        Args:
+            function: What an extension put there.
+        """
+        name = extension_of(function) or defining_module(function)
+        return f"{name} calls the UNet in its own way"
 
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002
         """The object that dies when the host gives a model up.

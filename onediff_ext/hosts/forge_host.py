@@ -17,7 +17,6 @@ from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.validity.foreign_code import defining_module
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.forge_memory import share_with
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
@@ -110,7 +109,7 @@ class ForgeFamilyHost(WebUIHost):
         unet = getattr(forge_objects(self.loaded_model()), "unet", None)
         wrapper = (getattr(unet, "model_options", None) or {}).get("model_function_wrapper")
         if wrapper is not None:
-            return f"{defining_module(wrapper)} calls the UNet in its own way"
+            return self.own_way_reason(wrapper)
         return super().split_calls_reason(denoiser)
 
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:  # noqa: ARG002

@@ -168,16 +168,29 @@ def from_arguments(arguments: Sequence[Any]) -> dict[str, Any]:
 
     A dict replaces all positional arguments, which are the host's defaults then. A dict without
     ``enabled`` enables OneDiff. A dict without ``preset`` means Custom when it has a field that
-    presets decide.
+    presets decide. A positional argument that cannot be used is no default: it stays, so that the
+    user hears of it.
     """
+    positional = {
+        field.name: from_control(field, value)
+        for field, value in zip(FIELDS, arguments, strict=False)
+        if value is not None and not isinstance(value, Mapping)
+    }
     for argument in arguments:
         if isinstance(argument, Mapping):
             is_custom = any(
                 name in BY_NAME and BY_NAME[name].decided_by_preset for name in argument
             )
-            return {"enabled": True, **({"preset": CUSTOM} if is_custom else {}), **argument}
-    return {
-        field.name: from_control(field, value)
-        for field, value in zip(FIELDS, arguments, strict=False)
-        if value is not None
-    }
+            preset = {"preset": CUSTOM} if is_custom else {}
+            return {"enabled": True, **preset, **argument, **_unusable(positional)}
+    return positional
+
+
+def _unusable(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        try:
+            checked(BY_NAME[name], value)
+        except OptionError:
+            found[name] = value
+    return found

@@ -45,7 +45,7 @@ def detail_lines(
     if status.paused:
         left = status.kinds_needed - status.kinds_ready - status.kinds_failed
         lines.append(words.say(phrases.ON_HOLD if left else phrases.PAUSED, n=left))
-    elif status.cancelled and status.waiting:
+    elif status.cancelled and status.waiting and state is not Headline.GRAPHS:
         lines.append(words.say(phrases.ON_CANCEL))
     elif state in (Headline.WITHOUT, Headline.PART) and status.running != "off":
         template = phrases.PART_WITHOUT if state is Headline.PART else phrases.ALL_WITHOUT

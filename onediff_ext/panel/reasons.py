@@ -55,7 +55,13 @@ RULES = (
     _rule(
         r"tokenmerging|\btome|tomesd",
         "token merging is on",
-        "Set the token merging ratio to 0 in Settings → Optimizations for more speed.",
+        "Set its ratio to 0 in Settings → Optimizations, or turn off the extension that"
+        " merges tokens.",
+    ),
+    _rule(
+        r"another process has been building",
+        "another program builds the same graphs",
+        "Draw on: graphs come by themselves.",
     ),
     _rule(
         r"builds are paused",

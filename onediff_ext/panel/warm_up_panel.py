@@ -73,7 +73,13 @@ class WarmUpPanel:
                 elem_id=elem_id("warm_up"),
             )
             self._pause, self._go_on, self._cancel = (
-                gr.Button(label, size="sm", visible=visible, elem_id=elem_id(name))
+                gr.Button(
+                    label,
+                    size="sm",
+                    visible=visible,
+                    elem_id=elem_id(name),
+                    elem_classes=["onediff-appears"],
+                )
                 for label, visible, name in (
                     ("Pause", shown.pause, "pause"),
                     ("Go on", shown.go_on, "go_on"),

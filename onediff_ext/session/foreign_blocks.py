@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import types
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
-from onediff_ext.core.extension_names import extension_of_file
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.running.block_runner import BlockRunner
-from onediff_ext.engine.validity.foreign_code import is_ours, is_own_method, replaced_methods
+from onediff_ext.engine.validity.foreign_code import (
+    extension_of,
+    is_ours,
+    is_own_method,
+    replaced_methods,
+)
+from onediff_ext.engine.validity.left_wrappers import left_wrappers
 
 TAKEN_OVER = "another extension took the block over after its graph was attached"
 _BY_OTHERS = "another extension"
@@ -103,7 +104,7 @@ class ForeignBlocks:
                     self._note(reason, value)
 
     def _note(self, reason: str, value: object) -> None:
-        name = _extension_of(value)
+        name = extension_of(value)
         if name is not None:
             self.changed_by.setdefault(reason, name)
 
@@ -115,28 +116,13 @@ def _is_covered(runner: BlockRunner) -> bool:
 
 
 def _foreign_code(block: nn.Module) -> Iterator[object]:
-    """Yield hooks and replaced methods in a block."""
+    """Yield hooks and replaced methods in a block, but for wrappers that pass calls through."""
     for module in block.modules():
         yield from module._forward_hooks.values()
         yield from module._forward_pre_hooks.values()
-        own = vars(module)
-        for name in {"forward", "_forward", *replaced_methods(module)} & own.keys():
+        own, left = vars(module), left_wrappers(module)
+        passing = {name for name, wrapper in left.items() if wrapper.passes()}
+        names = {"forward", "_forward", *replaced_methods(module)} & own.keys()
+        for name in names - passing:
             if not is_ours(own[name]) and not is_own_method(module, name):
                 yield own[name]
-
-
-def _extension_of(value: Any) -> str | None:
-    """The extension that a function, method, object or class was written in, or its package."""
-    while True:
-        if isinstance(value, types.MethodType):
-            value = value.__func__
-        elif isinstance(value, functools.partial):
-            value = value.func
-        else:
-            break
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        return extension_of_file(code.co_filename)
-    cls = value if isinstance(value, type) else type(value)
-    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return extension_of_file(path) if path else None

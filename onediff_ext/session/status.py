@@ -107,7 +107,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         building=building,
         seconds_left=seconds_left,
         first_graph_s=None if run is None or seconds_left is not None else run.first_graph_s(),
-        building_s=None if run is None else run.spent_s,
+        building_s=None if run is None else run.times.spent_s,
         stage=stage,
         sizes_done=session.sizes_done[0],
         sizes_needed=session.sizes_done[1],
@@ -131,7 +131,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         substituted=_substituted(session, kinds),
         backend=session.backend.name,
         changed_by=_changed_by(session),
-        first_builds_s=_first_builds_s(session, kinds) if building else None,
+        first_builds_s=None if run is None else run.times.whole_s(seconds_left),
         picture_s=None if last is None else last.seconds,
         without_s=None if last is None else last.without_s,
         size_is_measured=bool(sizes) and sizes == {step.size for step in mine},
@@ -145,16 +145,6 @@ def _changed_by(session: StatusSource) -> tuple[tuple[str, str], ...]:
     for component in session.last_picture.components:
         found |= component.foreign_blocks.changed_by
     return tuple(found.items())
-
-
-def _first_builds_s(session: StatusSource, kinds: list[BlockKind]) -> float | None:
-    """Estimate the time of all builds that this process needs, finished ones included."""
-    needed = [k for k in kinds if k.source != "loaded" and k.state is not KindState.FAILED]
-    if not needed:
-        return None
-    machine, history = machine_digest(needed[0].device), session.builder.context.history
-    known = [s for s in history.build_seconds(machine, [k.label for k in needed]) if s is not None]
-    return sum(known) / worker_count(session.options) if len(known) == len(needed) else None
 
 
 def _blocks(session: StatusSource) -> tuple[int, Counter[str]]:

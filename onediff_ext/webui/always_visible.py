@@ -78,14 +78,14 @@ class OneDiffScript(scripts.Script):
             state.refuse(p, str(exc))
             _tell(p, f"This picture is drawn without OneDiff: {exc}")
             if state.stops(on_failure_of(values)):
-                _stop(p, str(exc))
+                _stop(state, p, str(exc))
             return
         for note in notes:
             _tell(p, f"OneDiff: {note}")
         if state.settings.get("onediff_infotext"):
             p.extra_generation_params.update(infotext_entries(state.drawn_choices(choices)))
         if reason and state.stops(choices.on_failure):
-            _stop(p, reason)
+            _stop(state, p, reason)
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         extension.current().graphs.before_sampling(p)
@@ -110,8 +110,10 @@ def changes_of_job(p: Any) -> dict[str, str]:
     return {}
 
 
-def _stop(p: Any, reason: str) -> None:
-    _tell(p, f"OneDiff stopped this: {reason.rstrip('.')}.")
+def _stop(state: extension.Extension, p: Any, reason: str) -> None:
+    message = f"OneDiff stopped this: {reason.rstrip('.')}."
+    _tell(p, message)
+    state.add_note(message)  # a client of the API gets no comments
     shared.state.interrupt()
 
 

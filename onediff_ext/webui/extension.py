@@ -106,6 +106,14 @@ class Extension:
         self._notes = ()
         self._begin_without_graphs(job, reason)
 
+    def add_note(self, note: str) -> None:
+        """Have the status say one thing more about this job.
+
+        Args:
+            note: One sentence.
+        """
+        self._notes = (*self._notes, note)
+
     def stops(self, policy: str) -> bool:
         """Whether a job that cannot use graphs stops.
 

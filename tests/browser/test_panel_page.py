@@ -340,7 +340,7 @@ def test_accessibility(panel_page: PanelPage, theme: str) -> None:
 
 
 def test_a_second_click_on_build_now_presses_nothing_else(panel_page: PanelPage) -> None:
-    """Pause and Cancel appear below it, not in its place."""
+    """Pause and Cancel appear below it, or in its place where the lines above become fewer."""
     page, build_now = panel_page.page, panel_page.page.locator(f"#{ACCORDION}_warm_up")
     panel_page.show(STATES[Headline.PART], warms_up=True)
     box = build_now.bounding_box()

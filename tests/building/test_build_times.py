@@ -25,3 +25,14 @@ def test_a_clock_that_says_less_than_the_worker_is_full_speed() -> None:
     times.add(5.0, time.monotonic())
     assert times.pace(0.2) == 1.0
     assert 0 <= times.spent_s < 5
+
+
+def test_the_figure_for_the_whole_run_stays_while_it_is_about_right() -> None:
+    times = BuildTimes()
+    assert times.whole_s(None) is None
+    assert times.whole_s(0.0) is None  # all come from the store
+    assert times.whole_s(100.0) == pytest.approx(100.0, abs=1)
+    first_s = times.whole_s(90.0)
+    assert first_s == times.whole_s(120.0) == times.whole_s(None)
+    assert times.whole_s(300.0) == pytest.approx(300.0, abs=1)  # the machine has become busier
+    assert times.whole_s(50.0) == pytest.approx(50.0, abs=1)

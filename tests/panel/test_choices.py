@@ -67,7 +67,7 @@ def test_what_a_host_may_lack_comes_last_so_that_positions_hold() -> None:
         }),
         ((None, "Balanced"), {"preset": "Balanced"}),
         (({},), {"enabled": True}),
-        (({"vae": "ignore all"}, "Balanced", "more"), {
+        (({"vae": "ignore all"}, "Balanced", "UNet"), {
             "enabled": True, "preset": "Custom", "vae": "ignore all",
         }),
         (({"enabled": False, "captures": 1},), {
@@ -79,6 +79,14 @@ def test_what_a_host_may_lack_comes_last_so_that_positions_hold() -> None:
 def test_arguments_by_position_or_as_a_dict(arguments: tuple, expected: dict) -> None:
     assert from_arguments(arguments) == expected
     Choices.parse(from_arguments(arguments))
+
+
+@pytest.mark.parametrize("first", [{"enabled": True}, {"preset": "Fast"}])
+def test_what_stands_behind_a_dict_is_read(first: dict) -> None:
+    with pytest.raises(OptionError, match="junk"):
+        Choices.parse(from_arguments((first, "junk")))
+    with pytest.raises(OptionError, match="Components.*junk"):
+        Choices.parse(from_arguments((first, "Balanced", ["junk"])))
 
 
 def test_texts_stand_for_values_as_other_programs_send_them() -> None:

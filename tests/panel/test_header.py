@@ -205,6 +205,13 @@ def test_advice_names_the_page_of_the_settings() -> None:
     assert "in Settings → Optimizations" in token_merging.advice
 
 
+def test_graphs_that_another_process_builds_are_no_fault() -> None:
+    """A1111 asked for a report where two of its own sessions wanted the same graphs."""
+    why = explain("could not be built: Another process has been building it for too long.", ENGLISH)
+    assert why.why == "another program builds the same graphs"
+    assert "report" not in why.advice
+
+
 def test_the_first_time() -> None:
     def lines(status: Status, **more: bool) -> str:
         return " ".join(detail_lines(status, True, [], ENGLISH, **more))
@@ -231,6 +238,14 @@ def test_why_part_of_the_model_is_eager_and_what_to_do() -> None:
     assert detail_lines(paused, True, [NEGPIP], ENGLISH) == [
         "Builds are paused. Graphs left to build: 4. Press Go on to have them built."
     ]
+
+
+def test_a_cancel_is_no_news_once_every_block_has_its_graph() -> None:
+    """After the next picture the line stayed, for a graph that only img2img needs."""
+    cancelled = replace(PART, kinds_ready=12, cancelled=True, waiting=1)
+    assert "Builds were cancelled" in " ".join(detail_lines(cancelled, True, [], ENGLISH))
+    later = replace(GRAPHS, cancelled=True, waiting=1)
+    assert "cancelled" not in " ".join(detail_lines(later, True, [], ENGLISH))
 
 
 def test_a_line_stays_while_only_the_time_left_changes() -> None:

@@ -109,3 +109,49 @@ def test_the_extension_behind_a_hook_or_a_forward_is_named(ready, small, by):
     changed = status.as_json()["changed_by"]
     assert changed == [{"reason": reason, "extension": name}]
     assert "/webui/" not in str(changed)  # no path leaves the machine
+
+
+HYPERTILE = """
+class Params:
+    enabled = True
+
+
+def wrap(layer, params):
+    params.forward = layer.forward
+
+    def wrapper(*args, **kwargs):
+        if not params.enabled:
+            return params.forward(*args, **kwargs)
+        return params.forward(*args, **kwargs)
+
+    return wrapper
+"""
+
+
+def test_a_wrapper_that_passes_calls_through_names_no_extension(ready, small, tmp_path):
+    """HyperTile had been on once: what a regional prompter did was said to be its doing."""
+    file = tmp_path / "extensions-builtin" / "hypertile" / "hypertile.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(HYPERTILE)
+    found = {"__name__": "hypertile"}
+    exec(compile(HYPERTILE, str(file), "exec", dont_inherit=True), found)
+    blocks, params = attentive(small), []
+    for block in blocks:
+        params.append(found["Params"]())
+        block.attn1.forward = found["wrap"](block.attn1, params[-1])
+    assert behind(draw(ready, small)) == ["hypertile"]
+    for one in params:
+        one.enabled = False
+    source = "def forward(self, *a, **k):\n    return type(self).forward(self, *a, **k)\n"
+    forward = code_of("regional-prompter", source, "forward")
+    for block in blocks:
+        block.attn2.forward = types.MethodType(forward, block.attn2)
+    assert behind(draw(ready, small)) == ["regional-prompter"]
+    for block in blocks:
+        del block.attn2.forward
+    assert draw(ready, small).running == "compiled"
+
+
+def behind(status):
+    """The extensions behind the eager blocks of the last picture."""
+    return [dict(status.changed_by)[reason] for reason, _ in status.eager_blocks]

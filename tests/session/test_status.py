@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onediff_ext.building.build_times import BuildTimes
 from onediff_ext.core.status import Status
 from onediff_ext.engine.blocks.block_kind import KindState, LiveBlocks
+from onediff_ext.engine.machine import machine_digest
 from onediff_ext.engine.running import block_runner
 from onediff_ext.engine.running.block_runner import NO_GRAPH_YET
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
@@ -124,6 +126,21 @@ def test_measuring_eager_steps_leaves_the_status_alone(ready, small):
     with compiled_state(small.pipe).components[0].paused():
         small()
     assert ready.status().line() == "compiled"
+
+
+def test_the_whole_build_takes_no_less_than_what_is_left(ready, monkeypatch):
+    """The panel said "about 58 s left", and below it "built once: about 6 s"."""
+    for kind in ready.kinds:  # as a machine that was idle, or another backend, has them
+        ready.build_context.history.record_build(machine_digest(kind.device), kind.label, 0.5)
+    run = SimpleNamespace(
+        times=BuildTimes(),
+        seconds_left=lambda: 58.0,  # beside pictures
+        stage="building",
+        building_now=(),
+    )
+    monkeypatch.setattr(ready.builder, "run", run)
+    monkeypatch.setattr(ready.kinds[0], "source", "built")
+    assert ready.status().first_builds_s == pytest.approx(58.0, abs=1)
 
 
 def test_a_backend_that_is_not_there(open_session, small, instant_workers, monkeypatch):

@@ -181,7 +181,10 @@ def test_a_refusal_stops_only_where_the_user_says_so(
     script.process(p, {"on_failure": argument})
     assert host.shared.state.interrupted is stops
     assert bool(p.comments) is stops
-    assert "fp8 weights" in host.extension.status().line()
+    status = host.extension.status()
+    assert "fp8 weights" in status.line()
+    # Over the API such a job has no picture and no comment.
+    assert any("OneDiff stopped this" in note for note in status.notes) is stops
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ would carry it into the next process.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -18,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from onediff_ext.core.extension_names import extension_of_file
 
 # Packages whose functions may be part of classes of other packages.
 _TRUSTED = ("torch.", "huggingface_hub.", "accelerate.", "peft.", "onediff_ext.")
@@ -64,7 +67,8 @@ def defining_module(value: object) -> str:
     """Full name of the module that defines a callable, or the file that its code was taken from.
 
     A wrapper made by `functools.wraps` has its original's ``__module__``. Its globals name the
-    module that it was written in.
+    module that it was written in. A decorator of torch, such as ``torch.no_grad()``, says nothing
+    about the function that it wraps: that function counts.
 
     Args:
         value: A function, method, descriptor, class or callable object.
@@ -72,15 +76,7 @@ def defining_module(value: object) -> str:
     Returns:
         The module's name; "" for compiled code.
     """
-    while True:
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, (functools.partial, functools.cached_property)):
-            value = value.func
-        else:
-            break
+    value = written_function(value)
     globals_ = getattr(value, "__globals__", None)
     if isinstance(globals_, dict):
         return _other_file(value, globals_) or str(globals_.get("__name__", "?"))
@@ -89,6 +85,43 @@ def defining_module(value: object) -> str:
     if isinstance(value, (types.BuiltinFunctionType, *_SLOTS)):
         return ""
     return type(value).__module__
+
+
+def written_function(value: Any) -> Any:
+    """The function that a callable runs in the end, without bindings and torch's decorators.
+
+    Args:
+        value: A function, method, descriptor, class or callable object.
+    """
+    while True:
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, (functools.partial, functools.cached_property)):
+            value = value.func
+        elif isinstance(value, types.FunctionType) and _decorates(value):
+            value = value.__wrapped__  # type: ignore[attr-defined]
+        else:
+            return value
+
+
+def extension_of(value: object) -> str | None:
+    """The extension, by its folder, that a callable or a class was written in, or its package.
+
+    Args:
+        value: A function, method, class or callable object.
+
+    Returns:
+        Such as ``"sd-webui-negpip"``; None for code of neither.
+    """
+    value = written_function(value)
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return extension_of_file(code.co_filename)
+    cls = value if isinstance(value, type) else type(value)
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return extension_of_file(path) if path else None
 
 
 def is_called_by_no_forward(name: str) -> bool:
@@ -216,6 +249,12 @@ def transform_is_active() -> bool:
     """
     functorch: Any = torch._C._functorch
     return functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _decorates(function: types.FunctionType) -> bool:
+    """Whether a function is what a decorator of torch has made of another one."""
+    written_in = str(function.__globals__.get("__name__", ""))
+    return written_in.startswith("torch.") and callable(getattr(function, "__wrapped__", None))
 
 
 def _other_file(function: Any, globals_: Mapping[str, Any]) -> str | None:

@@ -122,7 +122,7 @@ class A1111Host(WebUIHost):
     def split_calls_reason(self, denoiser: object) -> str | None:
         model = _loaded_model()
         if "apply_model" in replaced_methods(model):
-            return f"{defining_module(model.apply_model)} calls the UNet in its own way"
+            return self.own_way_reason(model.apply_model)
         return super().split_calls_reason(denoiser)
 
     def owner(self, component: ComponentId, model: nn.Module) -> object | None:

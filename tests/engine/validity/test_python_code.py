@@ -41,6 +41,23 @@ def test_replaced_code_is_another_generation_until_it_is_restored(
     assert code.torch_reason() is None
 
 
+@pytest.mark.parametrize("decorate", [torch.no_grad(), torch.inference_mode()])
+def test_a_decorator_of_torch_hides_no_foreign_code(
+    decorate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A patch under torch.no_grad() counted as torch's own, and graphs went on without it."""
+
+    def forward(self: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    decorated = decorate(forward)
+    assert defining_module(decorated) == __name__
+    assert defining_module(decorate(nn.Conv2d.forward)) == "torch.nn.modules.conv"
+    assert patched_class_reason(nn.Conv2d) is None
+    monkeypatch.setattr(nn.Conv2d, "forward", decorated)
+    assert f"patched by {__name__} (forward)" in str(patched_class_reason(nn.Conv2d))
+
+
 def test_functools_wraps_does_not_hide_the_defining_module() -> None:
     @functools.wraps(nn.Linear.forward)
     def wrapper(*args: Any) -> Any:

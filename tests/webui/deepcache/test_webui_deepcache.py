@@ -103,8 +103,10 @@ def test_an_extension_between_sampler_and_unet_turns_deepcache_off(
     host: DeepCacheWebUI, monkeypatch: pytest.MonkeyPatch, place: str, begins: int
 ) -> None:
     """Tiled Diffusion may give all tiles to the UNet at once, and move them at each step."""
-    tiled = {"__name__": "tiled_diffusion"}
-    exec("def forward(*args, **kwargs): ...", tiled)
+    tiled: dict[str, Any] = {"__name__": "tiled_diffusion"}
+    file = "/webui/extensions/multidiffusion-upscaler/tile_methods/multidiffusion.py"
+    exec(compile("def forward(*args, **kwargs): ...", file, "exec"), tiled)
+    tiled["forward"] = torch.no_grad()(tiled["forward"])  # as that extension does
     seen = []
 
     def patch(denoiser: Any) -> None:
@@ -125,7 +127,8 @@ def test_an_extension_between_sampler_and_unet_turns_deepcache_off(
     seen.clear()
     monkeypatch.undo()
     found = host.draw(MEDIUM, **moving)
-    assert "tiled_diffusion calls the UNet in its own way" in host.graphs.status().deepcache
+    said = host.graphs.status().deepcache
+    assert "multidiffusion-upscaler calls the UNet in its own way" in said
     if not begins:
         assert (found - expected).norm() < 1e-4 * expected.norm()
 
