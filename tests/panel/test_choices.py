@@ -85,7 +85,7 @@ def test_arguments_by_position_or_as_a_dict(arguments: tuple, expected: dict) ->
 def test_what_stands_behind_a_dict_is_read(first: dict) -> None:
     with pytest.raises(OptionError, match="junk"):
         Choices.parse(from_arguments((first, "junk")))
-    with pytest.raises(OptionError, match="Components.*junk"):
+    with pytest.raises(OptionError, match=r"Components.*junk"):
         Choices.parse(from_arguments((first, "Balanced", ["junk"])))
 
 
