@@ -3,7 +3,7 @@
     pip install --target /tmp/reference --no-deps DeepCache==0.1.1
     python -m tools.deepcache.golden /tmp/reference
 
-Run from the repository's root. Latents [1, 4, h, w] of the small models, in float32 on a CPU,
+Run from the repository's root. Latents [1, 4, h, w] of the small models, in float64 on a CPU,
 named "<model>/<interval>/<branch>"; the settings are those of `tests.support.deepcache_golden`.
 """
 

@@ -18,7 +18,7 @@ def test_equals_the_reference_implementation(case: Case):
     state = deepcache_state(pipe)
     assert state is not None
     assert state.counts["full"] == -(-12 // case.interval)
-    torch.testing.assert_close(latents, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(latents, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("model", ["sd15", "sd2", "sdxl"])
