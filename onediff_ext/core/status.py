@@ -58,6 +58,7 @@ class Status:
         picture_s: Seconds of the last picture; None before the first.
         without_s: Estimate of the same without OneDiff; None when its size was not measured.
         size_is_measured: Whether a warm-up has measured the last picture's sizes.
+        other_pace: Whether the last picture's steps were much slower or faster than those measured.
         saved_s: Seconds that graphs have saved on this machine with this checkpoint, over all
             pictures of measured sizes; None without one.
         saved_since: When the first of them was drawn, in seconds since the epoch.
@@ -96,6 +97,7 @@ class Status:
     picture_s: float | None = None
     without_s: float | None = None
     size_is_measured: bool = False
+    other_pace: bool = False
     saved_s: float | None = None
     saved_since: float | None = None
     notes: tuple[str, ...] = ()

@@ -77,6 +77,7 @@ def _took(status: Status, state: Headline, words: Phrases) -> str:
         text = words.say(phrases.TOOK_ONLY, took=took)
         may_gain = state in (Headline.GRAPHS, Headline.PART) or status.captures
         how = phrases.DRAW_AGAIN if status.size_is_measured else phrases.MEASURE_IT
+        how = phrases.OTHER_PACE if status.other_pace else how
         return f"{text} {words.say(how)}" if may_gain else text
     without = words.duration(status.without_s, tenths=True)
     saved_s = status.without_s - status.picture_s

@@ -30,11 +30,13 @@ class PictureTime:
         without_s: Estimate of the same without OneDiff; None where no step of the size was
             measured, or where the machine was much busier or idler then.
         sizes: Of its UNet's steps, such as ``{"512x768@2"}``.
+        other_pace: Whether its steps were much slower or faster than the measured ones.
     """
 
     seconds: float
     without_s: float | None = None
     sizes: frozenset[str] = frozenset()
+    other_pace: bool = False
 
 
 class PictureTimer:
@@ -88,23 +90,26 @@ class PictureTimer:
         if self._depth:
             return None
         seconds = time.perf_counter() - self._began
-        without_s = None
+        without_s, other_pace = None, False
         if steps is not None and self._forwards:
-            saved_s = _saved_s(self._forwards, steps())
+            saved_s, other_pace = _saved_s(self._forwards, steps())
             without_s = None if saved_s is None else max(0.0, seconds + saved_s)
         sizes = frozenset(str(shape) for shape, _ in self._forwards)
         self._forwards = []
-        self.last = PictureTime(seconds, without_s, sizes)
+        self.last = PictureTime(seconds, without_s, sizes, other_pace)
         return self.last
 
 
 def _saved_s(
     forwards: list[tuple[BatchShape | None, Seconds]], steps: Mapping[str, StepRecord]
-) -> float | None:
-    """Sum up eager's time less the measured one; None without comparable measurements.
+) -> tuple[float | None, bool]:
+    """Sum up eager's time less the measured one.
 
     A machine that is busier or idler than it was when the steps were measured is another machine.
     Then the picture's own steps take another time than the measured ones.
+
+    Returns:
+        (seconds, whether the pace was another). Seconds are None without comparable measurements.
     """
     by_size: dict[str, list[float]] = {}
     for shape, seconds in forwards:
@@ -113,13 +118,13 @@ def _saved_s(
     for size, taken in by_size.items():
         step = steps.get(size)
         if step is None:
-            return None
+            return None, False
         usual_s = step.compiled_ms / 1000
         # DeepCache makes some steps shorter, and comparisons make the first ones longer.
         if statistics.median(taken) > _SLOWEST * usual_s or max(taken) < _FASTEST * usual_s:
-            return None
+            return None, True
         saved_s += len(taken) * step.eager_ms / 1000 - sum(taken)
-    return saved_s
+    return saved_s, False
 
 
 def _shape_of(latent: torch.Tensor) -> BatchShape | None:

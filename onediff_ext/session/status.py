@@ -135,6 +135,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         picture_s=None if last is None else last.seconds,
         without_s=None if last is None else last.without_s,
         size_is_measured=bool(sizes) and sizes == {step.size for step in mine},
+        other_pace=last is not None and last.other_pace,
         saved_s=None if saved is None else saved.seconds,
         saved_since=None if saved is None else saved.since,
     )

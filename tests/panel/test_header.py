@@ -170,10 +170,15 @@ def test_what_the_last_picture_gained() -> None:
     for without_s in (1.85, 1.8, 1.7):
         assert "no time saved" in first(picture_s=1.8, without_s=without_s)
     assert first(picture_s=1.8) == (
-        "Last picture: 1.8 s. Press Build now to see the time saved: it measures this size."
+        "Last picture: 1.8 s. To see the time saved, add this size to the warm-up sizes and press"
+        " Build now."
     )
     assert first(picture_s=1.8, size_is_measured=True) == (
         "Last picture: 1.8 s. This size is measured: the next picture shows the time saved."
+    )
+    assert first(picture_s=1.8, size_is_measured=True, other_pace=True) == (
+        "Last picture: 1.8 s. Time saved unknown: the computer was less or more busy when this size"
+        " was measured."
     )
     eager = Status("eager", picture_s=4.1, blocks_needed=70)
     assert detail_lines(eager, True, [NEGPIP], ENGLISH)[0] == "Last picture: 4.1 s."

@@ -62,7 +62,10 @@ def test_comparisons_and_deepcache_count_as_the_time_they_take(timed):
 @pytest.mark.parametrize("step_s", [0.31, 0.1])
 def test_a_machine_that_is_busier_or_idler_than_when_it_was_measured_has_none(timed, step_s):
     """A picture of 70 s was "about 14 s without" while other programs took all cores."""
-    assert timed([step_s] * 4, measured).without_s is None
+    taken = timed([step_s] * 4, measured)
+    assert taken.without_s is None
+    assert taken.other_pace
+    assert not timed([0.2] * 4, measured).other_pace
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,7 @@ def test_a_size_without_a_measurement_has_none(timed, steps, latent):
     taken = timed([0.2], lambda: steps, latent)
     assert taken.seconds > 0
     assert taken.without_s is None
+    assert not taken.other_pace
 
 
 def test_a_picture_without_graphs_has_none(timed):
