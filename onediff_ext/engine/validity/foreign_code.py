@@ -92,6 +92,9 @@ def written_function(value: Any) -> Any:
 
     Args:
         value: A function, method, descriptor, class or callable object.
+
+    Returns:
+        The function; `value` itself where it wraps none.
     """
     while True:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
