@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before any test module loads torch, which reads these once.
     os.environ.update(_SETTINGS)
+    # pytest listens to each logger. A listener makes torch write down all of its tracing.
+    vars(logging.getLogger("torch.__trace"))["addHandler"] = lambda handler: None
     # One for all processes and runs. Its content is checked at each use.
     os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
     if not hasattr(config, "workerinput"):  # one for all processes of the run
@@ -74,9 +76,6 @@ def _seed_torch(seed: int) -> None:
     """Give each test the same random numbers; pytest-randomly does it for all but torch."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
-        # pytest listens to each logger. A listener makes torch write down all of its tracing.
-        trace = logging.getLogger("torch.__trace")
-        vars(trace)["addHandler"] = lambda handler: None
 
 
 @functools.cache

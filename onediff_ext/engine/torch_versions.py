@@ -184,7 +184,7 @@ def quiet_export() -> Iterator[None]:
     """Export without what nobody reads.
 
     torch 2.6 warns of the layers of a block that is deliberately no submodule. Newer ones write
-    the Python stack beside each operator: a twelfth of the time, and paths of this machine.
+    the Python stack beside each operator, which takes time, and paths of this machine.
     """
     with warnings.catch_warnings(), _without_stack_traces():
         warnings.filterwarnings("ignore", "Unable to find the path of the module")

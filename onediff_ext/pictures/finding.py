@@ -66,12 +66,12 @@ def find_pictures(
         Each image once, in a stable order.
 
     Raises:
-        PictureError: An input does not exist, or a given folder cannot be listed.
+        PictureError: An input does not exist, or a given folder cannot be listed or reached.
     """
     search = _Search(report, recursive, identity_of(output_dir) if output_dir is not None else None)
     found: list[FoundPicture] = []
     for given in inputs:
-        if _is_folder(given):
+        if is_folder(given):
             found.extend(search.in_folder(given, given))
         elif exists(given):
             found.extend(search.once(FoundPicture(given, given.parent)))
@@ -158,11 +158,3 @@ def _made_by_us(path: Path) -> bool:
         return JOB_KEYWORD in read_png(path).texts
     except (OSError, UnsafeFileError):
         return False  # reading the image will report the error
-
-
-def _is_folder(given: Path) -> bool:
-    try:
-        return is_folder(given)
-    except OSError as exc:
-        hint = "Check its name, and that you may read it."
-        raise PictureError(f"{given} cannot be reached ({exc.strerror}).", hint) from exc

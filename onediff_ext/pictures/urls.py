@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from onediff_ext.core.errors import OneDiffError, OptionError, UnsafeFileError
+from onediff_ext.core.errors import OneDiffError, OptionError, PictureError, UnsafeFileError
 from onediff_ext.core.untrusted_files import open_regular
+from onediff_ext.core.url_errors import opening
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -61,14 +63,9 @@ def parse_path(text: str) -> Path:
     except ImportError as exc:
         hint = 'Install it: pip install "onediff-ext[cluster]"'
         raise OptionError(f"Reading {text} needs the package universal_pathlib.", hint) from exc
-    try:
+    with opening(text):
         path: Any = UPath(text)
         path.fs  # noqa: B018 - imports the package of this protocol
-    except ImportError as exc:
-        raise OptionError(f"{text} cannot be opened ({exc}).", "Install what it names.") from exc
-    except ValueError as exc:
-        hint = "Name a folder of this machine, or a URL such as s3://bucket/folder."
-        raise OptionError(f"{text} cannot be opened ({exc}).", hint) from exc
     return Path(path.path) if _is_of_this_machine(path) else cast(Path, path)
 
 
@@ -85,19 +82,32 @@ def identity_of(path: Path) -> str:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there; for a URL, see `errors_of_requests`."""
+    """Return whether a folder is there.
+
+    Raises:
+        PictureError: The server of a URL does not say.
+    """
     if is_url(path):
-        with errors_of_requests(path):
-            return path.is_dir()
+        return _asked(path, path.is_dir)
     return os.path.isdir(path)  # Path.is_dir raises for a name that is too long
 
 
 def exists(path: Path) -> bool:
-    """Whether a file or folder is there; for a URL, see `errors_of_requests`."""
-    if is_url(path):
+    """Return whether a file or folder is there.
+
+    Raises:
+        PictureError: The server of a URL does not say.
+    """
+    return _asked(path, path.exists) if is_url(path) else os.path.exists(path)
+
+
+def _asked(path: Path, question: Callable[[], bool]) -> bool:
+    try:
         with errors_of_requests(path):
-            return path.exists()
-    return os.path.exists(path)
+            return question()
+    except OSError as exc:
+        hint = "Check its name, and that you may read it."
+        raise PictureError(f"{path} cannot be reached ({exc.strerror or exc}).", hint) from exc
 
 
 def entries_of(folder: Path) -> list[Entry]:
@@ -167,8 +177,45 @@ def open_file(path: Path, *, limit_bytes: int, limit_s: float) -> Iterator[Binar
             text = f"{path} has {size_bytes} bytes; more than {limit_bytes} are not read."
             raise UnsafeFileError(text, "Name another file.")
         remote: Any = path.open("rb")
-    with contextlib.closing(remote):
-        yield remote
+    with io.BufferedReader(_RequestedFile(path, remote)) as stream:
+        yield cast(BinaryIO, stream)
+
+
+class _RequestedFile(io.RawIOBase):
+    """A file at a URL; each of its errors is an OSError.
+
+    Args:
+        path: For messages.
+        file: From the package of its protocol.
+    """
+
+    def __init__(self, path: Path, file: Any) -> None:
+        super().__init__()
+        self._path, self._file = path, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with errors_of_requests(self._path):
+            found = self._file.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with errors_of_requests(self._path):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def write_whole(path: Path, content: bytes, unfinished: str) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from onediff_ext.core.errors import OptionError
+from onediff_ext.core.url_errors import opening
 from onediff_ext.store.graph_exchange import LEASE_S, GraphExchange
 from onediff_ext.store.stored_graph import SUFFIX, is_digest
 
@@ -154,14 +154,10 @@ def open_url(url: str) -> tuple[Any, str]:
     Raises:
         OptionError: fsspec, or the package for this kind of URL, is not installed.
     """
-    try:
+    with opening(url):
         import fsspec  # type: ignore[import-untyped]
 
         files, path = fsspec.core.url_to_fs(url)
-    except ImportError as exc:
-        raise OptionError(f"{url} cannot be opened ({exc}).", "Install what it names.") from exc
-    except ValueError as exc:
-        raise OptionError(f"{url} cannot be opened ({exc}).", "Name a folder or a URL.") from exc
     return files, str(path).rstrip("/")
 
 

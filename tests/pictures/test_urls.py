@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
@@ -215,10 +216,44 @@ def test_requests_that_fail_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(PictureError, match=rf"cannot be {stage}.*503: slow down"):
                 plan_batch(job_of(root), lambda _: {}, SkipReport())
     with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "exists", fail)
+        with pytest.raises(PictureError, match=r"cannot be reached.*503: slow down"):
+            free_path(root / "out" / "a.png")
+    with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "_open", fail)
         report = SkipReport()
         assert plan_batch(job_of(root), lambda _: {}, report).todo == []
         assert "503: slow down" in report.failures[0].reason
+
+
+def test_a_line_that_is_cut_while_a_file_is_read_costs_this_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(root / "in", "a.png")
+    put(root / "in", "b.png")
+    (root / "in" / "a.txt").write_text("a fox")
+    plan_and_draw(job_of(root), SkipReport())
+    opened = MemoryFileSystem._open
+
+    def cut(files: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        def read(*_: Any) -> bytes:
+            raise EOFError("the line is cut")  # no OSError, as of many packages
+
+        stream = opened(files, path, *args, **kwargs)
+        if not path.endswith(ending):
+            return stream
+        return SimpleNamespace(read=read, seek=stream.seek, tell=stream.tell, close=stream.close)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", cut)
+    ending, report = "/in/a.png", SkipReport()
+    assert plan_batch(job_of(root), lambda _: {}, report).todo == []
+    assert "the line is cut" in report.failures[0].reason
+    ending, report = "/in/a.txt", SkipReport()
+    plan_batch(job_of(root, captions=True), lambda _: {}, report)
+    assert "caption" in report.failures[0].reason
+    ending = "/out/a.png"
+    with pytest.raises(PictureError, match=r"there and cannot be read.*the line is cut"):
+        plan_batch(job_of(root), lambda _: {}, SkipReport())
 
 
 def test_the_folder_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
