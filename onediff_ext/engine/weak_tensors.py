@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable
+from itertools import repeat
 
 import torch
 
@@ -31,4 +33,4 @@ class WeakTensors:
         if self._lost:
             return None
         found = [reference() for reference in self._references]
-        return None if any(tensor is None for tensor in found) else found  # type: ignore[return-value]
+        return None if any(map(operator.is_, found, repeat(None))) else found  # type: ignore[return-value]
