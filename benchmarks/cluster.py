@@ -56,7 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(measure(job, arguments.json), indent=1))
         return 0
     else:
+        import torch
+
         from benchmarks.cluster_faults import run_with_faults
+        from benchmarks.fingerprint import fingerprint
 
         result = run_with_faults(
             arguments.nodes,
@@ -65,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.kill,
             seed=arguments.seed,
         )
+        result["fingerprint"] = fingerprint(torch.device("cpu"))
         status = 0 if result["ok"] else 1
     text = json.dumps(result, indent=1)
     print(text)

@@ -98,7 +98,7 @@ def _run(
         if path.suffix == ".png"
     )
     joined = [row for row in report.workers if not row["lost"] and row["ready_seconds"]]
-    result = {
+    result: dict[str, Any] = {
         "nodes": nodes,
         "pictures": pictures,
         "sizes": sizes,
@@ -116,7 +116,7 @@ def _run(
         "processes_left": _processes_left(machine.session_folder),
         "seconds": seconds,
         "last_worker_ready_seconds": joined[-1]["ready_seconds"] if joined else None,
-        "workers": report.workers,
+        "workers": [{**row, "lost": bool(row["lost"]), "host": ""} for row in report.workers],
     }
     result["ok"] = (
         result["pictures_written"] == pictures

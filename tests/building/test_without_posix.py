@@ -1,9 +1,4 @@
-"""The whole way from a block to its graph where the system lacks what Windows lacks.
-
-Names are taken away in the process that draws, once diffusers is imported, and in its workers from
-their start. What Windows does otherwise (files that cannot be removed while they are open) is not
-imitated.
-"""
+"""The whole way from a block to its graph where the system lacks what Windows lacks."""
 
 from __future__ import annotations
 
@@ -12,32 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.without_posix import environment_of_workers
+
 ROOT = Path(__file__).resolve().parents[2]
-
-TAKE_AWAY = """
-import os, signal, subprocess, sys
-for module in ("fcntl", "resource", "termios"):
-    sys.modules[module] = None
-for name in ("fork", "forkpty", "getpgid", "killpg", "memfd_create", "nice", "setpgid", "setsid"):
-    if hasattr(os, name):
-        delattr(os, name)
-for name in ("SIGHUP", "SIGALRM", "SIGUSR1", "pthread_sigmask"):
-    if hasattr(signal, name):
-        delattr(signal, name)
-"""
-
-IN_WORKERS = """
-import sys
-if any(word.endswith("start_worker.py") for word in sys.orig_argv):
-    import take_away
-"""
 
 DRAW = """
 import os, sys
 from pathlib import Path
 from tests.support import models
 pipe = models.one_width("sd15")  # few kinds: each is built by a worker, and all loaded twice
-import take_away
+from tests.support.without_posix import take_away
+take_away()
 assert not hasattr(os, "fork") and sys.modules["fcntl"] is None
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.blocks.block_kind import KindState
@@ -62,8 +42,6 @@ print("drawn")
 def test_graphs_are_built_stored_and_loaded(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    (site / "take_away.py").write_text(TAKE_AWAY, encoding="utf-8")
-    (site / "sitecustomize.py").write_text(IN_WORKERS, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", DRAW, str(tmp_path / "store")],
         capture_output=True,
@@ -72,7 +50,7 @@ def test_graphs_are_built_stored_and_loaded(tmp_path: Path) -> None:
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+            **environment_of_workers(site),
             "TMPDIR": str(tmp_path),
         },
     )

@@ -1,4 +1,4 @@
-"""The test of a cluster under faults runs on request: a run may end before its faults come."""
+"""Tests of minutes run on request; under faults a run may also end before its faults come."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _faults_on_request(request: pytest.FixtureRequest) -> None:
-    has_faults = request.module.__name__.endswith("test_cluster_faults")
-    if has_faults and not os.environ.get("ONEDIFF_RAY_TESTS"):
-        pytest.skip("takes a minute, and depends on the machine's speed: set ONEDIFF_RAY_TESTS=1")
+def _long_ones_on_request(request: pytest.FixtureRequest) -> None:
+    is_long = request.module.__name__.endswith(("test_cluster_faults", "test_driver_killed"))
+    if is_long and not os.environ.get("ONEDIFF_RAY_TESTS"):
+        pytest.skip(
+            "takes a minute or two, and depends on the machine's speed: set ONEDIFF_RAY_TESTS=1"
+        )

@@ -1,0 +1,55 @@
+"""Takes from processes what Windows lacks, so that the tests run as they would have to there.
+
+``pytest -p tests.support.without_posix -o timeout_method=thread`` runs them with it. The names are gone in the process of
+the tests, once the libraries are imported, and in the build workers from their start. What Windows
+does otherwise (an open file cannot be removed) is not imitated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+MODULES = ("fcntl", "resource", "termios")
+OF_OS = ("fork", "forkpty", "getpgid", "killpg", "memfd_create", "nice", "setpgid", "setsid")
+OF_SIGNAL = ("SIGHUP", "SIGALRM", "SIGUSR1", "pthread_sigmask")
+# They choose between systems when they are imported, and not by these names.
+_LIBRARIES = ("filelock", "diffusers", "transformers", "peft", "multiprocessing.util")
+_IN_WORKERS = """
+import runpy, sys
+if any(word.endswith("start_worker.py") for word in sys.orig_argv):
+    runpy.run_path({path!r})["take_away"]()
+"""
+
+
+def take_away() -> None:
+    """Remove the modules and names from this process."""
+    for module in MODULES:
+        sys.modules[module] = None  # type: ignore[assignment]
+    for holder, names in ((os, OF_OS), (signal, OF_SIGNAL)):
+        for name in names:
+            if hasattr(holder, name):
+                delattr(holder, name)
+
+
+def environment_of_workers(folder: Path) -> dict[str, str]:
+    """Return variables with which build workers begin without these names.
+
+    Args:
+        folder: An empty one, for the file that Python reads at its start.
+    """
+    (folder / "sitecustomize.py").write_text(_IN_WORKERS.format(path=__file__), encoding="utf-8")
+    found = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, found))}
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest."""
+    for library in _LIBRARIES:
+        importlib.import_module(library)
+    os.environ |= environment_of_workers(Path(tempfile.mkdtemp(prefix="onediff-tests-")))
+    take_away()
