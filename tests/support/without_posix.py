@@ -1,8 +1,8 @@
 """Takes from processes what Windows lacks, so that the tests run as they would have to there.
 
-``pytest -p tests.support.without_posix -o timeout_method=thread`` runs them with it. The names are gone in the process of
-the tests, once the libraries are imported, and in the build workers from their start. What Windows
-does otherwise (an open file cannot be removed) is not imitated.
+``pytest -p tests.support.without_posix -o timeout_method=thread`` runs them with it. The names are
+gone in the process of the tests, once the libraries are imported, and in the build workers from
+their start. What Windows does otherwise (an open file cannot be removed) is not imitated.
 """
 
 from __future__ import annotations
