@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import io
 import logging
 import os
 import signal
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     for command in commands.choices.values():  # -v is accepted before and after the command
         _add_verbose(command, default=argparse.SUPPRESS)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As the standard error does: a code page may lack letters of a file's name.
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = parser.parse_args(argv)
     # Skips the garbage collector's pass over all imported objects at the end of the process.
     atexit.register(gc.freeze)

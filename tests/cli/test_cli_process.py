@@ -47,6 +47,20 @@ def test_plain_lines_and_no_chatter(command_line: CommandLine, tmp_path: Path) -
     ]
 
 
+def test_names_that_the_output_s_encoding_lacks(command_line: CommandLine, tmp_path: Path) -> None:
+    """Windows redirects output in the code page of the machine, without such letters."""
+    folder = save_pictures(tmp_path / "фото", **{"кот→日本": (64, 64)})
+    (folder / "плохо.png").write_bytes(b"no picture")
+    ended = command_line.process(
+        "img2img", folder, "-o", tmp_path / "из", "--eager", "--steps", "2",
+        env={"PYTHONIOENCODING": "cp1252:strict"},
+    )  # fmt: skip
+    assert ended.status == 1, ended
+    assert "Traceback" not in ended.err
+    assert r"\u043f\u043b\u043e\u0445\u043e.png: The file is not a picture" in ended.err
+    assert [path.name for path in (tmp_path / "из").iterdir()] == ["кот→日本.png"]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs pseudo-terminals, so a POSIX system")
 def test_bars_on_a_terminal(command_line: CommandLine, tmp_path: Path) -> None:
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
