@@ -246,6 +246,18 @@ def test_autocasts_copies_are_not_recorded(twins: Twins) -> None:
                     assert twins.step(size) < 2e-2
 
 
+def test_a_lora_that_is_merged_under_autocast(twins: Twins) -> None:
+    add_lora(twins)
+    twins.settle()
+    for scale in (0.3, -0.7):
+        for unet in twins.both:
+            unet.set_adapters(["x"], [scale])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for size in SIZES:
+                assert twins.step(size) < 2e-2
+        twins.assert_equal()  # without autocast the merged weight has all its digits
+
+
 def circular(unet: Any) -> None:
     for module in unet.modules():
         if isinstance(module, nn.Conv2d) and module.padding != (0, 0):
