@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING
@@ -19,11 +18,15 @@ _GROUPS = sorted({operation.group for operation in OPERATIONS.values()})
 _PREFERRED = 6.0
 # Where nothing is replayed, no replay can be stale: how often the next step ends that, if it can.
 _RESTORING = 0.6
-# How often the next step is one of `Operation.then` of the last step, or of what is on while there
-# are replays: two operations that show a fault only together would rarely meet by chance.
+# How often the next step is one of `Operation.then` of the last step, or of what is on or loaded
+# while there are replays: two operations that show a fault only together would rarely meet by
+# chance.
 _FOLLOWING, _CHANGING = 0.85, 0.4
 # How often a scene begins: all features end, an operation comes, replays, and one of its `then`.
 _SCENE = 0.07
+# How often a sequence begins with a LoRA, as many people load one first: otherwise it is rarely
+# loaded, replayed and changed within one sequence.
+_WITH_A_LORA = 0.5
 # The same operation twice in a row shows less than another one.
 _REPEATED = 0.3
 
@@ -41,7 +44,7 @@ class Grammar:
         self._preferred = random.sample(_GROUPS, 2)
         self._last = ""
         self._wants_scene = False
-        self._planned: list[str] = []
+        self._planned = ["lora_add", "again"] if random.random() < _WITH_A_LORA else []
 
     def next(self, world: World) -> Operation:
         """The next operation that fits."""
@@ -80,8 +83,9 @@ class Grammar:
         following = _named(fitting, OPERATIONS[self._last].then if self._last else ())
         changing = list[Operation]()
         if world.has_replayed:  # what a feature's CUDA graph has frozen may be changed now
-            for name in world.on:
-                changing += _named(fitting, OPERATIONS[f"{name}_on"].then)
+            for name in _begun(world):
+                then = _named(fitting, OPERATIONS[name].then)
+                changing += [op for op in then if not op.restores]
         if following and self._random.random() < _FOLLOWING:
             fitting = following
         elif changing and self._random.random() < _CHANGING:
@@ -95,9 +99,15 @@ class Grammar:
 
     def _weight(self, op: Operation) -> float:
         weight = op.weight * (_PREFERRED if op.group in self._preferred else 1)
-        if not op.restores:
-            weight /= math.sqrt(1 + self._done[op.name])
+        if not op.restores:  # what was done less often than others comes sooner
+            mean = sum(self._done.values()) / len(OPERATIONS)
+            weight *= (1 + mean) / (1 + self._done[op.name])
         return weight * (_REPEATED if op.name == self._last else 1)
+
+
+def _begun(world: World) -> list[str]:
+    """The operations whose effect lasts: features that are on, and a LoRA that is loaded."""
+    return [*(f"{name}_on" for name in world.on), *(["lora_add"] if world.adapters else [])]
 
 
 def _named(fitting: Sequence[Operation], names: Sequence[str]) -> list[Operation]:

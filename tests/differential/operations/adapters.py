@@ -44,16 +44,16 @@ def _layers(model: Any, name: str) -> list[Any]:
     return [m for m in model.modules() if name in getattr(m, "lora_A", {})]
 
 
-# What is done to a LoRA that has just come.
+# What is done to a LoRA that has come. A picture or two come first, or nothing of it is captured.
 _TO_A_LORA = (
-    *("lora_weights", "lora_off", "lora_hotswap", "lora_fuse", "lora_scale_of_the_call"),
+    *("again", "lora_weights", "lora_off", "lora_hotswap", "lora_fuse", "lora_scale_of_the_call"),
     *("lora_data_written", "lora_written_in_place", "lora_scaling_written"),
 )
 
 
 @operation(
     lambda w: len(_names(w)) < 2 and not _fused(w) and not w.no_adapters,
-    weight=3,
+    weight=4,
     then=_TO_A_LORA,
 )
 def lora_add(world: World, random: Random) -> None:

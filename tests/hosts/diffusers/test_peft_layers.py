@@ -9,10 +9,14 @@ from torch import nn
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
 )
-def test_a_merged_weight_computes_what_both_layers_do(dtype: torch.dtype, error: float) -> None:
+def test_a_merged_weight_computes_what_both_layers_do(
+    dtype: torch.dtype, error: float, autocast: bool
+) -> None:
+    """Under autocast as well: the weight may be read after autocast has ended."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
 
@@ -21,7 +25,10 @@ def test_a_merged_weight_computes_what_both_layers_do(dtype: torch.dtype, error:
     layer = Linear(
         base, "x", config=LoraConfig(r=4, init_lora_weights=False), r=4, lora_alpha=6
     ).to(dtype)
-    merged = PeftLoraRule().merged_weight(layer, base.weight, lambda: torch.empty_like(base.weight))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        merged = PeftLoraRule().merged_weight(
+            layer, base.weight, lambda: torch.empty_like(base.weight)
+        )
     assert merged.dtype is dtype
     x = torch.randn(5, 24).to(dtype)
     expected = layer.double()(x.double())

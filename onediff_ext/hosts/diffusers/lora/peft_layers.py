@@ -74,7 +74,8 @@ class PeftLoraRule(WrapperRule):
         live = self._live(module)
         if not live:
             return weight
-        with torch.no_grad():
+        # The merged weight outlives the autocast under which it may be made.
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             merged = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
             for name in live:
                 merged = merged + module.get_delta_weight(name).to(merged)
