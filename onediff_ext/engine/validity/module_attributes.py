@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,8 @@ from onediff_ext.engine.weak_tensors import WeakTensors
 # The attributes that torch itself keeps in every module.
 INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
+# They compute nothing by attributes of their own.
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.Identity)
 # What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
 # picture (``enable_model_cpu_offload``). On the outer module the hook runs around all the rest.
 _HOOKED = frozenset({"_hf_hook", "_old_forward"})
@@ -48,7 +50,8 @@ class ModuleAttributes:
         self._modules, self._outer = list(modules), outer
         self._ignored = frozenset(ignored) | {"forward"}
         self._types = list(map(type, self._modules))
-        skipped = {id(m) for m in bare if not _is_torchs(m)} | {id(outer)}
+        skipped = {id(m) for m in bare if not _is_torchs(m) or type(m) in _CONTAINERS}
+        skipped.add(id(outer))
         self._dicts: list[dict[str, Any]] = []
         self._weight_dicts: list[dict[str, Any]] = []
         # A replaced method is one more attribute.
@@ -71,7 +74,7 @@ class ModuleAttributes:
         self._weight_dicts = [each for each in self._weight_dicts if each]
         weights = self._read_weights()
         self._weights = WeakTensors(each for each in weights if each is not None)
-        self._absent_weights = [each is None for each in weights]
+        self._absent_weights = _which_are_none(weights)
         self._names, self._values = self._read_names(), self._read()
         held = self._mutable_attributes(skipped - {id(outer)})
         empty += [value for value in held if type(value) in (list, dict, set) and not value]
@@ -93,9 +96,11 @@ class ModuleAttributes:
 
     def _has_its_weights(self) -> bool:
         kept, now = self._weights.alive(), self._read_weights()
-        if kept is None or [each is None for each in now] != self._absent_weights:
+        if kept is None or _which_are_none(now) != self._absent_weights:
             return False
-        return all(map(operator.is_, kept, (each for each in now if each is not None)))
+        if len(now) != len(kept):
+            now = [each for each in now if each is not None]
+        return all(map(operator.is_, kept, now))
 
     def _read_weights(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._weight_dicts)))
@@ -139,6 +144,10 @@ class ModuleAttributes:
             for name, value in module.__dict__.items()
             if name not in ignored and is_mutable(value)
         ]
+
+
+def _which_are_none(values: Sequence[Any]) -> list[bool]:
+    return list(map(operator.is_, values, repeat(None)))
 
 
 def _is_torchs(module: nn.Module) -> bool:

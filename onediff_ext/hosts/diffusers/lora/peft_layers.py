@@ -11,6 +11,9 @@ from torch import nn
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.validity.tensor_contents import content_of
 
+_KINDS = ("lora_A", "lora_B", "lora_dropout")
+_PLAIN = (nn.Linear, nn.Conv2d)
+
 
 class PeftLoraRule(WrapperRule):
     """peft's LoRA around a Linear or Conv2d: base weight + Σ scale · B·A.
@@ -38,7 +41,7 @@ class PeftLoraRule(WrapperRule):
         if getattr(module, "base_layer", None) is not self.base(module):
             return "an adapter lies around another one"
         for name in self._live(module):
-            if not _is_plain(module, name):
+            if not _is_plain(*(_children(module, kind)[name] for kind in _KINDS)):
                 return "a LoRA has layers of its own, a bias or a dropout"
             if name in getattr(module, "lora_variant", {}) or module.use_dora.get(name):
                 return "a LoRA variant such as DoRA is active"
@@ -49,13 +52,28 @@ class PeftLoraRule(WrapperRule):
         return None
 
     def state(self, module: Any) -> Hashable:
-        weight = module.get_base_layer().weight
+        # Each layer's is read at each step. Attributes of an `nn.Module` would take nine tenths of
+        # the time, so its dictionaries are read.
+        fields = module.__dict__
+        weight = _weight_of(_innermost(module))
         parts: list[Hashable] = [weight.dtype, content_of(weight)]
-        for name in self._live(module):
-            down, up = module.lora_A[name].weight, module.lora_B[name].weight
-            parts += [name, module.scaling[name], content_of(down), content_of(up)]
-            parts += [getattr(module, "fan_in_fan_out", False), _is_plain(module, name)]
-            parts += [name in getattr(module, "lora_variant", {}), bool(module.use_dora.get(name))]
+        live = self._live(module)
+        if live:
+            downs, ups, dropouts = (_children(module, kind) for kind in _KINDS)
+            scaling, doras = fields["scaling"], fields["use_dora"]
+            variants = fields.get("lora_variant", ())
+            parts.append(fields.get("fan_in_fan_out", False))
+            for name in live:
+                down, up = downs[name], ups[name]
+                parts += (
+                    name,
+                    scaling[name],
+                    content_of(_weight_of(down)),
+                    content_of(_weight_of(up)),
+                    _is_plain(down, up, dropouts[name]),
+                    name in variants,
+                    bool(doras.get(name)),
+                )
         # Merging and unmerging change the base weight without changing its version counter.
         parts += [module.disable_adapters, *module.merged_adapters]
         return tuple(parts)
@@ -86,18 +104,39 @@ class PeftLoraRule(WrapperRule):
         """Return the adapters that the layer's forward adds to its base, in order."""
         if module.disable_adapters or module.merged:
             return []
-        return [name for name in module.active_adapters if name in module.lora_A]
+        downs = _children(module, "lora_A")
+        return [name for name in module.active_adapters if name in downs]
 
 
-def _is_plain(module: Any, name: str) -> bool:
+def _innermost(module: nn.Module) -> nn.Module:
+    """The layer that adapters lie around, as peft's `get_base_layer` finds it."""
+    layer: nn.Module | None = module
+    while layer is not None:
+        module, layer = layer, layer.__dict__["_modules"].get("base_layer")
+    return module
+
+
+def _children(module: nn.Module, name: str) -> dict[str, Any]:
+    """An adapter layer's modules of one kind, by the adapter's name."""
+    found: dict[str, Any] = module.__dict__["_modules"][name].__dict__["_modules"]
+    return found
+
+
+def _weight_of(layer: nn.Module) -> torch.Tensor:
+    fields = layer.__dict__
+    found: torch.Tensor | None = fields["_parameters"].get("weight")
+    return layer.weight if found is None or "weight" in fields else found  # type: ignore[return-value]
+
+
+def _is_plain(down: nn.Module, up: nn.Module, dropout: nn.Module) -> bool:
     """Whether an adapter consists of two layers of torch without a bias, and drops nothing."""
-    down, up, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    return (
-        {type(down), type(up)} <= {nn.Linear, nn.Conv2d}
-        and down.bias is None
-        and up.bias is None
-        and (type(dropout) is nn.Identity or _drops_nothing(dropout))
-    )
+    for layer in (down, up):
+        fields = layer.__dict__
+        if type(layer) not in _PLAIN or "bias" in fields:
+            return False
+        if fields["_parameters"].get("bias") is not None:
+            return False
+    return type(dropout) is nn.Identity or _drops_nothing(dropout)
 
 
 def _drops_nothing(dropout: Any) -> bool:
