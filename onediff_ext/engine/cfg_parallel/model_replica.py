@@ -14,7 +14,7 @@ from torch import nn
 from onediff_ext.core.errors import ReplicaError
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
-from onediff_ext.engine.validity.tensor_contents import TensorContents, content_of
+from onediff_ext.engine.validity.tensor_contents import TensorContents, content_of, version_of
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 
@@ -92,7 +92,7 @@ class ModelReplica:
     def weights_are_unwritten(self) -> bool:
         """Return whether torch counts no write to the model's weights since, where they lie."""
         sources = self._sources.alive()
-        return sources is not None and list(map(_version, sources)) == self._versions
+        return sources is not None and list(map(version_of, sources)) == self._versions
 
     def copy_weights(self) -> None:
         """Give the copy the weights that the model has now."""
@@ -104,7 +104,8 @@ class ModelReplica:
 
     def _note(self, sources: list[torch.Tensor]) -> None:
         self._sources = WeakTensors(sources)
-        self._stamps, self._versions = list(map(content_of, sources)), list(map(_version, sources))
+        self._stamps = list(map(content_of, sources))
+        self._versions = list(map(version_of, sources))
         self._contents.watch(sources)
         self._contents.settle()
         self._generation = self._contents.current_generation(None)
@@ -112,10 +113,6 @@ class ModelReplica:
 
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,7 @@ from onediff_ext.engine.export.disabled_autocast import inline_disabled_autocast
 from onediff_ext.engine.quantization import Quantization
 from onediff_ext.engine.quantized_linears import QuantizedLinears
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
+from onediff_ext.engine.validity.tensor_contents import version_of
 
 # Device type and dtype of an active autocast; None when it is off.
 Autocast = tuple[str, torch.dtype] | None
@@ -239,7 +240,7 @@ def input_fakes(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
 def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the weight's form on this device that can be traced.
 
-    Inference tensors have no version counter, so they cannot be traced.
+    A tensor without a version counter cannot be traced.
 
     Args:
         weight: Of any shape.
@@ -248,7 +249,7 @@ def stand_in(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     Returns:
         The weight itself, detached, where it can be traced; else a tensor without memory.
     """
-    if not weight.is_inference() and weight.device == device:
+    if version_of(weight) >= 0 and weight.device == device:
         return weight.detach()
     return outline_of(layout_of(weight), device)
 

@@ -13,7 +13,7 @@ from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.running.block_weights import BlockWeights
 from onediff_ext.engine.torch_versions import autocast_dtype
-from onediff_ext.engine.validity.tensor_contents import content_of
+from onediff_ext.engine.validity.tensor_contents import content_of, version_of
 
 
 class TextKv:
@@ -188,10 +188,10 @@ def stamp_of(
 
     Returns:
         A value that differs when a tensor was written in place or autocast changed. None when a
-        write would not be noticed: tensors made under inference mode count no versions.
+        write would not be noticed: tensors made under inference mode count none.
     """
     tensors = (prompt, *weights)
-    if any(tensor.is_inference() for tensor in tensors):
+    if any(version_of(tensor) < 0 for tensor in tensors):
         return None
     autocast = autocast_dtype(prompt.device.type)
     return (epoch, autocast, *(content_of(tensor) for tensor in tensors))

@@ -22,18 +22,33 @@ def content_of(tensor: torch.Tensor) -> Content:
 
     A tensor's numbers may get another order at the same address: ``weight.data = weight.data.t()``.
 
-    torch counts no writes through ``.data`` and none to tensors made under inference mode.
-    `TensorContents` notices these.
+    torch counts no writes through ``.data``. `TensorContents` notices these, and writes to tensors
+    that count none.
 
     Args:
         tensor: Of any shape.
 
     Returns:
-        The address, the strides, the number of elements and the version counter, which is -1 for a
-        tensor made under inference mode.
+        The address, the strides, the number of elements and the version.
     """
-    version = -1 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), tensor.stride(), tensor.numel(), version
+    return tensor.data_ptr(), tensor.stride(), tensor.numel(), version_of(tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how many writes torch has counted, or -1 for a tensor that counts none.
+
+    Tensors made under inference mode count none. They still count none after ``module.to(dtype)``
+    has given them other data, while `Tensor.is_inference` is False from then on.
+
+    Args:
+        tensor: Of any shape.
+    """
+    if tensor.is_inference():
+        return -1
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def digest_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -44,7 +59,7 @@ def digest_of(tensor: torch.Tensor) -> tuple[object, ...]:
     Args:
         tensor: Of any shape, with memory: not on the meta device.
     """
-    return tensor.dtype, tensor.shape, tensor.stride(), _checksum(_dense(tensor.detach()).cpu())
+    return tensor.dtype, tensor.shape, tensor.stride(), _checksum(_dense(tensor).detach().cpu())
 
 
 class TensorContents:
@@ -189,6 +204,8 @@ def _kernel(device: torch.device) -> ContentKernel:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose numbers lie side by side: itself, if that is so, or a copy [N]."""
+    if version_of(tensor) < 0:
+        tensor = tensor.data  # torch may refuse to make a view of the tensor itself
     if tensor.is_contiguous():
         return tensor
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

@@ -119,10 +119,12 @@ def state_dict_assigned(world: World, random: Random) -> None:
 
 @operation(_plain)
 def all_weights_move(world: World, random: Random) -> None:
-    """Give every weight a new address, as when a model leaves the GPU and returns."""
-    for model in world.each_denoiser():
-        for weight in (*model.parameters(), *model.buffers()):
-            weight.data = weight.data.clone()
+    """Give every weight a new address, as when a model leaves the GPU and returns: no weight lies
+    where another one did."""
+    weights = [w for m in world.each_denoiser() for w in (*m.parameters(), *m.buffers())]
+    copies = [weight.data.clone() for weight in weights]
+    for weight, copy in zip(weights, copies, strict=True):
+        weight.data = copy
 
 
 @operation(_plain)
@@ -150,7 +152,15 @@ def requires_grad(world: World, random: Random) -> None:
                 weight.requires_grad_(wanted)
 
 
-@operation(lambda w: _plain(w) and "ip_adapter" not in w.on)
+def _can_be_cast(world: World) -> bool:
+    """Whether eager can draw afterwards. A weight made under inference mode has no version counter,
+    and after a cast torch refuses to make views of it, which its linear layers do on a GPU."""
+    weights = world.twin_denoiser.parameters()
+    has_inference = world.on_gpu and any(weight.is_inference() for weight in weights)
+    return _plain(world) and "ip_adapter" not in world.on and not has_inference
+
+
+@operation(_can_be_cast)
 def dtype(world: World, random: Random) -> None:
     kinds = (torch.float16, torch.bfloat16) if world.on_gpu else (torch.float32, torch.bfloat16)
     world.dtype = random.choice((*kinds, kinds[0]))

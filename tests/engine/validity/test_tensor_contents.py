@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from onediff_ext.engine.validity.tensor_contents import TensorContents
+from onediff_ext.engine.running.text_kv import stamp_of
+from onediff_ext.engine.validity.tensor_contents import TensorContents, content_of, version_of
 
 
 def test_contents_are_compared_once_for_each_image() -> None:
@@ -90,3 +92,20 @@ def test_the_same_memory_with_another_form_has_changed() -> None:
     contents = _watched(tensor)
     tensor.data = tensor.data[:6]
     assert contents.current_generation("second") == 1
+
+
+def test_a_tensor_made_under_inference_mode_counts_nothing_also_after_a_cast() -> None:
+    """``module.to(dtype)`` leaves it without a version counter; `is_inference` is False then."""
+    with torch.inference_mode():
+        layer = nn.Linear(8, 8).requires_grad_(False)
+    made = layer.weight
+    assert version_of(made) == -1
+    layer.to(torch.bfloat16)
+    assert not made.is_inference()
+    assert version_of(made) == content_of(made)[-1] == -1
+    assert stamp_of("epoch", torch.randn(1, 8), [made]) is None
+    contents = _watched(made)
+    with torch.no_grad():
+        made.data.neg_()
+    assert contents.current_generation("second") == 1
+    assert version_of(torch.randn(8).neg_()) == 1

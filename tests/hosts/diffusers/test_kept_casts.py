@@ -57,6 +57,22 @@ def test_casts_are_those_of_torch_and_made_once(vae: Any) -> None:
     assert places(vae) != first
 
 
+def test_weights_made_under_inference_mode_are_cast_each_time(vae: Any) -> None:
+    """Nothing counts the writes to them."""
+    with torch.inference_mode():
+        first = nn.Parameter(vae.encoder.conv_in.weight.clone(), requires_grad=False)
+    vae.encoder.conv_in.weight = first
+    half = numbers(vae)
+    with KeptCasts(vae).kept():
+        vae.to(torch.float32)
+        assert same(numbers(vae), [number.float() for number in half])
+        first.data.mul_(2)
+        vae.to(torch.float16)
+        vae.to(torch.float32)
+        assert torch.equal(first.data, 2 * half[0].float())
+        vae.to(torch.float16)
+
+
 @pytest.mark.parametrize("changed_in", [torch.float16, torch.float32])
 def test_changed_weights_are_cast_again(vae: Any, changed_in: torch.dtype) -> None:
     plain = models.vae().half()

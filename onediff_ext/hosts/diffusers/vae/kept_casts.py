@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.validity.tensor_contents import version_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class KeptCasts:
             self._twins.clear()
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        now, version = parameter.data, parameter._version
+        now, version = parameter.data, version_of(parameter)
+        if version < 0:
+            parameter.data = now.to(dtype)  # a write to it would not be seen
+            return
         twins = self._twins.get(parameter)
         if twins is not None and twins.version == version:
             for here, there in ((twins.narrow, twins.wide), (twins.wide, twins.narrow)):
@@ -74,7 +78,7 @@ class KeptCasts:
         parameter.data = cast
         # Only a wider type represents all values of the other, so the way back is exact.
         if cast.element_size() > now.element_size():
-            self._twins[parameter] = _Twins(now, cast, parameter._version)
+            self._twins[parameter] = _Twins(now, cast, version_of(parameter))
         else:
             self._twins.pop(parameter, None)
 
