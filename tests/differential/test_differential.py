@@ -26,6 +26,8 @@ A_UNETS_SEED, A_TRANSFORMERS_SEED = 6, 5  # of the first sequence: a UNet's, SD3
 SHORTEST = {
     "attributes-of-layers": (7, "tiling_on:1"),
     "weights-that-moved": (7, "all_weights_move:1"),
+    "writes-past-the-version-counter": (7, "lora_add:5 again:1 again:2 lora_hotswap:3"),
+    "wrappers-outside-of-graphs": (7, "lora_add:5 again:1 again:2 lora_scaling_written:1"),
     "outputs-in-the-shared-pool": (7, "way:1 again:1"),
     "prompts-by-identity": (7, "prompt_between_steps:1"),
     "halves-of-what-depends-on-each-other": (
