@@ -26,6 +26,8 @@ A_UNETS_SEED, A_TRANSFORMERS_SEED = 6, 5  # of the first sequence: a UNet's, SD3
 SHORTEST = {
     "attributes-of-layers": (7, "tiling_on:1"),
     "weights-that-moved": (7, "all_weights_move:1"),
+    "writes-past-the-version-counter": (7, "lora_add:5 again:1 again:2 lora_hotswap:3"),
+    "wrappers-outside-of-graphs": (7, "lora_add:5 again:1 again:2 lora_scaling_written:1"),
     "outputs-in-the-shared-pool": (7, "way:1 again:1"),
     "prompts-by-identity": (7, "prompt_between_steps:1"),
     "halves-of-what-depends-on-each-other": (
@@ -166,9 +168,10 @@ def test_a_loaded_lora_is_often_changed_while_it_is_replayed() -> None:
     with Driver(model="sd15", compiled=False)._world(5) as (world, _):
         OPERATIONS["lora_add"].apply(world, Random(1))
         world.has_replayed = True
-        for seed in range(300):
-            changed[Grammar(Random(seed), Counter()).next(world).name] += 1
-    assert changed["lora_weights"] + changed["lora_scaling_written"] > 25
+        for seed in range(60):
+            grammar = Grammar(Random(seed), Counter())
+            changed.update(grammar.next(world).name for _ in range(10))
+    assert changed["lora_weights"] + changed["lora_scaling_written"] > 50
 
 
 def test_a_seed_always_draws_the_same_steps() -> None:
