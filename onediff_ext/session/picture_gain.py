@@ -58,6 +58,7 @@ class Picture(AbstractContextManager[None]):
         if exc is not None and is_out_of_memory(exc):
             self._session.memory.give_back(ran_out=True)
         _stop_timer(self._session)
+        self._session.last_picture.keep()
         self._session.foreground.end_picture()
         self._session.after_picture()
 

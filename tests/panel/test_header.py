@@ -13,6 +13,7 @@ import pytest
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.gpu_advice import small_gpu_advice
+from onediff_ext.core.headline import Headline
 from onediff_ext.core.status import Status
 from onediff_ext.panel import html
 from onediff_ext.panel.details import detail_lines, technical_lines
@@ -243,6 +244,31 @@ def test_why_part_of_the_model_is_eager_and_what_to_do() -> None:
     assert detail_lines(paused, True, [NEGPIP], ENGLISH) == [
         "Builds are paused. Graphs left to build: 4. Press Go on to have them built."
     ]
+
+
+def test_an_extension_in_the_way_is_named_while_graphs_are_built() -> None:
+    """The header says how the builds go on; the first line beneath names the extension."""
+    expected = (
+        "Pictures are right, but part of the model runs without graphs: sd-webui-negpip changed"
+        " the model. Turn sd-webui-negpip off for more speed."
+    )
+    building = replace(PART, kinds_ready=7, building=True, picture_s=4.1, stage="building")
+    measuring = replace(PART, stage="measuring", sizes_needed=2, picture_s=4.1)
+    nothing_yet = replace(
+        building,
+        running="eager",
+        blocks_compiled=0,
+        eager_blocks=((HOOK, 16), ("there is no graph yet", 12)),
+    )
+    for status in (building, measuring, nothing_yet, replace(PART, warming_up=True)):
+        assert header_of(status, True, NEGPIP, ENGLISH).headline is Headline.BUILDING
+        assert detail_lines(status, True, [NEGPIP], ENGLISH)[0] == expected
+        assert expected not in detail_lines(status, False, [NEGPIP], ENGLISH)
+    whole = replace(nothing_yet, eager_blocks=((HOOK, 28),))
+    assert detail_lines(whole, True, [NEGPIP], ENGLISH)[0] == (
+        "Pictures are right, but drawn without graphs: sd-webui-negpip changed the model. Turn"
+        " sd-webui-negpip off for more speed."
+    )
 
 
 def test_a_cancel_is_no_news_once_every_block_has_its_graph() -> None:
