@@ -94,10 +94,11 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     steps, last, saved = [], session.timer.last, None
     if kinds and session.checkpoint is not None:
         machine, content_hash = machine_digest(kinds[0].device), session.checkpoint.content_hash
-        steps = context.history.steps(machine, content_hash)
+        steps = context.history.steps(machine, content_hash, session.backend.name)
         saved = SavedTimes(context.library.folder).of(machine, content_hash)
     sizes = frozenset() if last is None else last.sizes
     mine = [step for step in steps if step.size in sizes]
+    size_is_measured = bool(sizes) and sizes == {step.size for step in mine}
     seconds_left = None if run is None else run.seconds_left()
     return Status(
         running=running,
@@ -116,7 +117,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         cancelled=cancelled,
         paused=session.background.is_paused,
         captures=captures,
-        speedup=speedup_of(mine or steps),
+        speedup=speedup_of(mine if size_is_measured else () if sizes else steps),
         pays_off_after=pictures_until_it_pays(
             context.history,
             [kind.label for kind in kinds if kind.graph is not None],
@@ -134,7 +135,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         first_builds_s=None if run is None else run.times.whole_s(seconds_left),
         picture_s=None if last is None else last.seconds,
         without_s=None if last is None else last.without_s,
-        size_is_measured=bool(sizes) and sizes == {step.size for step in mine},
+        size_is_measured=size_is_measured,
         other_pace=last is not None and last.other_pace,
         saved_s=None if saved is None else saved.seconds,
         saved_since=None if saved is None else saved.since,

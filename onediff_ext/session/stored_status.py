@@ -47,9 +47,11 @@ def stored_status(
     failed = {build_record.digest for build_record in failures}
     missing = [digest for digest in digests if digest not in labels and digest not in failed]
     building = [digest for digest in missing if library.is_being_built(digest)]
-    expected = history.build_seconds(machine, [build_records.read(d).label for d in missing])
+    expected = history.build_seconds(
+        machine, options.backend, [build_records.read(d).label for d in missing]
+    )
     known = [seconds for seconds in expected if seconds is not None]
-    steps = history.steps(machine, record.content_hash)
+    steps = history.steps(machine, record.content_hash, options.backend)
     workers = worker_count(options)
     running = "eager"
     if ready:

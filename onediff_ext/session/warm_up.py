@@ -193,6 +193,7 @@ class WarmUp:
         self._session.build_context.history.record_step(
             checkpoint="" if checkpoint is None else checkpoint.content_hash,
             machine=machine_digest(self._device),
+            backend=self._session.backend.name,
             size=str(shape),
             eager_ms=figures.eager_ms,
             compiled_ms=figures.compiled_ms,

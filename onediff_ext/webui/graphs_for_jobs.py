@@ -272,4 +272,6 @@ class GraphsForJobs:
         self.jobs.remove(job)
         JobCloseHook.remove(job.host_job)
         with self.eager.on_failure():
+            if self.session is not None and self.host.is_interrupted():
+                self.session.timer.interrupt()
             job.leave_foreground()

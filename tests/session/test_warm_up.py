@@ -228,6 +228,17 @@ def test_graphs_that_were_there_before_count_as_loaded(warm, small):
             "Ready: 2 sizes. Graphs built: 1. Graphs bring no gain at these sizes.",
         ),
         (
+            WarmUpReport(
+                sizes=[
+                    SizeFigures(SHAPES[0], 0.1, 15.0, 10.0),
+                    SizeFigures(SHAPES[1], 0.1, 10.0, 10.0),
+                ],
+                built=3,
+            ),
+            "Ready: 2 sizes. All 3 graphs are built. A step is faster than without: 128x128 1.5x,"
+            " 192x128@2 1x.",
+        ),
+        (
             WarmUpReport(sizes=[figures(1.5)], built=5, loaded=9),
             "Ready: 1 size. Graphs built: 5; 9 were there already. A step is 1.5x as fast as"
             " without.",

@@ -168,6 +168,27 @@ def test_a_warm_up_leaves_the_reason_of_a_picture_that_was_refused(
     assert graphs.status().reasons == ()
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("how", ["interrupted", "skipped"])
+def test_an_interrupted_job_shows_no_time(
+    host: A1111StandIn, graphs: GraphsForJobs, job: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A job that *stop* had ended said "Last picture: 0.1 s"."""
+    p = job()
+    host.unet()
+    graphs.end(p)
+    assert graphs.status().picture_s is not None
+    with monkeypatch.context() as patch:
+        state = SimpleNamespace(**{how: True})
+        patch.setattr(sys.modules["modules.shared"], "state", state, raising=False)
+        p = job()
+        graphs.end(p)
+    assert graphs.status().picture_s is None
+    p = job()
+    graphs.end(p)
+    assert graphs.status().picture_s is not None
+
+
 def test_a_warm_up_lets_pictures_go_first(
     host: A1111StandIn,
     graphs: GraphsForJobs,
