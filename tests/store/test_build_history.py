@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from onediff_ext.store import BuildHistory, GraphLibrary
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.machine import machine_digest
+from onediff_ext.session.stored_status import stored_status
+from onediff_ext.store import BuildHistory, CheckpointRecords, GraphLibrary
 
 MACHINE = "m" * 64
 
@@ -66,3 +70,22 @@ def test_a_file_of_0_2_0_is_read_and_reads_what_comes_after_it(history: BuildHis
     assert written["schema"] == 1
     assert written["builds"] == old["builds"]
     assert written["steps"][0].items() >= step.items()
+
+
+def test_the_command_line_shows_the_backend_that_was_measured_last(history: BuildHistory) -> None:
+    """`doctor` said "not measured" to a user of OneFlow."""
+    device = torch.device("cpu")
+    records, library = CheckpointRecords(history.folder), GraphLibrary(history.folder.root, 10**6)
+    records.record("c" * 64, name="model", path="/m", architecture="sd1", kinds={})
+    (listing,) = records.list()
+    for backend, compiled_ms in (("inductor", 5.0), ("oneflow", 2.0)):
+        history.record_step(
+            checkpoint="c" * 64,
+            machine=machine_digest(device),
+            backend=backend,
+            size="512x512",
+            eager_ms=10.0,
+            compiled_ms=compiled_ms,
+        )
+        status = stored_status(library, listing.record, device, CompileOptions())
+        assert status.speedup == pytest.approx(10.0 / compiled_ms)
