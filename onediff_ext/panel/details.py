@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from onediff_ext.core.headline import Headline, headline
@@ -14,6 +15,7 @@ from onediff_ext.panel.saved_text import saved_text
 from onediff_ext.store import SavedTime
 
 _SHOWN_REASONS = 4
+_OF_BUILDS = re.compile("builds were cancelled|builds are paused|none may be built")
 
 
 def detail_lines(
@@ -74,6 +76,7 @@ def _why_eager(
     """Why blocks ran without graphs, and what to do about it."""
     is_part = state is Headline.PART
     if state is Headline.BUILDING:
+        reasons = [reason for reason in reasons if not _OF_BUILDS.search(reason.technical)]
         told = " ".join(reason.technical for reason in reasons)
         blocks = sum(count for text, count in status.eager_blocks if text in told)
         is_part = status.blocks_compiled > 0 or 0 < blocks < status.blocks_needed

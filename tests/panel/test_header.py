@@ -266,6 +266,8 @@ def test_an_extension_in_the_way_is_named_while_graphs_are_built() -> None:
         assert header_of(status, True, NEGPIP, ENGLISH).headline is Headline.BUILDING
         assert detail_lines(status, True, [NEGPIP], ENGLISH)[0] == expected
         assert expected not in detail_lines(status, False, [NEGPIP], ENGLISH)
+    cancelled = explain("builds were cancelled; the next picture has its missing", ENGLISH)
+    assert "cancelled" not in " ".join(detail_lines(building, True, [cancelled], ENGLISH))
     whole = replace(nothing_yet, eager_blocks=((HOOK, 28),))
     assert detail_lines(whole, True, [NEGPIP], ENGLISH)[0] == (
         "Pictures are right, but drawn without graphs: sd-webui-negpip changed the model. Turn"
