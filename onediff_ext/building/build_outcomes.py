@@ -96,7 +96,8 @@ class BuildOutcomes:
             self._graph_trust.record_passed(kind, stored)
             self.on_stored(stored)
         if build_s:
-            self._history.record_build(machine_digest(kind.device), kind.label, build_s)
+            machine = machine_digest(kind.device)
+            self._history.record_build(machine, self._backend_name, kind.label, build_s)
 
     def fail_kind(
         self, kind: BlockKind, exc: OneDiffError, *, attempts: int, lasting: bool

@@ -116,7 +116,7 @@ class BuildRun:
             return 0.0
         device = kinds[0].device
         expected_s = self._context.history.build_seconds(
-            machine_digest(device), [kind.label for kind in kinds]
+            machine_digest(device), self._context.backend.name, [kind.label for kind in kinds]
         )
         pace = self._pace(device)
         total_s = remaining_seconds(running, expected_s, self.times.own_s, pace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from onediff_ext.core.words import LEAST_GAIN, duration
+from onediff_ext.core.words import duration, times_faster
 
 STATUS_SCHEMA = 2  # 2: "compiled in part", blocks, `substituted`
 
@@ -39,8 +39,8 @@ class Status:
             picture that needs them has them built.
         paused: Whether the user paused builds; none starts until the user presses Go on.
         captures: CUDA graphs in memory.
-        speedup: Measured eager time over compiled time of one step, at the last picture's size
-            where that was measured, else at all measured sizes; None when not measured.
+        speedup: Measured eager time over compiled time of one step, at the last picture's
+            size; before the first picture, at all measured sizes; None when not measured.
         pays_off_after: Pictures after which the builds of this checkpoint's kinds have saved as
             much time as they took; None when not measured, or when graphs save nothing.
         problem: Why builds do not proceed (full disk, a worker that died), or ``""``.
@@ -129,7 +129,10 @@ class Status:
 
     def _drawing(self) -> str:
         if self.running in ("compiled", COMPILED_IN_PART):
-            gain = "" if self.speedup is None else f" ({_gain(self.speedup)} measured)"
+            gain = ""
+            if self.speedup is not None:
+                times = times_faster(self.speedup)
+                gain = " (no gain measured)" if times is None else f" ({times}x measured)"
             return f"{self.running}{self._part()}{gain}"
         # During a build, the build is the reason, and the line says so already.
         return self.running if self.building else self._because(self.running)
@@ -158,7 +161,3 @@ class Status:
 
     def _because(self, what: str) -> str:
         return f"{what}: {self.reasons[0]}" if self.reasons else what
-
-
-def _gain(speedup: float) -> str:
-    return f"{speedup:.1f}x" if speedup >= LEAST_GAIN else "no gain"

@@ -9,6 +9,15 @@ LEAST_GAIN = 1.05
 """How many times faster something must be before a gain is claimed: less is noise."""
 
 
+def times_faster(speedup: float) -> str | None:
+    """Return a measured speed-up as every place shows it, such as "2.3"; None if it is noise.
+
+    Args:
+        speedup: Eager time over compiled time.
+    """
+    return f"{speedup:.1f}" if speedup >= LEAST_GAIN else None
+
+
 def counted(count: int, what: str) -> str:
     """Return a count with its noun, such as "1 graph" or "2 graphs".
 

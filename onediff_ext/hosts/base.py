@@ -197,6 +197,11 @@ class WebUIHost(ABC):
         """
         task()
 
+    def is_interrupted(self) -> bool:
+        """Whether the user, or the choice *stop*, has ended the current job before its end."""
+        state = getattr(sys.modules.get("modules.shared"), "state", None)
+        return bool(getattr(state, "interrupted", False) or getattr(state, "skipped", False))
+
     def is_waited_for(self) -> bool:
         """Whether other jobs wait for the current one to end."""
         queue = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from onediff_ext.core.headline import Headline, headline
@@ -14,6 +15,7 @@ from onediff_ext.panel.saved_text import saved_text
 from onediff_ext.store import SavedTime
 
 _SHOWN_REASONS = 4
+_OF_BUILDS = re.compile("builds were cancelled|builds are paused|none may be built")
 
 
 def detail_lines(
@@ -47,10 +49,10 @@ def detail_lines(
         lines.append(words.say(phrases.ON_HOLD if left else phrases.PAUSED, n=left))
     elif status.cancelled and status.waiting and state is not Headline.GRAPHS:
         lines.append(words.say(phrases.ON_CANCEL))
-    elif state in (Headline.WITHOUT, Headline.PART) and status.running != "off":
-        template = phrases.PART_WITHOUT if state is Headline.PART else phrases.ALL_WITHOUT
-        for reason in reasons[:_SHOWN_REASONS]:
-            lines.append(f"{words.say(template, why=reason.why)} {reason.advice}")
+    elif wanted and state is not Headline.GRAPHS and status.running != "off":
+        why = _why_eager(status, state, reasons, words)
+        # While graphs are built the header has no room for the reason.
+        lines = why + lines if state is Headline.BUILDING else lines + why
     more = [status.problem, status.substituted, status.deepcache, *status.notes]
     lines += [words.translated(line) for line in more]
     return list(dict.fromkeys(line for line in lines if line))
@@ -66,6 +68,23 @@ def technical_lines(status: Status) -> list[str]:
         lines.append(f"{reason} ({more})" if more else reason)
     # A reason with its kind of block says more than the same reason alone.
     return [line for line in lines if not any(line in other for other in lines if other != line)]
+
+
+def _why_eager(
+    status: Status, state: Headline, reasons: Sequence[PlainReason], words: Phrases
+) -> list[str]:
+    """Why blocks ran without graphs, and what to do about it."""
+    is_part = state is Headline.PART
+    if state is Headline.BUILDING:
+        reasons = [reason for reason in reasons if not _OF_BUILDS.search(reason.technical)]
+        told = " ".join(reason.technical for reason in reasons)
+        blocks = sum(count for text, count in status.eager_blocks if text in told)
+        is_part = status.blocks_compiled > 0 or 0 < blocks < status.blocks_needed
+    template = phrases.PART_WITHOUT if is_part else phrases.ALL_WITHOUT
+    return [
+        f"{words.say(template, why=reason.why)} {reason.advice}"
+        for reason in reasons[:_SHOWN_REASONS]
+    ]
 
 
 def _took(status: Status, state: Headline, words: Phrases) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onediff_ext.core.records import ORIGIN_IMPORTED
@@ -14,6 +16,7 @@ from onediff_ext.store import (
     GraphLibrary,
     SavedTime,
     SavedTimes,
+    StepRecord,
     StoredGraph,
 )
 
@@ -30,7 +33,8 @@ class GraphGroup:
         architecture: Such as ``"sdxl"``; empty for graphs of no checkpoint.
         graphs: The stored graphs, the last used first.
         missing: The number of graphs that the checkpoint uses and the store lacks.
-        speedup: Measured at the last warm-up; None without one.
+        speedups: (size, times) of each size that a warm-up has measured; with two backends, the
+            size names the backend too.
         saved: The time that graphs have saved on this machine; None when nothing was measured.
     """
 
@@ -38,8 +42,14 @@ class GraphGroup:
     architecture: str
     graphs: tuple[StoredGraph, ...]
     missing: int = 0
-    speedup: float | None = None
+    speedups: tuple[tuple[str, float], ...] = ()
     saved: SavedTime | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """The geometric mean over all sizes; None when nothing was measured."""
+        times = [speedup for _, speedup in self.speedups]
+        return statistics.geometric_mean(times) if times else None
 
     @property
     def size_bytes(self) -> int:
@@ -72,6 +82,7 @@ class GraphGroup:
             "missing": self.missing,
             "imported": self.imported,
             "speedup": self.speedup,
+            "speedups": [{"size": size, "speedup": times} for size, times in self.speedups],
             "saved_s": None if self.saved is None else self.saved.seconds,
             "saved_since": None if self.saved is None else self.saved.since,
             "graphs": [
@@ -108,10 +119,17 @@ def graph_groups(library: GraphLibrary, machine: str = "") -> list[GraphGroup]:
         used.update(graph.digest for graph in mine)
         number = names[record.name] = names.get(record.name, 0) + 1
         name = record.name if number == 1 else f"{record.name} ({record.content_hash[:8]})"
-        speedup = _speedup(library, machine, record.content_hash)
+        steps = BuildHistory(library.folder).steps(machine, record.content_hash)
         saved = saved_times.of(machine, record.content_hash)
         groups.append(
-            GraphGroup(name, record.architecture, tuple(mine), len(listing.missing), speedup, saved)
+            GraphGroup(
+                name,
+                record.architecture,
+                tuple(mine),
+                len(listing.missing),
+                _speedups(steps),
+                saved,
+            )
         )
     rest = tuple(graph for digest, graph in stored.items() if digest not in used)
     if rest:
@@ -129,13 +147,11 @@ def digests_of(library: GraphLibrary, name: str) -> list[str]:
     return [g.digest for group in graph_groups(library) if group.name == name for g in group.graphs]
 
 
-def _speedup(library: GraphLibrary, machine: str, content_hash: str) -> float | None:
-    steps = BuildHistory(library.folder).steps(machine, content_hash)
-    if not steps:
-        return None
-    from onediff_ext.session.break_even import speedup_of
-
-    return speedup_of(steps)
+def _speedups(steps: Sequence[StepRecord]) -> tuple[tuple[str, float], ...]:
+    several = len({step.backend for step in steps}) > 1
+    return tuple(
+        (f"{step.size} ({step.backend})" if several else step.size, step.speedup) for step in steps
+    )
 
 
 def age_text(at: float, words: Phrases = phrases.ENGLISH, now: float | None = None) -> str:

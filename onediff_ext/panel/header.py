@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from onediff_ext.core.headline import Headline, headline
 from onediff_ext.core.status import Status
-from onediff_ext.core.words import LEAST_GAIN
+from onediff_ext.core.words import times_faster
 from onediff_ext.panel import phrases
 from onediff_ext.panel.phrases import Phrases
 from onediff_ext.panel.progress import progress_text
@@ -43,7 +43,7 @@ def header_of(status: Status, wanted: bool, why: PlainReason | None, words: Phra
     if state is Headline.BUILDING:
         return Header(state, progress_text(status, words))
     if state is Headline.GRAPHS:
-        return _graphs(status.speedup, words)
+        return _graphs(status.speedup if status.size_is_measured else None, words)
     reason = "" if why is None else why.why
     if status.paused:
         reason = progress_text(status, words) or reason
@@ -58,12 +58,17 @@ def header_of(status: Status, wanted: bool, why: PlainReason | None, words: Phra
 
 
 def _graphs(speedup: float | None, words: Phrases) -> Header:
-    """The header where every block runs its graph; it claims a gain only where there is one."""
+    """The header where every block runs its graph; it claims a gain only where there is one.
+
+    Args:
+        speedup: Measured at the last picture's size; None elsewhere.
+        words: The language.
+    """
     text, gains = words.say(phrases.GRAPHS), True
     if speedup is not None:
-        gains = speedup >= LEAST_GAIN
-        gain = words.say(phrases.SPEEDUP, times=f"{speedup:.1f}")
-        text += gain if gains else words.say(phrases.NO_GAIN)
+        times = times_faster(speedup)
+        gains = times is not None
+        text += words.say(phrases.SPEEDUP, times=times) if gains else words.say(phrases.NO_GAIN)
     return Header(Headline.GRAPHS, text, gains)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.records import ORIGIN_IMPORTED
-from onediff_ext.core.words import LEAST_GAIN
+from onediff_ext.core.words import times_faster
 from onediff_ext.panel import phrases
 from onediff_ext.panel.graph_rows import GraphGroup, age_text, size_text
 from onediff_ext.panel.header import Header
@@ -124,9 +124,7 @@ def _row(group: GraphGroup, words: Phrases) -> str:
     notes = "<br>".join(map(escape, _notes(group, words)))
     if notes:
         notes = f'<tr class="onediff-notes"><td colspan="6">{notes}</td></tr>'
-    speedup = "–" if group.speedup is None else f"{group.speedup:.1f}x"
-    if group.speedup is not None and group.speedup < LEAST_GAIN:
-        speedup = escape(words.say(phrases.NO_GAIN_ROW))
+    speedup = "<br>".join(escape(text) for text in _speedups(group, words)) or "–"
     return (
         f"<tr><td><details><summary>{label}</summary><ul>{items}</ul></details></td>"
         f'<td class="n">{len(group.graphs)}</td><td class="n">{size_text(group.size_bytes)}</td>'
@@ -134,6 +132,16 @@ def _row(group: GraphGroup, words: Phrases) -> str:
         f'<td class="n">{escape(age_text(group.used_at, words))}</td>'
         f'<td class="n">{speedup}</td></tr>{notes}'
     )
+
+
+def _speedups(group: GraphGroup, words: Phrases) -> list[str]:
+    """The measured figure of each size, named where there are several."""
+    texts = []
+    for size, speedup in group.speedups:
+        times = times_faster(speedup)
+        text = words.say(phrases.NO_GAIN_ROW) if times is None else f"{times}x"
+        texts.append(text if len(group.speedups) == 1 else f"{size}: {text}")
+    return texts
 
 
 def _graph_text(graph: StoredGraph, words: Phrases) -> str:

@@ -19,7 +19,7 @@ def speedup_of(steps: Sequence[StepRecord]) -> float | None:
     """
     if not steps:
         return None
-    return statistics.geometric_mean(step.eager_ms / step.compiled_ms for step in steps)
+    return statistics.geometric_mean(step.speedup for step in steps)
 
 
 def break_even(build_seconds: float, steps: Sequence[StepRecord]) -> int | None:
@@ -49,14 +49,15 @@ def pictures_until_it_pays(
         history: Build times of the machine.
         labels: Labels of the built kinds.
         worker_count: Workers that built at the same time.
-        steps: Measured steps of the machine.
+        steps: Measured steps of the machine and one backend.
 
     Returns:
         Pictures; None also when a build time is unknown.
     """
     if not steps or not labels:
         return None
-    known = [s for s in history.build_seconds(steps[-1].machine, labels) if s is not None]
+    last = steps[-1]
+    known = [s for s in history.build_seconds(last.machine, last.backend, labels) if s is not None]
     if len(known) < len(labels):
         return None
     return break_even(sum(known) / worker_count, steps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,8 +73,56 @@ class Drawn(Protocol):
     foreign_blocks: ForeignBlocks
 
 
+@dataclass(frozen=True)
+class DrawnBlock:
+    """How one block was called in a picture.
+
+    Args:
+        kind: As `BlockRunner.used`.
+        eager_reason: As `BlockRunner.eager_reason`.
+    """
+
+    kind: BlockKind | None
+    eager_reason: str | None
+
+
+@dataclass(frozen=True)
+class DrawnBlocks:
+    """How the blocks of one component were called in a picture.
+
+    Args:
+        blocks: Those that have a runner and were called.
+        replaced, changed_by: As in `ForeignBlocks`.
+    """
+
+    blocks: tuple[DrawnBlock, ...]
+    replaced: tuple[tuple[str, int], ...]
+    changed_by: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, component: Drawn) -> DrawnBlocks:
+        """Read how the blocks of a component were called last.
+
+        Args:
+            component: The component.
+        """
+        foreign = component.foreign_blocks
+        return cls(
+            tuple(
+                DrawnBlock(runner.used, runner.eager_reason)
+                for runner in list(component.runners)
+                if runner.eager_reason != ""
+            ),
+            tuple(foreign.replaced),
+            tuple(foreign.changed_by.items()),
+        )
+
+
 class LastPicture:
     """The components that drew the last picture and still exist.
+
+    A warm-up runs the same blocks, often without the extension that kept some of them eager. So
+    what they did in the picture is kept at the picture's end, until the next one.
 
     Attributes:
         number: Of the picture. For a host that does not announce pictures, all have one number.
@@ -80,6 +130,8 @@ class LastPicture:
 
     def __init__(self) -> None:
         self._components: weakref.WeakKeyDictionary[Drawn, None] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Drawn, DrawnBlocks] = weakref.WeakKeyDictionary()
+        self._is_warm_up = False
         self.number = 0
         self._lock = threading.Lock()
 
@@ -97,6 +149,8 @@ class LastPicture:
             if number != self.number:
                 self.number = number
                 self._components.clear()
+            if not self._is_warm_up:
+                self._kept.clear()
             is_new = component not in self._components
             self._components[component] = None
             return is_new
@@ -105,12 +159,43 @@ class LastPicture:
         """Forget the components: another checkpoint draws the next picture."""
         with self._lock:
             self._components.clear()
+            self._kept.clear()
+
+    def keep(self) -> None:
+        """Keep what the blocks did, until a forward of the next picture."""
+        with self._lock:
+            if not (self._kept or self._is_warm_up):
+                for component in list(self._components):
+                    self._kept[component] = DrawnBlocks.of(component)
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Run forwards within the ``with`` block that belong to no picture."""
+        self.keep()
+        self._is_warm_up = True
+        try:
+            yield
+        finally:
+            self._is_warm_up = False
 
     @property
     def components(self) -> list[Drawn]:
         """The components of the last picture."""
         with self._lock:
             return list(self._components)
+
+    def drawn(self) -> list[DrawnBlocks]:
+        """Return what the blocks did in the last picture; before one, in the last forwards.
+
+        A component without graphs any more counts no blocks.
+        """
+        with self._lock:
+            kept = [
+                drawn
+                for component, drawn in self._kept.items()
+                if component.runners or not drawn.blocks
+            ]
+            return kept or [DrawnBlocks.of(component) for component in self._components]
 
     def kinds(self) -> set[BlockKind]:
         """Return the block kinds of the last picture."""

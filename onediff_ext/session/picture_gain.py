@@ -55,9 +55,12 @@ class Picture(AbstractContextManager[None]):
         self._session.timer.begin()
 
     def __exit__(self, _cls: object, exc: BaseException | None, _frames: object) -> None:
-        if exc is not None and is_out_of_memory(exc):
-            self._session.memory.give_back(ran_out=True)
+        if exc is not None:
+            self._session.timer.interrupt()
+            if is_out_of_memory(exc):
+                self._session.memory.give_back(ran_out=True)
         _stop_timer(self._session)
+        self._session.last_picture.keep()
         self._session.foreground.end_picture()
         self._session.after_picture()
 
@@ -77,7 +80,7 @@ def _stop_timer(session: PictureSource) -> None:
     context, machine = session.build_context, machine_digest(kinds[0].device)
 
     def steps() -> dict[str, StepRecord]:
-        measured = context.history.steps(machine, checkpoint.content_hash)
+        measured = context.history.steps(machine, checkpoint.content_hash, context.backend.name)
         return {step.size: step for step in measured}
 
     taken = session.timer.end(steps)

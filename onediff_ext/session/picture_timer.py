@@ -43,13 +43,13 @@ class PictureTimer:
     """Times pictures. One picture is drawn at a time; pictures may be nested.
 
     Attributes:
-        last: The last picture; None before the first.
+        last: The last picture; None before the first, and after one that was interrupted.
     """
 
     def __init__(self) -> None:
         self.last: PictureTime | None = None
         self._depth = 0
-        self._began = 0.0
+        self._began, self._is_interrupted = 0.0, False
         self._forwards: list[tuple[BatchShape | None, Seconds]] = []
 
     def begin(self) -> None:
@@ -57,6 +57,11 @@ class PictureTimer:
         self._depth += 1
         if self._depth == 1:
             self._began, self._forwards = time.perf_counter(), []
+            self._is_interrupted = False
+
+    def interrupt(self) -> None:
+        """Note that the present picture is not finished: its time says nothing."""
+        self._is_interrupted = self._depth > 0
 
     @contextmanager
     def forward(self, arguments: Iterable[object]) -> Iterator[None]:
@@ -84,10 +89,13 @@ class PictureTimer:
                 graph served this picture.
 
         Returns:
-            The picture's time; None within another picture.
+            The picture's time; None within another picture, and for an interrupted one.
         """
         self._depth -= 1
         if self._depth:
+            return None
+        if self._is_interrupted:
+            self.last, self._forwards = None, []
             return None
         seconds = time.perf_counter() - self._began
         without_s, other_pace = None, False
@@ -123,7 +131,9 @@ def _saved_s(
         # DeepCache makes some steps shorter, and comparisons make the first ones longer.
         if statistics.median(taken) > _SLOWEST * usual_s or max(taken) < _FASTEST * usual_s:
             return None, True
-        saved_s += len(taken) * step.eager_ms / 1000 - sum(taken)
+        # Eager steps would have gone at the same pace: so the header's figure and this one agree.
+        pace = statistics.median(s for s in taken if s >= _FASTEST * usual_s) / usual_s
+        saved_s += len(taken) * step.eager_ms / 1000 * min(pace, _SLOWEST) - sum(taken)
     return saved_s, False
 
 

@@ -17,10 +17,10 @@ from onediff_ext.core.status import COMPILED_IN_PART, Status
 from onediff_ext.engine.backend_port import Backend
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.machine import machine_digest
-from onediff_ext.engine.running.block_runner import NO_GRAPH_YET, BlockRunner
+from onediff_ext.engine.running.block_runner import NO_GRAPH_YET
 from onediff_ext.session.break_even import pictures_until_it_pays, speedup_of
 from onediff_ext.session.checkpoint_use import CheckpointUse
-from onediff_ext.session.last_picture import Fallback, LastPicture
+from onediff_ext.session.last_picture import DrawnBlock, Fallback, LastPicture
 from onediff_ext.session.picture_timer import PictureTimer
 from onediff_ext.session.substitutes import Substitute
 from onediff_ext.store import SavedTimes
@@ -94,10 +94,11 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
     steps, last, saved = [], session.timer.last, None
     if kinds and session.checkpoint is not None:
         machine, content_hash = machine_digest(kinds[0].device), session.checkpoint.content_hash
-        steps = context.history.steps(machine, content_hash)
+        steps = context.history.steps(machine, content_hash, session.backend.name)
         saved = SavedTimes(context.library.folder).of(machine, content_hash)
     sizes = frozenset() if last is None else last.sizes
     mine = [step for step in steps if step.size in sizes]
+    size_is_measured = bool(sizes) and sizes == {step.size for step in mine}
     seconds_left = None if run is None else run.seconds_left()
     return Status(
         running=running,
@@ -116,7 +117,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         cancelled=cancelled,
         paused=session.background.is_paused,
         captures=captures,
-        speedup=speedup_of(mine or steps),
+        speedup=speedup_of(mine if size_is_measured else () if sizes else steps),
         pays_off_after=pictures_until_it_pays(
             context.history,
             [kind.label for kind in kinds if kind.graph is not None],
@@ -134,7 +135,7 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
         first_builds_s=None if run is None else run.times.whole_s(seconds_left),
         picture_s=None if last is None else last.seconds,
         without_s=None if last is None else last.without_s,
-        size_is_measured=bool(sizes) and sizes == {step.size for step in mine},
+        size_is_measured=size_is_measured,
         other_pace=last is not None and last.other_pace,
         saved_s=None if saved is None else saved.seconds,
         saved_since=None if saved is None else saved.since,
@@ -143,34 +144,34 @@ def session_status(session: StatusSource, since: Counter[tuple[str, str]] | None
 
 def _changed_by(session: StatusSource) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
-    for component in session.last_picture.components:
-        found |= component.foreign_blocks.changed_by
+    for drawn in session.last_picture.drawn():
+        found |= dict(drawn.changed_by)
     return tuple(found.items())
 
 
 def _blocks(session: StatusSource) -> tuple[int, Counter[str]]:
     """Count the last picture's blocks that have a graph now, and the others by eager reason."""
     compiled, eager = 0, Counter[str]()
-    for component in session.last_picture.components:
-        for runner in list(component.runners):
-            if runner.eager_reason == "":
-                continue  # it was not called
-            reason = _eager_reason(session, runner)
+    for drawn in session.last_picture.drawn():
+        for block in drawn.blocks:
+            reason = _eager_reason(session, block)
             if reason is None:
                 compiled += 1
             else:
                 eager[reason] += 1
-        for reason, blocks in component.foreign_blocks.replaced:
+        for reason, blocks in drawn.replaced:
             eager[reason] += blocks
     return compiled, eager
 
 
-def _eager_reason(session: StatusSource, runner: BlockRunner) -> str | None:
-    reason, kind = runner.eager_reason, runner.used
-    if kind is None or (kind.graph is not None and reason != NO_GRAPH_YET):
+def _eager_reason(session: StatusSource, block: DrawnBlock) -> str | None:
+    reason, kind = block.eager_reason, block.kind
+    if kind is None:
         return reason
     if kind.graph is not None:
-        return None  # it came after the picture
+        # It came after the picture, or passed its comparison after it.
+        is_ready = reason == NO_GRAPH_YET or kind.state is KindState.READY
+        return None if is_ready else reason
     if kind.state is KindState.FAILED:
         return kind.reason
     if session.background.is_paused:

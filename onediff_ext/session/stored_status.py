@@ -26,7 +26,7 @@ def stored_status(
         library: The stored graphs.
         record: The checkpoint's record.
         device: The device that it would be drawn on.
-        options: For the number of workers.
+        options: For the number of workers, and the backend where nothing was measured.
 
     Returns:
         A status with the fields that need no session; the others have their defaults.
@@ -47,9 +47,14 @@ def stored_status(
     failed = {build_record.digest for build_record in failures}
     missing = [digest for digest in digests if digest not in labels and digest not in failed]
     building = [digest for digest in missing if library.is_being_built(digest)]
-    expected = history.build_seconds(machine, [build_records.read(d).label for d in missing])
+    # The store does not say which backend is chosen: the one that was measured last counts.
+    measured = history.steps(machine, record.content_hash)
+    backend = measured[-1].backend if measured else options.backend
+    expected = history.build_seconds(
+        machine, backend, [build_records.read(d).label for d in missing]
+    )
     known = [seconds for seconds in expected if seconds is not None]
-    steps = history.steps(machine, record.content_hash)
+    steps = [step for step in measured if step.backend == backend]
     workers = worker_count(options)
     running = "eager"
     if ready:

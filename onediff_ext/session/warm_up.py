@@ -93,9 +93,10 @@ class WarmUp:
             if self._shapes:
                 session.stage = STAGES[0]
                 self._show_sizes(0)
-                self._make_kinds()
-                self._for_each_shape(STAGES[1], self._capture)
-                self._for_each_shape(STAGES[2], lambda shape: self._measure(shape, report))
+                with session.last_picture.warm_up():
+                    self._make_kinds()
+                    self._for_each_shape(STAGES[1], self._capture)
+                    self._for_each_shape(STAGES[2], lambda shape: self._measure(shape, report))
         finally:
             session.stage, session.sizes_done = "", (0, 0)
         kinds = session.current_kinds()
@@ -192,6 +193,7 @@ class WarmUp:
         self._session.build_context.history.record_step(
             checkpoint="" if checkpoint is None else checkpoint.content_hash,
             machine=machine_digest(self._device),
+            backend=self._session.backend.name,
             size=str(shape),
             eager_ms=figures.eager_ms,
             compiled_ms=figures.compiled_ms,

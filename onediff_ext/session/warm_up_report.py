@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onediff_ext.core.shapes import BatchShape
-from onediff_ext.core.words import LEAST_GAIN
+from onediff_ext.core.words import times_faster
 
 STAGES = ("kinds", "captures", "measuring")
 
@@ -22,10 +22,11 @@ BUILT_AND_THERE = "Graphs built: {built}; {n} were there already."
 FAILED = "Graphs that could not be built: {n} ({why})."
 NEXT_PICTURE = "The next picture has its missing graphs built."
 GAIN = "A step is {times}x as fast as without."
+GAINS = "A step is faster than without: {times}."
 NO_GAIN, NO_GAIN_HERE = "Graphs bring no gain at these sizes.", "Graphs bring no gain at this size."
 TEMPLATES = (
     *(READY, READY_ONE, CANCELLED, UNFINISHED, ALL_BUILT, BUILT, ALL_THERE, THERE),
-    *(BUILT_AND_THERE, FAILED, NEXT_PICTURE, GAIN, NO_GAIN, NO_GAIN_HERE),
+    *(BUILT_AND_THERE, FAILED, NEXT_PICTURE, GAIN, GAINS, NO_GAIN, NO_GAIN_HERE),
 )
 """Every sentence above, for their translation."""
 
@@ -174,11 +175,21 @@ class WarmUpReport:
             sentences.append(Sentence(FAILED, {"n": self.eager, "why": put(self.why_eager)}))
         if self.cancelled:
             sentences.append(Sentence(NEXT_PICTURE))
-        elif self.speedup is not None and self.speedup >= LEAST_GAIN:
-            sentences.append(Sentence(GAIN, {"times": f"{self.speedup:.1f}"}))
-        elif self.speedup is not None:
-            sentences.append(Sentence(NO_GAIN_HERE if done == 1 else NO_GAIN))
+        elif self.sizes:
+            sentences.append(self._gain())
         return sentences
+
+    def _gain(self) -> Sentence:
+        """What was gained; each size has a figure of its own, as in the header and the table."""
+        times = {str(figures.shape): times_faster(figures.speedup) for figures in self.sizes}
+        gains = {size: text for size, text in times.items() if text is not None}
+        if not gains:
+            return Sentence(NO_GAIN_HERE if len(self.sizes) == 1 else NO_GAIN)
+        if len(times) == 1:
+            return Sentence(GAIN, {"times": next(iter(gains.values()))})
+        # A size without a gain is told as 1x: the table says "no gain" there.
+        shown = (f"{size} {gains.get(size, '1')}x" for size in times)
+        return Sentence(GAINS, {"times": ", ".join(shown)})
 
     def line(self) -> str:
         """Return all sentences in English, in one line."""

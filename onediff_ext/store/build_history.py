@@ -22,6 +22,9 @@ _FILE = "history.json"
 _LOCK_TIMEOUT_S = 5.0
 _KEPT_BUILDS = 5  # for each kind of build
 _KEPT_STEPS = 64
+# Files of 0.2.0 name no backend. Theirs are taken for the default one's, which they mostly are, and
+# 0.2.0 reads what that one builds.
+_UNNAMED_BACKEND = "inductor"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class StepRecord:
         size: Such as ``"1024x768@2"``.
         eager_ms, compiled_ms: Milliseconds of one step.
         at: Seconds since the epoch.
+        backend: Whose graphs were measured.
     """
 
     checkpoint: str
@@ -42,10 +46,19 @@ class StepRecord:
     eager_ms: float
     compiled_ms: float
     at: float
+    backend: str = _UNNAMED_BACKEND
+
+    @property
+    def speedup(self) -> float:
+        """Eager time over compiled time."""
+        return self.eager_ms / self.compiled_ms
+
+
+_BuildTimes = dict[str, dict[str, list[float]]]  # machine → label → seconds
 
 
 class _Record(TypedDict):
-    builds: dict[str, dict[str, list[float]]]  # machine → label → seconds
+    builds: dict[str, _BuildTimes]  # by backend
     steps: list[StepRecord]
 
 
@@ -59,64 +72,80 @@ class BuildHistory:
     def __init__(self, folder: StoreFolder) -> None:
         self.folder = folder
 
-    def record_build(self, machine: str, label: str, seconds: float) -> None:
+    def record_build(self, machine: str, backend: str, label: str, seconds: float) -> None:
         """Record a build time.
 
         Args:
             machine: Digest of the machine.
+            backend: Name of the backend that has built.
             label: Label of the kind.
             seconds: Time in the worker.
         """
 
         def add(record: _Record) -> None:
-            times = record["builds"].setdefault(machine, {}).setdefault(label, [])
+            builds = record["builds"].setdefault(backend, {})
+            times = builds.setdefault(machine, {}).setdefault(label, [])
             times.append(round(seconds, 3))
             del times[:-_KEPT_BUILDS]
 
         self._change(add)
 
     def record_step(
-        self, *, checkpoint: str, machine: str, size: str, eager_ms: float, compiled_ms: float
+        self,
+        *,
+        checkpoint: str,
+        machine: str,
+        backend: str,
+        size: str,
+        eager_ms: float,
+        compiled_ms: float,
     ) -> None:
-        """Record a measured step, replacing an earlier one of the same size.
+        """Record a measured step, replacing an earlier one of the same size and backend.
 
         Args:
-            checkpoint, machine, size, eager_ms, compiled_ms: As in `StepRecord`.
+            checkpoint, machine, backend, size, eager_ms, compiled_ms: As in `StepRecord`.
         """
-        step = StepRecord(checkpoint, machine, size, eager_ms, compiled_ms, time.time())
+        step = StepRecord(checkpoint, machine, size, eager_ms, compiled_ms, time.time(), backend)
 
         def add(record: _Record) -> None:
-            same = (checkpoint, machine, size)
-            others = [s for s in record["steps"] if (s.checkpoint, s.machine, s.size) != same]
+            others = [s for s in record["steps"] if _subject(s) != _subject(step)]
             record["steps"] = [*others, step][-_KEPT_STEPS:]
 
         self._change(add)
 
-    def build_seconds(self, machine: str, labels: Sequence[str]) -> list[float | None]:
+    def build_seconds(
+        self, machine: str, backend: str, labels: Sequence[str]
+    ) -> list[float | None]:
         """Estimate the build time of some kinds.
 
         Args:
             machine: Digest of the machine.
+            backend: Name of the backend that builds; another one's times say nothing of it.
             labels: Labels of the kinds.
 
         Returns:
             Seconds of each kind: the mean of builds with the same label, else of the same block
-            class, else of all builds; None when this machine has built nothing yet.
+            class, else of all builds; None when the backend has built nothing here yet.
         """
-        times = self._read()["builds"].get(machine, {})
+        times = self._read()["builds"].get(backend, {}).get(machine, {})
         return [_expected(times, label) for label in labels]
 
-    def steps(self, machine: str, checkpoint: str | None = None) -> list[StepRecord]:
+    def steps(
+        self, machine: str, checkpoint: str | None = None, backend: str | None = None
+    ) -> list[StepRecord]:
         """Return measured steps, oldest first.
 
         Args:
             machine: Digest of the machine.
             checkpoint: Content hash; None returns the steps of all checkpoints.
+            backend: Its name; None returns the steps of all backends.
         """
         return [
             step
             for step in self._read()["steps"]
-            if step.machine == machine and checkpoint in (None, step.checkpoint)
+            if step.machine == machine
+            and checkpoint in (None, step.checkpoint)
+            and backend in (None, step.backend)
         ]
 
     def _read(self) -> _Record:
@@ -135,7 +164,14 @@ class BuildHistory:
                 record = self._read()
                 change(record)
                 steps = [asdict(step) for step in record["steps"]]
-                whole = {"schema": _SCHEMA, "builds": record["builds"], "steps": steps}
+                others = dict(record["builds"])
+                unnamed = others.pop(_UNNAMED_BACKEND, {})
+                whole = {
+                    "schema": _SCHEMA,
+                    "builds": unnamed,
+                    "builds_of_others": others,
+                    "steps": steps,
+                }
                 encoded = json.dumps(whole, indent=1, sort_keys=True).encode("ascii")
                 publish(self.folder, self.folder.home / _FILE, [encoded])
         except StoreError as exc:
@@ -146,14 +182,24 @@ def _parse(record: object) -> _Record:
     fields = mapping(record, "history")
     if fields.get("schema") != _SCHEMA:
         raise RecordError("It is of another version.")
-    builds = {
+    others = mapping(fields.get("builds_of_others", {}), "build times of other backends")
+    builds = {backend: _build_times(times) for backend, times in others.items()}
+    builds[_UNNAMED_BACKEND] = _build_times(fields.get("builds"))
+    return {"builds": builds, "steps": [_step(step) for step in items(fields.get("steps"))]}
+
+
+def _build_times(value: object) -> _BuildTimes:
+    return {
         machine: {
             label: [number({"seconds": value}, "seconds") for value in items(times)]
             for label, times in mapping(by_label, "build times of a machine").items()
         }
-        for machine, by_label in mapping(fields.get("builds"), "build times").items()
+        for machine, by_label in mapping(value, "build times").items()
     }
-    return {"builds": builds, "steps": [_step(step) for step in items(fields.get("steps"))]}
+
+
+def _subject(step: StepRecord) -> tuple[str, str, str, str]:
+    return step.checkpoint, step.machine, step.backend, step.size
 
 
 def _step(value: object) -> StepRecord:
@@ -165,6 +211,7 @@ def _step(value: object) -> StepRecord:
         eager_ms=_positive(fields, "eager_ms"),
         compiled_ms=_positive(fields, "compiled_ms"),
         at=number(fields, "at"),
+        backend=text(fields, "backend") if "backend" in fields else _UNNAMED_BACKEND,
     )
 
 

@@ -17,16 +17,26 @@ class EagerFallback:
 
     Attributes:
         reasons: Why the current job runs eager, each once.
+        of_picture: While the current job is a warm-up: why the last picture ran eager.
     """
 
     def __init__(self, detach: Callable[[], None]) -> None:
         self._detach = detach
         self.reasons: list[str] = []
+        self.of_picture: list[str] = []
+        self._is_warm_up = False
         self._reason_before_sampling: str | None = None
 
     def clear(self) -> None:
-        """Forget the reasons of the job before."""
+        """Forget the reasons of the job before: a picture begins."""
         self.reasons, self._reason_before_sampling = [], None
+        self.of_picture, self._is_warm_up = [], False
+
+    def begin_warm_up(self) -> None:
+        """Keep the reasons of the last picture: a warm-up begins."""
+        of_picture = self.of_picture if self._is_warm_up else self.reasons
+        self.clear()
+        self.of_picture, self._is_warm_up = of_picture, True
 
     def add(self, reason: str) -> None:
         """Record a reason."""

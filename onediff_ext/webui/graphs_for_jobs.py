@@ -55,6 +55,7 @@ class GraphsForJobs:
         self._memory = Patches()  # of the host's memory management, while jobs run
         self._running = "off"
         self._earlier_fallbacks: Counter[tuple[str, str]] = Counter()  # of the jobs before
+        self._session_of_picture: Session | None = None
 
     # ------------------------------------------------------------------ the life of a job
 
@@ -84,8 +85,11 @@ class GraphsForJobs:
             self._finish_ended(host_job)
             job = RunningJob(weakref.ref(host_job), options, ignores, deepcache)
             self.jobs.add(job)
-            self.eager.clear()
-            self.deepcache = DeepCacheTally()
+            if is_foreground:
+                self.eager.clear()
+                self.deepcache = DeepCacheTally()
+            else:
+                self.eager.begin_warm_up()
             if not len(self._memory):
                 with self.eager.on_failure():
                     self.host.share_memory(
@@ -99,7 +103,9 @@ class GraphsForJobs:
                 # runners. Only the VAE, which encodes before sampling, is attached here.
                 self._attach(job, sampling=False)
             latest = self._sessions.latest
-            self._earlier_fallbacks = Counter() if latest is None else latest.fell_back_so_far()
+            if is_foreground or latest is not self._session_of_picture:
+                self._session_of_picture = latest
+                self._earlier_fallbacks = Counter() if latest is None else latest.fell_back_so_far()
 
     def before_sampling(self, host_job: Any) -> None:
         """Attach all models: called from ``process_before_every_sampling``, for each pass.
@@ -149,9 +155,10 @@ class GraphsForJobs:
             self._finish_ended(host_job)
 
     def model_loaded(self) -> None:
-        """Free the memory of checkpoints that are gone: called from ``on_model_loaded``."""
+        """Forget checkpoints that are gone: called from ``on_model_loaded``."""
         with self._lock:
             self.models.drop_gone()
+            self.eager.of_picture = []
 
     def close(self) -> None:
         """Undo everything and end builds: the extension is reloaded or disabled."""
@@ -173,7 +180,8 @@ class GraphsForJobs:
 
     def status(self) -> Status:
         """The status for panel and API. Cheap; any thread may call."""
-        session, reasons = self.session, tuple(self.eager.reasons)
+        session = self.session
+        reasons = tuple(dict.fromkeys((*self.eager.reasons, *self.eager.of_picture)))
         if session is None or self._running == "off":
             return Status("eager" if reasons else self._running, reasons=reasons)
         status = session.status(since=self._earlier_fallbacks)
@@ -264,4 +272,6 @@ class GraphsForJobs:
         self.jobs.remove(job)
         JobCloseHook.remove(job.host_job)
         with self.eager.on_failure():
+            if self.session is not None and self.host.is_interrupted():
+                self.session.timer.interrupt()
             job.leave_foreground()

@@ -44,7 +44,7 @@ def test_all_kinds_come_while_a_pipeline_draws_without_a_pause(
             if not estimates:  # as if they had taken longer before
                 for kind in session.kinds:
                     session.build_context.history.record_build(
-                        machine_digest(kind.device), kind.label, 60
+                        machine_digest(kind.device), session.backend.name, kind.label, 60
                     )
             estimates.append(session.status().seconds_left)
     finally:

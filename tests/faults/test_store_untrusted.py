@@ -81,7 +81,7 @@ def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, wha
     build_records, records = BuildRecords(library.folder), CheckpointRecords(library.folder)
     history = BuildHistory(library.folder)
     build_records.record_load_check(KEY.digest, "L", machine="m", payload_sha256="0" * 64)
-    history.record_build("m", "L", 1.0)
+    history.record_build("m", "inductor", "L", 1.0)
     records.record("0" * 64, name="n", path="p", architecture="a", kinds={})
     names = [
         library.folder.build_records / f"{KEY.digest}.json",
@@ -98,7 +98,7 @@ def test_no_record_of_another_kind_holds_the_store_up(library: GraphLibrary, wha
     assert build_records.read(KEY.digest).load_checks == {}
     assert list(build_records.failures()) == []
     assert records.list() == []
-    assert history.build_seconds("m", ["L"]) == [None]
+    assert history.build_seconds("m", "inductor", ["L"]) == [None]
     assert {problem.path for problem in other.verify()} == {*names[:5]}
     other.entries()
     if what == "folder":
@@ -265,14 +265,16 @@ def test_verdicts_of_any_shape_are_read(library: GraphLibrary, field: str, shape
         library.explain(KEY)
 
 
-@pytest.mark.parametrize("field", ["builds", "steps", "schema"])
+@pytest.mark.parametrize("field", ["builds", "builds_of_others", "steps", "schema"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape)[:20])
 def test_histories_of_any_shape_are_read(library: GraphLibrary, field: str, shape: object) -> None:
     from onediff_ext.session.break_even import pictures_until_it_pays, speedup_of
 
     history = BuildHistory(library.folder)
-    history.record_build("m", "L", 1.0)
-    history.record_step(checkpoint="c", machine="m", size="1x1@1", eager_ms=2, compiled_ms=1)
+    history.record_build("m", "inductor", "L", 1.0)
+    history.record_step(
+        checkpoint="c", machine="m", backend="b", size="1x1@1", eager_ms=2, compiled_ms=1
+    )
     path = library.folder.home / "history.json"
     record = json.loads(path.read_text())
     (step,) = record["steps"]
@@ -282,13 +284,15 @@ def test_histories_of_any_shape_are_read(library: GraphLibrary, field: str, shap
         measured = history.steps("m")
         speedup_of(measured)
         pictures_until_it_pays(history, ["L"], 1, measured)
-        history.build_seconds("m", ["L", "other"])
+        history.build_seconds("m", "inductor", ["L", "other"])
 
 
 @pytest.mark.parametrize("step_ms", [0, -1.5, 0.0])
 def test_steps_that_took_no_time_are_not_believed(library: GraphLibrary, step_ms: float) -> None:
     history = BuildHistory(library.folder)
-    history.record_step(checkpoint="c", machine="m", size="s", eager_ms=2, compiled_ms=1)
+    history.record_step(
+        checkpoint="c", machine="m", backend="b", size="s", eager_ms=2, compiled_ms=1
+    )
     path = library.folder.home / "history.json"
     record = json.loads(path.read_text())
     record["steps"][0]["compiled_ms"] = step_ms

@@ -83,8 +83,8 @@ def _records(value: list[Any]) -> None:
             lambda: CheckpointRecords(folder).record(
                 DIGEST, name="m", path="/m", architecture="sd1", kinds={DIGEST: 1}
             ),
-            lambda: BuildHistory(folder).build_seconds(MACHINE, ["One 8", "Two"]),
-            lambda: BuildHistory(folder).record_build(MACHINE, "One 8", 1.0),
+            lambda: BuildHistory(folder).build_seconds(MACHINE, "oneflow", ["One 8", "Two"]),
+            lambda: BuildHistory(folder).record_build(MACHINE, "oneflow", "One 8", 1.0),
             lambda: BuildRecords(folder).read(DIGEST),
             lambda: BuildRecords(folder).failure(DIGEST, "1"),
             lambda: BuildRecords(folder).load_check(DIGEST, MACHINE, DIGEST),

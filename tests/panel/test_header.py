@@ -13,6 +13,7 @@ import pytest
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.gpu_advice import small_gpu_advice
+from onediff_ext.core.headline import Headline
 from onediff_ext.core.status import Status
 from onediff_ext.panel import html
 from onediff_ext.panel.details import detail_lines, technical_lines
@@ -25,6 +26,7 @@ from tests.support.still_panel_host import StillPanelHost
 
 HOOK = "attn1 has a hook or a replaced forward of another extension"
 GRAPHS = Status("compiled", 16, 0, 16, blocks_compiled=70, blocks_needed=70)
+MEASURED = replace(GRAPHS, size_is_measured=True)
 PART = Status(
     "compiled in part",
     16,
@@ -67,10 +69,11 @@ NEGPIP = explain(PART.reasons[0], ENGLISH, dict(PART.changed_by))
             "measuring size 2 of 3",
         ),
         (GRAPHS, True, None, "graphs"),
-        (replace(GRAPHS, speedup=2.31), True, None, "graphs, 2.3x"),
-        (replace(GRAPHS, speedup=1.05), True, None, "graphs, 1.1x"),
-        (replace(GRAPHS, speedup=1.049), True, None, "graphs, no gain measured"),
-        (replace(GRAPHS, speedup=0.9), True, None, "graphs, no gain measured"),
+        (replace(GRAPHS, speedup=1.3), True, None, "graphs"),  # of other sizes
+        (replace(MEASURED, speedup=2.31), True, None, "graphs, 2.3x"),
+        (replace(MEASURED, speedup=1.05), True, None, "graphs, 1.1x"),
+        (replace(MEASURED, speedup=1.049), True, None, "graphs, no gain measured"),
+        (replace(MEASURED, speedup=0.9), True, None, "graphs, no gain measured"),
         (Status("eager", 7, 0, 16, waiting=9, paused=True), True, None, PAUSED_AT_7),
         (
             replace(PART, kinds_ready=7, waiting=9, paused=True),
@@ -195,7 +198,7 @@ def test_the_total_says_saved() -> None:
 
 def test_a_gain_that_is_none_has_no_green_dot() -> None:
     shown = [
-        html.header(header_of(replace(GRAPHS, speedup=speedup), True, None, ENGLISH))
+        html.header(header_of(replace(MEASURED, speedup=speedup), True, None, ENGLISH))
         for speedup in (None, 2.0, 0.9)
     ]
     assert ["data-gain" in piece for piece in shown] == [False, False, True]
@@ -243,6 +246,33 @@ def test_why_part_of_the_model_is_eager_and_what_to_do() -> None:
     assert detail_lines(paused, True, [NEGPIP], ENGLISH) == [
         "Builds are paused. Graphs left to build: 4. Press Go on to have them built."
     ]
+
+
+def test_an_extension_in_the_way_is_named_while_graphs_are_built() -> None:
+    """The header says how the builds go on; the first line beneath names the extension."""
+    expected = (
+        "Pictures are right, but part of the model runs without graphs: sd-webui-negpip changed"
+        " the model. Turn sd-webui-negpip off for more speed."
+    )
+    building = replace(PART, kinds_ready=7, building=True, picture_s=4.1, stage="building")
+    measuring = replace(PART, stage="measuring", sizes_needed=2, picture_s=4.1)
+    nothing_yet = replace(
+        building,
+        running="eager",
+        blocks_compiled=0,
+        eager_blocks=((HOOK, 16), ("there is no graph yet", 12)),
+    )
+    for status in (building, measuring, nothing_yet, replace(PART, warming_up=True)):
+        assert header_of(status, True, NEGPIP, ENGLISH).headline is Headline.BUILDING
+        assert detail_lines(status, True, [NEGPIP], ENGLISH)[0] == expected
+        assert expected not in detail_lines(status, False, [NEGPIP], ENGLISH)
+    cancelled = explain("builds were cancelled; the next picture has its missing", ENGLISH)
+    assert "cancelled" not in " ".join(detail_lines(building, True, [cancelled], ENGLISH))
+    whole = replace(nothing_yet, eager_blocks=((HOOK, 28),))
+    assert detail_lines(whole, True, [NEGPIP], ENGLISH)[0] == (
+        "Pictures are right, but drawn without graphs: sd-webui-negpip changed the model. Turn"
+        " sd-webui-negpip off for more speed."
+    )
 
 
 def test_a_cancel_is_no_news_once_every_block_has_its_graph() -> None:

@@ -98,15 +98,17 @@ def test_what_is_missing_is_said_in_words(library: GraphLibrary) -> None:
     assert table.count("1 not there yet: built when a picture needs them") == 2
 
 
-def test_the_speed_up_is_one_or_none() -> None:
-    def row(speedup: float | None) -> str:
-        groups = [GraphGroup("model", "sd1", (), speedup=speedup)]
+def test_each_measured_size_has_its_speed_up() -> None:
+    def row(*speedups: float) -> str:
+        measured = tuple(zip(("512x512", "768x768"), speedups, strict=False))
+        groups = [GraphGroup("model", "sd1", (), speedups=measured)]
         return html.graph_table(groups, Path("/x"), 10**9, ENGLISH)
 
     assert ">2.3x<" in row(2.31)
     assert ">no gain<" in row(0.9)
     assert ">no gain<" in row(1.0)
-    assert ">–<" in row(None)
+    assert ">–<" in row()
+    assert ">512x512: 1.2x<br>768x768: no gain<" in row(1.2, 1.0)
 
 
 def test_deleting_a_checkpoint_takes_its_graphs_and_its_record(library: GraphLibrary) -> None:

@@ -144,7 +144,14 @@ def test_status_follows_the_tick(client: Any, panel_host: StillPanelHost) -> Non
     assert "off" in line
     assert "no GPU" in details
     panel_host.now = Status(
-        "compiled", 16, 0, 16, speedup=1.94, blocks_compiled=70, blocks_needed=70
+        "compiled",
+        16,
+        0,
+        16,
+        speedup=1.94,
+        size_is_measured=True,
+        blocks_compiled=70,
+        blocks_needed=70,
     )
     assert ", 1.9x" in client.predict(True, api_name="/show_status")[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,13 @@ import torch
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.compile import compile_pipe
+from onediff_ext.panel import html
+from onediff_ext.panel.graph_rows import graph_groups
+from onediff_ext.panel.header import header_of
+from onediff_ext.panel.phrases import ENGLISH
 from onediff_ext.session import picture_timer
 from onediff_ext.session.picture_timer import PictureTimer
+from onediff_ext.session.warm_up_report import SizeFigures, WarmUpReport
 from onediff_ext.store import BuildHistory, SavedTimes, StepRecord
 
 TIMEOUT_S = 240
@@ -52,6 +58,13 @@ def test_a_measured_size_has_an_estimate(timed):
     taken = timed([0.2, 0.2, 0.2], measured)
     assert taken.seconds == pytest.approx(1.6)
     assert taken.without_s == pytest.approx(1.0 + 3 * 0.8)
+
+
+@pytest.mark.parametrize("step_s", [0.15, 0.25])
+def test_an_estimate_agrees_with_the_measured_speed_up(timed, step_s):
+    """The header said 1.1x, and below it stood "1.9 s, about 2.4 s without OneDiff"."""
+    taken = timed([step_s] * 4, measured)
+    assert taken.without_s - 1.0 == pytest.approx(4.0 * (taken.seconds - 1.0))
 
 
 def test_comparisons_and_deepcache_count_as_the_time_they_take(timed):
@@ -107,6 +120,25 @@ def test_a_picture_within_a_picture_counts_once():
     assert clock.end(None) is clock.last
 
 
+def test_an_interrupted_picture_has_no_time(timed):
+    """A job that *stop* had ended said "Last picture: 0.1 s"."""
+    clock = PictureTimer()
+    clock.begin()
+    clock.end(None)
+    assert clock.last is not None
+    clock.begin()
+    clock.begin()  # a face restorer's
+    with clock.forward([LATENT]):
+        pass
+    clock.interrupt()
+    clock.end(measured)
+    assert clock.end(measured) is None
+    assert clock.last is None
+    clock.interrupt()  # after its end
+    clock.begin()
+    assert clock.end(None) is clock.last is not None
+
+
 def test_forwards_outside_pictures_are_not_counted():
     clock = PictureTimer()
     with clock.forward([LATENT]):
@@ -148,6 +180,7 @@ def test_pictures_at_a_measured_size_add_up(ready, small):
     ready.build_context.history.record_step(
         checkpoint=CHECKPOINT,
         machine=machine_digest(ready.kinds[0].device),
+        backend="eager",
         size=str(BatchShape(128, 128)),
         eager_ms=3000.0,
         compiled_ms=1000.0,
@@ -165,6 +198,27 @@ def test_pictures_at_a_measured_size_add_up(ready, small):
     assert saved(ready).pictures == 2
 
 
+def test_a_picture_that_ended_in_an_error_gives_no_figure(ready, small):
+    ready.build_context.history.record_step(
+        checkpoint=CHECKPOINT,
+        machine=machine_digest(ready.kinds[0].device),
+        backend="eager",
+        size="128x128",
+        eager_ms=3000.0,
+        compiled_ms=1000.0,
+    )
+
+    def interrupted():
+        with ready.picture():
+            small()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert ready.status().picture_s is None
+    assert saved(ready) is None
+
+
 def test_eager_pictures_save_nothing(open_session, small):
     session = open_session(build="never")
     session.use_checkpoint(CHECKPOINT, name="small", architecture="sd1")
@@ -174,6 +228,7 @@ def test_eager_pictures_save_nothing(open_session, small):
     BuildHistory(session.library.folder).record_step(
         checkpoint=CHECKPOINT,
         machine=machine_digest(session.kinds[0].device),
+        backend="eager",
         size="128x128",
         eager_ms=3000.0,
         compiled_ms=1000.0,
@@ -182,3 +237,40 @@ def test_eager_pictures_save_nothing(open_session, small):
         small()
     assert session.status().without_s is None
     assert saved(session) is None
+
+
+def test_all_places_show_the_same_figure_for_one_size(ready, small):
+    """Header, warm-up, graph library and status line said 1.2x, 1.3x and 1.4x for one size.
+
+    They took the mean over different sets of sizes.
+    """
+    report = WarmUpReport()
+    for shape, eager_ms in ((BatchShape(128, 128), 3000.0), (BatchShape(192, 128), 1200.0)):
+        figures = SizeFigures(shape, 0.1, eager_ms, 1000.0)
+        report.sizes.append(figures)
+        ready.build_context.history.record_step(
+            checkpoint=CHECKPOINT,
+            machine=machine_digest(ready.kinds[0].device),
+            backend="eager",
+            size=str(shape),
+            eager_ms=figures.eager_ms,
+            compiled_ms=figures.compiled_ms,
+        )
+    (group,) = graph_groups(ready.library, machine_digest(ready.kinds[0].device))
+    table = html.graph_table([group], Path("store"), 10**9, ENGLISH)
+    for size, latent, times in (("128x128", (16, 16), "3.0"), ("192x128", (16, 24), "1.2")):
+        with ready.picture():
+            small(*latent)
+        assert ready.wait_for_builds(TIMEOUT_S)
+        with ready.picture():
+            small(*latent)
+        status = ready.status()
+        assert header_of(status, True, None, ENGLISH).text == f"graphs, {times}x"
+        assert f"({times}x measured)" in status.line()
+        assert status.without_s / status.picture_s == pytest.approx(float(times))
+        assert f"{size}: {times}x" in table
+        assert f"{size} {times}x" in report.line()
+    with ready.picture():
+        small(24, 16)  # a size that nobody measured
+    assert header_of(ready.status(), True, None, ENGLISH).text == "graphs"
+    assert "measured" not in ready.status().line()

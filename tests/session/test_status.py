@@ -131,7 +131,8 @@ def test_measuring_eager_steps_leaves_the_status_alone(ready, small):
 def test_the_whole_build_takes_no_less_than_what_is_left(ready, monkeypatch):
     """The panel said "about 58 s left", and below it "built once: about 6 s"."""
     for kind in ready.kinds:  # as a machine that was idle, or another backend, has them
-        ready.build_context.history.record_build(machine_digest(kind.device), kind.label, 0.5)
+        machine = machine_digest(kind.device)
+        ready.build_context.history.record_build(machine, "eager", kind.label, 0.5)
     run = SimpleNamespace(
         times=BuildTimes(),
         seconds_left=lambda: 58.0,  # beside pictures

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from onediff_ext.core.shapes import BatchShape
-from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.warm_up import WarmUp
 from onediff_ext.session.warm_up_passes import in_passes
@@ -227,6 +228,17 @@ def test_graphs_that_were_there_before_count_as_loaded(warm, small):
             "Ready: 2 sizes. Graphs built: 1. Graphs bring no gain at these sizes.",
         ),
         (
+            WarmUpReport(
+                sizes=[
+                    SizeFigures(SHAPES[0], 0.1, 15.0, 10.0),
+                    SizeFigures(SHAPES[1], 0.1, 10.0, 10.0),
+                ],
+                built=3,
+            ),
+            "Ready: 2 sizes. All 3 graphs are built. A step is faster than without: 128x128 1.5x,"
+            " 192x128@2 1x.",
+        ),
+        (
             WarmUpReport(sizes=[figures(1.5)], built=5, loaded=9),
             "Ready: 1 size. Graphs built: 5; 9 were there already. A step is 1.5x as fast as"
             " without.",
@@ -299,3 +311,67 @@ def test_passes_count_what_was_built_between_them_too():
     second = WarmUpReport(built=1, loaded=14, built_before=12)
     both = first.followed_by(second)
     assert (both.built, both.loaded, both.built_before) == (8, 7, 5)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_it_leaves_the_last_pictures_eager_blocks_and_their_reason(warm, small, announced):
+    """*Build now* turned the header green while NegPiP had kept half of the picture eager."""
+    session, warm_up = warm()
+    warm_up.run()
+    blocks = [runner.block for runner in compiled_state(small.pipe).components[0].runners]
+    hooked = [block for block in blocks if hasattr(block, "attn1")]
+    handles = [block.attn1.register_forward_hook(lambda *_: None) for block in hooked]
+    with session.picture() if announced else nullcontext():
+        small()
+    if announced:
+        for handle in handles:  # as NegPiP does when a job ends
+            handle.remove()
+    before = session.status()
+    assert before.running == "compiled in part"
+    for _ in range(2):
+        if not announced:
+            for handle in handles:
+                handle.remove()
+        pipe_warm_up(small.pipe, SHAPES).run()
+        after = session.status()
+        assert after.running == before.running
+        assert after.eager_blocks == before.eager_blocks
+        assert after.changed_by == before.changed_by
+        assert (after.blocks_compiled, after.blocks_needed) == (
+            before.blocks_compiled,
+            before.blocks_needed,
+        )
+        assert any(before.eager_blocks[0][0] in reason for reason in after.reasons)
+    with session.picture() if announced else nullcontext():
+        small()
+    assert session.status().running == "compiled"
+
+
+def test_the_extension_behind_eager_blocks_is_still_named_after_it(warm, small):
+    session, warm_up = warm()
+    warm_up.run()
+    runner = compiled_state(small.pipe).components[0].runners[0]
+    with session.picture():
+        small()
+        runner.used, runner.eager_reason = None, "a hook"
+        compiled_state(small.pipe).components[0].foreign_blocks.changed_by["a hook"] = "negpip"
+    compiled_state(small.pipe).components[0].foreign_blocks.changed_by = {}  # attached again
+    pipe_warm_up(small.pipe, SHAPES).run()
+    assert session.status().changed_by == (("a hook", "negpip"),)
+    assert session.status().eager_blocks == (("a hook", 1),)
+    session.use_checkpoint("d" * 64, name="other", architecture="sd1")
+    assert session.status().eager_blocks == ()
+
+
+def test_graphs_that_a_warm_up_builds_count_for_the_last_picture(warm, small):
+    """They serve the next picture, as those do that are built beside pictures."""
+    session, warm_up = warm()
+    session.pause_builds()
+    with session.picture():
+        small()
+    assert session.status().running == "eager"
+    session.go_on_with_builds()
+    warm_up.run()
+    assert session.status().running == "compiled"
+    undo_compile(small.pipe)
+    assert session.status().blocks_needed == 0

@@ -37,6 +37,7 @@ STATES = {
         blocks_compiled=70,
         blocks_needed=70,
         speedup=2.31,
+        size_is_measured=True,
         picture_s=1.8,
         without_s=4.13,
     ),

@@ -124,6 +124,71 @@ def test_warm_up_builds_without_drawing(
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_warm_up_leaves_the_reasons_of_the_last_picture(
+    host: A1111StandIn, graphs: GraphsForJobs, options: CompileOptions, job: Any
+) -> None:
+    """NegPiP hooks layers for one job. *Build now* runs without it, and the header went green."""
+    warm_ups, shapes = WarmUpJobs(graphs), [BatchShape(64, 64)]
+    warm_ups.run(shapes, options)
+    p = job()
+    block = host.model.model.diffusion_model.transformer
+    handle = next(block.children()).register_forward_hook(lambda *_: None)
+    host.unet()
+    handle.remove()
+    graphs.end(p)
+    before = graphs.status()
+    assert before.running != "compiled"
+    assert before.eager_blocks
+    for _ in range(2):
+        assert warm_ups.run(shapes, options) is not None
+        after = graphs.status()
+        assert (after.running, after.eager_blocks) == (before.running, before.eager_blocks)
+        assert set(before.reasons) <= set(after.reasons)
+    p = job()
+    host.unet()
+    graphs.end(p)
+    assert graphs.status().running == "compiled"
+
+
+def test_a_warm_up_leaves_the_reason_of_a_picture_that_was_refused(
+    graphs: GraphsForJobs, options: CompileOptions, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_ups, shapes = WarmUpJobs(graphs), [BatchShape(64, 64)]
+    with monkeypatch.context() as patch:
+        patch.setattr(A1111Host, "refusal_reason", lambda self, p: "a hypernetwork is on")
+        graphs.end(job())
+        warm_ups.run(shapes, options)
+    for _ in range(2):
+        assert warm_ups.run(shapes, options) is not None
+        assert (graphs.status().running, graphs.status().reasons[0]) == (
+            "eager",
+            "a hypernetwork is on",
+        )
+    graphs.model_loaded()
+    assert graphs.status().reasons == ()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("how", ["interrupted", "skipped"])
+def test_an_interrupted_job_shows_no_time(
+    host: A1111StandIn, graphs: GraphsForJobs, job: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A job that *stop* had ended said "Last picture: 0.1 s"."""
+    p = job()
+    host.unet()
+    graphs.end(p)
+    assert graphs.status().picture_s is not None
+    with monkeypatch.context() as patch:
+        state = SimpleNamespace(**{how: True})
+        patch.setattr(sys.modules["modules.shared"], "state", state, raising=False)
+        p = job()
+        graphs.end(p)
+    assert graphs.status().picture_s is None
+    p = job()
+    graphs.end(p)
+    assert graphs.status().picture_s is not None
+
+
 def test_a_warm_up_lets_pictures_go_first(
     host: A1111StandIn,
     graphs: GraphsForJobs,
