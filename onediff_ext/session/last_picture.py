@@ -104,7 +104,10 @@ class DrawnBlocks:
         """Read how the blocks of a component were called last.
 
         Args:
-            component: The component.
+            component: Right after a picture, so that the last call was one of it.
+
+        Returns:
+            What `LastPicture` keeps of it.
         """
         foreign = component.foreign_blocks
         return cls(

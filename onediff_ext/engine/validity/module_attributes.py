@@ -15,8 +15,8 @@ from onediff_ext.engine.weak_tensors import WeakTensors
 # The attributes that torch itself keeps in every module.
 INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
-# They compute nothing by attributes of their own.
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.Identity)
+# Nobody calls them, so neither their attributes nor their hooks decide anything.
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
 # What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
 # picture (``enable_model_cpu_offload``). On the outer module the hook runs around all the rest.
 _HOOKED = frozenset({"_hf_hook", "_old_forward"})
@@ -63,7 +63,7 @@ class ModuleAttributes:
             if id(module) not in skipped:
                 self._dicts.append(module.__dict__)
             self._dicts.append(module._modules)
-            if module is not outer:
+            if module is not outer and not (id(module) in skipped and _is_torchs(module)):
                 self._dicts += [module._forward_hooks, module._forward_pre_hooks]  # type: ignore[list-item]
             if parameters:
                 self._weight_dicts += [module._parameters, module._buffers]

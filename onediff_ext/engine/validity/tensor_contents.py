@@ -43,8 +43,6 @@ def version_of(tensor: torch.Tensor) -> int:
     Args:
         tensor: Of any shape.
     """
-    if tensor.is_inference():
-        return -1
     try:
         return tensor._version
     except RuntimeError:
