@@ -12,6 +12,9 @@ from onediff_ext.panel.field_values import checked
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.presets import CUSTOM, PRESETS, preset_values
 
+NAMES = frozenset({"OneDiff", "OneDiff preset", *(f.infotext for f in FIELDS if f.infotext)})
+"""The names of all entries that `infotext_entries` may write."""
+
 
 def infotext_entries(choices: Choices) -> dict[str, str]:
     """The entries for a picture drawn with these choices, such as ``{"OneDiff": "on"}``.

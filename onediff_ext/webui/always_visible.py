@@ -13,6 +13,7 @@ from onediff_ext.core.errors import OneDiffError
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments, on_failure_of
 from onediff_ext.panel.fields import fields_for
+from onediff_ext.panel.infotext_entries import NAMES as INFOTEXT_NAMES
 from onediff_ext.panel.infotext_entries import infotext_entries
 from onediff_ext.panel.panel import Panel, build_panel
 from onediff_ext.panel.size_source import tab_sources
@@ -70,6 +71,8 @@ class OneDiffScript(scripts.Script):
         """Start the job: the host calls this before it encodes or samples."""
         state = extension.current()
         values = {**from_arguments(args), **axis_values(p)}
+        for name in INFOTEXT_NAMES & p.extra_generation_params.keys():
+            del p.extra_generation_params[name]  # of the cell before: a grid's jobs share them
         try:
             choices, notes = Choices.for_picture(values)
             choices.check_features(HOST_FEATURES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,25 @@ def test_on_writes_infotext_and_the_job_is_as_it_was_afterwards(script: Any) -> 
     }  # fmt: skip
     script.postprocess(p, None)
     assert set(vars(p)) == before
+
+
+def test_a_picture_of_a_grid_has_no_entry_of_the_one_before(script: Any) -> None:
+    """The X/Y/Z plot copies its job flatly for each cell, so all cells share the dictionary."""
+    p = StandInJob()
+    p.extra_generation_params["Script"] = "X/Y/Z plot"
+    script.process(p, {"vae": "ignore all", "backend": "eager"})
+    script.postprocess(p, None)
+    assert "OneDiff backend" in p.extra_generation_params
+    cell = copy.copy(p)
+    script.process(cell, {"vae": "ignore all"})
+    script.postprocess(cell, None)
+    assert cell.extra_generation_params == {
+        "Script": "X/Y/Z plot",
+        "OneDiff": "on", "OneDiff preset": "Custom", "OneDiff VAE": "ignore all",
+    }  # fmt: skip
+    cell = copy.copy(cell)
+    script.process(cell, False)
+    assert cell.extra_generation_params == {"Script": "X/Y/Z plot"}
 
 
 def test_infotext_can_be_left_out(script: Any, host: SimpleNamespace) -> None:
