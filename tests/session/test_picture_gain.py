@@ -19,7 +19,7 @@ from onediff_ext.panel.phrases import ENGLISH
 from onediff_ext.session import picture_timer
 from onediff_ext.session.picture_timer import PictureTimer
 from onediff_ext.session.warm_up_report import SizeFigures, WarmUpReport
-from onediff_ext.store import BuildHistory, SavedTimes, StepRecord
+from onediff_ext.store import SavedTimes, StepRecord
 
 TIMEOUT_S = 240
 CHECKPOINT = "c" * 64
@@ -168,6 +168,18 @@ def ready(open_session, small, instant_workers, clock_of_ours, monkeypatch):
     return session
 
 
+def record_step(session, size, *, eager_ms, compiled_ms):
+    """As a warm-up of this checkpoint and backend records it."""
+    session.build_context.history.record_step(
+        checkpoint=CHECKPOINT,
+        machine=machine_digest(session.kinds[0].device),
+        backend="eager",
+        size=size,
+        eager_ms=eager_ms,
+        compiled_ms=compiled_ms,
+    )
+
+
 def saved(session):
     machine = machine_digest(session.kinds[0].device)
     return SavedTimes(session.library.folder).of(machine, CHECKPOINT)
@@ -177,14 +189,7 @@ def test_pictures_at_a_measured_size_add_up(ready, small):
     assert saved(ready) is None
     assert ready.status().picture_s > 0
     assert ready.status().without_s is None
-    ready.build_context.history.record_step(
-        checkpoint=CHECKPOINT,
-        machine=machine_digest(ready.kinds[0].device),
-        backend="eager",
-        size=str(BatchShape(128, 128)),
-        eager_ms=3000.0,
-        compiled_ms=1000.0,
-    )
+    record_step(ready, "128x128", eager_ms=3000.0, compiled_ms=1000.0)
     for number in (1, 2):
         with ready.picture():
             small()
@@ -199,14 +204,7 @@ def test_pictures_at_a_measured_size_add_up(ready, small):
 
 
 def test_a_picture_that_ended_in_an_error_gives_no_figure(ready, small):
-    ready.build_context.history.record_step(
-        checkpoint=CHECKPOINT,
-        machine=machine_digest(ready.kinds[0].device),
-        backend="eager",
-        size="128x128",
-        eager_ms=3000.0,
-        compiled_ms=1000.0,
-    )
+    record_step(ready, "128x128", eager_ms=3000.0, compiled_ms=1000.0)
 
     def interrupted():
         with ready.picture():
@@ -225,14 +223,7 @@ def test_eager_pictures_save_nothing(open_session, small):
     compile_pipe(small.pipe, session=session)
     with session.picture():
         small()
-    BuildHistory(session.library.folder).record_step(
-        checkpoint=CHECKPOINT,
-        machine=machine_digest(session.kinds[0].device),
-        backend="eager",
-        size="128x128",
-        eager_ms=3000.0,
-        compiled_ms=1000.0,
-    )
+    record_step(session, "128x128", eager_ms=3000.0, compiled_ms=1000.0)
     with session.picture():
         small()
     assert session.status().without_s is None
@@ -248,14 +239,7 @@ def test_all_places_show_the_same_figure_for_one_size(ready, small):
     for shape, eager_ms in ((BatchShape(128, 128), 3000.0), (BatchShape(192, 128), 1200.0)):
         figures = SizeFigures(shape, 0.1, eager_ms, 1000.0)
         report.sizes.append(figures)
-        ready.build_context.history.record_step(
-            checkpoint=CHECKPOINT,
-            machine=machine_digest(ready.kinds[0].device),
-            backend="eager",
-            size=str(shape),
-            eager_ms=figures.eager_ms,
-            compiled_ms=figures.compiled_ms,
-        )
+        record_step(ready, str(shape), eager_ms=figures.eager_ms, compiled_ms=figures.compiled_ms)
     (group,) = graph_groups(ready.library, machine_digest(ready.kinds[0].device))
     table = html.graph_table([group], Path("store"), 10**9, ENGLISH)
     for size, latent, times in (("128x128", (16, 16), "3.0"), ("192x128", (16, 24), "1.2")):

@@ -13,7 +13,7 @@ from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.running.block_weights import BlockWeights
 from onediff_ext.engine.torch_versions import autocast_dtype
-from onediff_ext.engine.validity.tensor_contents import content_of, version_of
+from onediff_ext.engine.validity.tensor_contents import content_of
 
 
 class TextKv:
@@ -190,8 +190,7 @@ def stamp_of(
         A value that differs when a tensor was written in place or autocast changed. None when a
         write would not be noticed: tensors made under inference mode count none.
     """
-    tensors = (prompt, *weights)
-    if any(version_of(tensor) < 0 for tensor in tensors):
+    contents = [content_of(tensor) for tensor in (prompt, *weights)]
+    if any(version < 0 for *_, version in contents):
         return None
-    autocast = autocast_dtype(prompt.device.type)
-    return (epoch, autocast, *(content_of(tensor) for tensor in tensors))
+    return (epoch, autocast_dtype(prompt.device.type), *contents)

@@ -50,8 +50,9 @@ class ModuleAttributes:
         self._modules, self._outer = list(modules), outer
         self._ignored = frozenset(ignored) | {"forward"}
         self._types = list(map(type, self._modules))
-        skipped = {id(m) for m in bare if not _is_torchs(m) or type(m) in _CONTAINERS}
-        skipped.add(id(outer))
+        bare = list(bare)
+        uncalled = {id(m) for m in bare if type(m) in _CONTAINERS}
+        skipped = {id(m) for m in bare if not _is_torchs(m)} | uncalled | {id(outer)}
         self._dicts: list[dict[str, Any]] = []
         self._weight_dicts: list[dict[str, Any]] = []
         # A replaced method is one more attribute.
@@ -63,7 +64,7 @@ class ModuleAttributes:
             if id(module) not in skipped:
                 self._dicts.append(module.__dict__)
             self._dicts.append(module._modules)
-            if module is not outer and not (id(module) in skipped and _is_torchs(module)):
+            if module is not outer and id(module) not in uncalled:
                 self._dicts += [module._forward_hooks, module._forward_pre_hooks]  # type: ignore[list-item]
             if parameters:
                 self._weight_dicts += [module._parameters, module._buffers]
