@@ -163,6 +163,11 @@ class QuantizedWeights:
         """Free the copies; the next `apply` makes them again."""
         self._copies, self._unit, self.made_from = [], [], None
 
+    @property
+    def sources(self) -> WeakTensors:
+        """The weights that the last `apply` copied; another object after each `apply`."""
+        return self._sources
+
     def would_be_made_from(self, generation: int) -> Hashable:
         """Return what `made_from` would be if the copies were made now from the same weights.
 

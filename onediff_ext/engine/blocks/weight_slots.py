@@ -79,7 +79,9 @@ class WrapperRule(ABC):
         """Return a value that differs when `merged_weight` would return something else.
 
         Writes that torch does not count, such as those through ``.data``, are left to
-        `TensorContents`.
+        `TensorContents`. It may read attributes of the wrapper's modules, which modules and
+        Parameters they have, and `content_of` the layer's weight and of `sources`: `DerivedStamp`
+        looks at these.
 
         Args:
             module: The wrapper.
@@ -138,12 +140,13 @@ class WeightSlot:
     Attributes:
         layout: The layout that graphs are built for; None until the block is described.
         made_from: Identifies what the merged weight was computed from; None without a wrapper.
+        merged: The last merged weight; None before and without a wrapper.
         on_merge: Called with the source tensors after a merged weight was written.
     """
 
     __slots__ = (
-        *("_exchanges", "_last", "_merged", "_wrapped"),
-        *("holder", "layout", "made_from", "name", "on_merge", "path"),
+        *("_exchanges", "_last", "_wrapped"),
+        *("holder", "layout", "made_from", "merged", "name", "on_merge", "path"),
     )
 
     def __init__(
@@ -154,7 +157,7 @@ class WeightSlot:
         wrapped: tuple[WrapperRule, nn.Module] | None,
     ) -> None:
         self.path, self.holder, self.name, self._wrapped = path, holder, name, wrapped
-        self._merged: torch.Tensor | None = None
+        self.merged: torch.Tensor | None = None
         # The weight that was read last, and how often it was another one: a new weight may lie at
         # the address of an old one.
         self._last: weakref.ref[torch.Tensor] | None = None
@@ -173,6 +176,18 @@ class WeightSlot:
         """The wrapper that decides the weight, if any."""
         return None if self._wrapped is None else self._wrapped[1]
 
+    def wrapper_modules(self) -> list[nn.Module]:
+        """Return the wrapper and what it brought; empty without one."""
+        return [] if self._wrapped is None else self._wrapped[0].around(self._wrapped[1])
+
+    def sources(self) -> list[torch.Tensor]:
+        """Return the tensors that the wrapper's state is read from; empty without one."""
+        weight = self.unmerged()
+        if self._wrapped is None or weight is None:
+            return []
+        rule, wrapper = self._wrapped
+        return [weight, *rule.sources(wrapper)]
+
     def unmerged(self) -> torch.Tensor | None:
         """Return the host's own weight, which has the merged weight's layout."""
         return self.holder.get(self.name)
@@ -186,18 +201,9 @@ class WeightSlot:
         weight = self.unmerged()
         return None if weight is None else self._origin(weight, generation)
 
-    @property
-    def merged(self) -> torch.Tensor | None:
-        """The last merged weight."""
-        return self._merged
-
     def release(self) -> None:
         """Free the merged weight; the next `read` merges again."""
-        self._merged, self.made_from = None, None
-
-    def merged_address(self) -> int:
-        """Return the address of the last merged weight, or 0."""
-        return 0 if self._merged is None else self._merged.data_ptr()
+        self.merged, self.made_from = None, None
 
     def read(self, generation: int) -> torch.Tensor | None:
         """Return the weight as it is now.
@@ -216,17 +222,17 @@ class WeightSlot:
             return weight
         rule, wrapper = self._wrapped
         made_from = self._origin(weight, generation)
-        if self._merged is None or made_from != self.made_from:
+        if self.merged is None or made_from != self.made_from:
             if rule.refusal_reason(wrapper) is not None:
                 return None
             if is_observed():
                 raise ModelChangedError("A weight has changed since the forward before it.")
             self.made_from = None  # stays None when the merge fails halfway
-            self._merged = rule.merged_weight(wrapper, weight, lambda: self._allocate(weight))
+            self.merged = rule.merged_weight(wrapper, weight, lambda: self._allocate(weight))
             self.made_from = made_from
             if self.on_merge is not None:
                 self.on_merge(rule.sources(wrapper))
-        return self._merged
+        return self.merged
 
     def _origin(self, weight: torch.Tensor, generation: int) -> Hashable:
         """Return what identifies the weight and its wrapper; None without a wrapper."""
@@ -239,7 +245,7 @@ class WeightSlot:
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return the last merged tensor where it fits, otherwise a new one."""
-        kept = self._merged
+        kept = self.merged
         if (
             kept is not None
             and kept is not like

@@ -197,7 +197,7 @@ class CapturedForward:
             captured.fill(call.tensors)
             captured.recording.replay()
             if self._tracker.is_still(captured.state):
-                if not self._tracker.has_current_derived_weights(form):
+                if not self._tracker.has_current_derived_weights(form, captured.state):
                     return None  # the forward makes them again, in the same places
                 if self._tracker.derived_places() == captured.derived_places:
                     # A copy, since the next replay of any CUDA graph overwrites it.

@@ -63,7 +63,7 @@ class ForwardRecorder:
             ModelChangedError: A block's weights no longer have the form that its graph reads.
         """
         text_kv_graphs = {}
-        if self._tracker.has_current_derived_weights((variant, call.form)):
+        if self._tracker.has_current_derived_weights((variant, call.form), frozen):
             text_kv_graphs = {
                 i: self._text_kv_graph(recorder, call, i, runners, frozen, variant)
                 for i, runners in readers(self._runners, call.tensors).items()

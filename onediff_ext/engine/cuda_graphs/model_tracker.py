@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.block_tree import BlockTree
+from onediff_ext.engine.cuda_graphs.derived_stamp import DerivedStamp
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 
@@ -71,6 +73,10 @@ class ModelTracker:
         # By form of a call: what derived weights had been made from after its last run in Python,
         # as seen from outside and from within the model's forward.
         self._derived: dict[Hashable, tuple[object, object]] = {}
+        # While the stamp of a snapshot holds, the forms that were found to have current derived
+        # weights have them still.
+        self._stamps: WeakKeyDictionary[Snapshot, tuple[DerivedStamp, set[Hashable]]]
+        self._stamps = WeakKeyDictionary()
 
     def snapshot(self, variant: Hashable) -> Snapshot:
         """Return a snapshot of what the model is now.
@@ -159,16 +165,31 @@ class ModelTracker:
             form: Variant and `ForwardCall.form` of the call.
         """
         self._derived[form] = self._derived_now()
+        for _, current in self._stamps.values():
+            current.discard(form)
 
-    def has_current_derived_weights(self, form: Hashable) -> bool:
+    def has_current_derived_weights(self, form: Hashable, state: FrozenState) -> bool:
         """Whether the forward would make the same derived weights of the model as it is now.
 
         The forward may change a LoRA's scale at its start and back at its end.
 
         Args:
             form: As `note_derived` had it.
+            state: One that `is_still` the model's.
         """
-        return self._derived.get(form) == self._derived_now()
+        stamp, current = self._stamps.get(state.snapshot, (None, set()))
+        if stamp is not None and not stamp.holds():
+            stamp = None
+        if stamp is not None and form in current:
+            return True
+        if self._derived.get(form) != self._derived_now():
+            return False
+        if stamp is None:
+            current = set()
+            stamp = DerivedStamp([runner.weights for runner in self._runners])
+            self._stamps[state.snapshot] = stamp, current
+        current.add(form)
+        return True
 
     def derived_places(self) -> list[object]:
         """Where the derived weights of each block lie."""
@@ -178,6 +199,7 @@ class ModelTracker:
         """Drop everything that was seen of the model."""
         self._snapshots.clear()
         self._derived.clear()
+        self._stamps.clear()
 
     def _new_snapshot(self, variant: Hashable) -> Snapshot:
         snapshot = Snapshot(self._model, self._trusted, self._merged_wrappers())

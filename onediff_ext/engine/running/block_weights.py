@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 
 import torch
@@ -12,6 +13,8 @@ from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.blocks.weight_slots import WeightSlot
 from onediff_ext.engine.memory_budget import DerivedWeights
 from onediff_ext.engine.quantization import Quantization, QuantizedWeights
+
+_MERGED = operator.attrgetter("merged")
 
 
 class BlockWeights(DerivedWeights):
@@ -58,7 +61,7 @@ class BlockWeights(DerivedWeights):
         Raises:
             ModelChangedError: A CUDA graph is being recorded, and a weight has to be merged.
         """
-        return tree.weights(self._generation())
+        return tree.weights(self.generation)
 
     def current(self) -> list[torch.Tensor]:
         """Return the weights that the last call's graph read, as they are now.
@@ -88,7 +91,7 @@ class BlockWeights(DerivedWeights):
             return weights
         if self._quantized is None or self._quantized.quantization != quantization:
             self._quantized = QuantizedWeights(quantization)
-        taken = self._quantized.apply(weights, self._generation())
+        taken = self._quantized.apply(weights, self.generation)
         if self._quantized.was_made:
             assert self.tree is not None
             slots = zip(self.tree.slots, weights, strict=True)
@@ -98,13 +101,18 @@ class BlockWeights(DerivedWeights):
         return taken
 
     @property
+    def generation(self) -> int:
+        """`TensorContents.current_generation` of this image."""
+        return self._registry.contents.current_generation(self._registry.epoch)
+
+    @property
     def has_derived(self) -> bool:
         """Whether the graph reads weights that were computed from others."""
         return self._quantized is not None or bool(self.wrapped_slots)
 
     def derived_from_now(self) -> Hashable:
         """Identify what the derived weights would be computed from now."""
-        generation = self._generation()
+        generation = self.generation
         return (
             tuple(slot.would_be_made_from(generation) for slot in self.wrapped_slots),
             None if self._quantized is None else self._quantized.would_be_made_from(generation),
@@ -117,9 +125,26 @@ class BlockWeights(DerivedWeights):
             None if self._quantized is None else self._quantized.made_from,
         )
 
+    def derived_parts(self) -> tuple[object, ...]:
+        """Return objects that are others after the derived weights were computed again.
+
+        Merged weights are left out: `WeightSlot.made_from` is such an object for each.
+        """
+        copies = self._quantized
+        if copies is None:
+            return (self.wrapped_slots, None)
+        return self.wrapped_slots, copies, copies.sources, copies.made_from
+
+    def derived_sources(self) -> list[torch.Tensor]:
+        """Return the tensors whose contents `derived_from_now` reads."""
+        found = [tensor for slot in self.wrapped_slots for tensor in slot.sources()]
+        copied = None if self._quantized is None else self._quantized.sources.alive()
+        return [*found, *(copied or ())]
+
     def merged_addresses(self) -> tuple[int, ...]:
         """Return the addresses of the merged weights; 0 for one that was not computed yet."""
-        return tuple(slot.merged_address() for slot in self.wrapped_slots)
+        merged = map(_MERGED, self.wrapped_slots)
+        return tuple([0 if weight is None else weight.data_ptr() for weight in merged])
 
     def derived_bytes(self) -> int:
         merged = [slot.merged for slot in self.wrapped_slots]
@@ -142,6 +167,3 @@ class BlockWeights(DerivedWeights):
             slot.release()
         if self._quantized is not None:
             self._quantized.release()
-
-    def _generation(self) -> int:
-        return self._registry.contents.current_generation(self._registry.epoch)

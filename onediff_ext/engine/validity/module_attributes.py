@@ -52,7 +52,7 @@ class ModuleAttributes:
         self._types = list(map(type, self._modules))
         bare = list(bare)
         uncalled = {id(m) for m in bare if type(m) in _CONTAINERS}
-        skipped = {id(m) for m in bare if not _is_torchs(m)} | uncalled | {id(outer)}
+        skipped = {id(m) for m in bare if not is_torchs(m)} | uncalled | {id(outer)}
         self._dicts: list[dict[str, Any]] = []
         self._weight_dicts: list[dict[str, Any]] = []
         # A replaced method is one more attribute.
@@ -151,7 +151,12 @@ def _which_are_none(values: Sequence[Any]) -> list[bool]:
     return list(map(operator.is_, values, repeat(None)))
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def is_torchs(module: nn.Module) -> bool:
+    """Return whether a module is of one of torch's own layers.
+
+    Args:
+        module: Any module.
+    """
     return type(module).__module__.startswith("torch.nn.modules.")
 
 

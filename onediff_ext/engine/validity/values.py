@@ -86,6 +86,21 @@ def value_of(value: object, depth: int = _DEPTH) -> object:
     return _Same(value)
 
 
+def copy_of(value: Any) -> Any:
+    """Return a copy of lists, dicts and sets, to compare with ``==`` later; all else as it is.
+
+    Args:
+        value: Anything. Members of its lists and dicts are copied alike.
+    """
+    if type(value) is dict:
+        return {key: copy_of(held) for key, held in value.items()}
+    if type(value) is list:
+        return list(map(copy_of, value))
+    if type(value) is tuple:
+        return tuple(map(copy_of, value))
+    return set(value) if type(value) is set else value
+
+
 def _behind(value: dict[Any, Any], depth: int) -> object:
     """The attributes of a dictionary, such as those in which diffusers' configs repeat entries."""
     attributes = getattr(value, "__dict__", None)

@@ -24,7 +24,7 @@ from tests.support.models import sdxl
 # read, and its address. `benchmarks.looks` has the time on a GPU.
 BEFORE_THE_LAUNCH, FOR_A_WEIGHT = 5_000, 12
 IN_ALL, FOR_A_MODULE = 10_000, 70
-FOR_A_LORA_LAYER = 700  # and the ten modules that peft has in each
+FOR_A_LORA_LAYER = 200  # and the ten modules that peft has in each
 SIZE = {"height": 8, "width": 8}
 
 

@@ -1,0 +1,102 @@
+"""A quick check that a model's derived weights would still be made from the same things."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from onediff_ext.engine.running.block_weights import BlockWeights
+from onediff_ext.engine.validity.module_attributes import INTERNAL
+from onediff_ext.engine.validity.tensor_contents import version_of
+from onediff_ext.engine.validity.values import copy_of, is_equal, is_mutable, value_of
+from onediff_ext.engine.weak_tensors import WeakTensors
+
+_CONTAINERS = (list, dict, set)
+_READ: Sequence[Callable[[torch.Tensor], Hashable]] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    torch.Tensor.numel,
+    operator.attrgetter("dtype"),
+)
+_MADE_FROM = operator.attrgetter("made_from")
+_VERSION = operator.attrgetter("_version")
+
+
+class DerivedStamp:
+    """Everything that decides the derived weights of some blocks, at one moment.
+
+    `WrapperRule.state` is read layer by layer: with SDXL and a LoRA that takes longer than a step
+    at 512x512. A stamp compares the same things, and more, as a few long lists. It belongs to one
+    snapshot of the model, which compares modules, Parameters and code, and must hold whenever the
+    stamp is made or asked. So a stamp compares only what a snapshot leaves out: what is written
+    into the sources of derived weights, and all attributes of wrappers. Some of these decide
+    nothing: when a stamp does not hold, `WrapperRule.state` is read.
+
+    Args:
+        weights: The weights of the model's blocks. All belong to one `KindRegistry`.
+    """
+
+    def __init__(self, weights: Sequence[BlockWeights]) -> None:
+        self._weights = weights
+        self._slots = [slot for each in weights for slot in each.wrapped_slots]
+        self._parts, self._made_from = self._read_parts(), list(map(_MADE_FROM, self._slots))
+        self._generation = self._read_generation()
+        tensors = {id(t): t for each in weights for t in each.derived_sources()}
+        self._sources = WeakTensors(tensors.values())
+        self._contents = _contents_of(list(tensors.values()))
+        wrappers = {id(m): m for slot in self._slots for m in slot.wrapper_modules()}
+        self._fields = [module.__dict__ for module in wrappers.values()]
+        self._values = self._read_values()
+        held = [v for fields in self._fields for v in _mutable_values(fields)]
+        self._held = [value for value in held if type(value) in _CONTAINERS]
+        self._copies = list(map(copy_of, self._held))
+        self._objects = [(v, value_of(v)) for v in held if type(v) not in _CONTAINERS]
+
+    def holds(self) -> bool:
+        """Return whether the derived weights would be made from the same things."""
+        if not _are(self._parts, self._read_parts()):
+            return False
+        if not _are(self._made_from, map(_MADE_FROM, self._slots)):
+            return False
+        tensors = self._sources.alive()
+        if tensors is None or self._read_generation() != self._generation:
+            return False
+        return (
+            _contents_of(tensors) == self._contents
+            and _are(self._values, self._read_values())
+            and is_equal(self._held, self._copies)
+            and all(is_equal(value_of(value), content) for value, content in self._objects)
+        )
+
+    def _read_parts(self) -> list[object]:
+        return list(chain.from_iterable(each.derived_parts() for each in self._weights))
+
+    def _read_generation(self) -> int | None:
+        return self._weights[0].generation if self._weights else None
+
+    def _read_values(self) -> list[object]:
+        return list(chain.from_iterable(map(dict.values, self._fields)))
+
+
+def _are(ours: Sequence[object], theirs: Iterable[object]) -> bool:
+    """Whether two sequences have the same objects."""
+    others = list(theirs)
+    return len(ours) == len(others) and all(map(operator.is_, ours, others))
+
+
+def _contents_of(tensors: Sequence[torch.Tensor]) -> list[list[Hashable]]:
+    """`content_of` the tensors and their dtypes."""
+    found = [list(map(read, tensors)) for read in _READ]
+    try:
+        found.append(list(map(_VERSION, tensors)))
+    except RuntimeError:  # some count no writes
+        found.append(list(map(version_of, tensors)))
+    return found
+
+
+def _mutable_values(fields: dict[str, Any]) -> list[Any]:
+    return [v for name, v in fields.items() if name not in INTERNAL and is_mutable(v)]
