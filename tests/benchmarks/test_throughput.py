@@ -1,0 +1,39 @@
+"""`benchmarks.throughput` counts the pictures of plain calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import throughput
+from tests.support.models import sd15
+from tests.support.quick_builds import quick_builds, quick_loads
+
+
+def test_rows_of_each_batch_have_eager_s_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "throughput.json"
+    command = [
+        "throughput", "--model", "tiny", "--size", "64x64", "--steps", "1", "--seconds", "0.01",
+        "--backend", "eager", "--contenders", "eager,plain", "--json", str(result),
+        "--store", str(tmp_path / "store"),
+    ]  # fmt: skip
+    # Its kinds are exported by other tests, too.
+    monkeypatch.setattr(throughput, "make_pipeline", lambda *_: sd15(seed=3))
+    for batches in ("1,2", "2"):  # the second run replaces rows
+        monkeypatch.setattr(sys, "argv", [*command, "--batches", batches])
+        with quick_builds(), quick_loads():
+            assert throughput.main() == 0
+    rows = json.loads(result.read_text())["rows"]
+    assert [(row["contender"], row["batch"]) for row in rows] == [
+        *(("eager", 1), ("eager", 2), ("plain", 1), ("plain", 2)),
+    ]
+    for row in rows:
+        assert row["pictures"] % row["batch"] == 0
+        assert row["pictures_per_s"] == pytest.approx(row["pictures"] / row["seconds"], rel=0.2)
+        assert row["error_vs_eager"] < 1e-4
+        assert (row["error_vs_eager"] == 0) == (row["contender"] == "eager")
