@@ -5,8 +5,9 @@
     python -m tests.differential.memcheck --store FOLDER --json planted.json --seconds 380 --planted
 
 The first builds all graphs into the store, without the sanitizer. The second runs the sequence
-under it and has to find no error. The third has a known fault, which the sanitizer has to find. The
-exit status is 0 if all is as it should be. The report counts the errors also where time ran out.
+under it and has to find no error. The third has a known fault (`moved_weights.py`), which the
+sanitizer has to find. The exit status is 0 if all is as it should be. The report counts the errors
+also where time ran out.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ SEQUENCE = (
     "lora_add:0 size:1 again:1 lora_weights:2 size:2 lora_off:0 collect:0 size:1 lora_on:0"
     " lora_hotswap:5 collect:1 lora_unload:1 collect:5 size:2 all_weights_move:8 collect:3 again:11"
 )
-# A replay reads weights that were moved and given back.
-PLANT = "weights-that-moved"
-PLANTS_SEQUENCE = "all_weights_move:8 collect:1 again:2"
 SANITIZER = (
     *("compute-sanitizer", "--tool", "memcheck", "--target-processes", "application-only"),
     # It connects at the first call of CUDA, long after the start: torch and the models come first.
@@ -43,10 +41,10 @@ SANITIZER = (
 _TO_END_S = 40.0
 
 
-def command(device: str, store: Path, model: str, *more: str) -> list[str]:
-    """The differential's command for a sequence."""
+def command(module: str, device: str, store: Path, model: str, *more: str) -> list[str]:
+    """The command for a Python module of this package."""
     return [
-        *(sys.executable, "-m", "tests.differential", "--device", device, "--store", str(store)),
+        *(sys.executable, "-m", module, "--device", device, "--store", str(store)),
         *("--model", model, "--world", str(WORLD), *more),
     ]
 
@@ -55,6 +53,11 @@ def errors_in(text: str) -> int | None:
     """The number of errors in the sanitizer's summary; None without one."""
     found = re.search(r"ERROR SUMMARY: (\d+) error", text)
     return None if found is None else int(found[1])
+
+
+def scenario_in(text: str) -> dict[str, int]:
+    """What the known fault's process has seen; empty if there was nothing to be found."""
+    return {name: int(n) for name, n in re.findall(r"\b(replays_\w+|given_back_bytes)=(\d+)", text)}
 
 
 def reports_in(text: str) -> int:
@@ -75,21 +78,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--without-sanitizer", action="store_true", help="to try the sequences")
     options = parser.parse_args(arguments)
     is_bare = options.fill or options.without_sanitizer
-    sequence = PLANTS_SEQUENCE if options.planted else SEQUENCE
-    run = command(
-        *(options.device, options.store, options.model, "--sequence", sequence),
-        *(("--plant", PLANT) if options.planted else ()),
-        *("--seconds", str(max(1.0, options.seconds - _TO_END_S))),
-    )
-    report = run_for(options.seconds, run if is_bare else [*SANITIZER, *run])
-    report["steps_of_sequence"] = len(sequence.split())
-    if options.planted and not is_bare:
-        report["right"] = report["errors"] > 0
+    place = (options.device, options.store, options.model)
+    limit = str(max(1.0, options.seconds - _TO_END_S))
+    if options.planted:
+        run = command("tests.differential.moved_weights", *place)
     else:
-        has_all = options.planted or report["steps"] == report["steps_of_sequence"]
-        has_sanitizer = is_bare or report["has_summary"]
+        sequence = ("--sequence", SEQUENCE, "--seconds", limit)
+        run = command("tests.differential", *place, *sequence)
+    report = run_for(options.seconds, run if is_bare else [*SANITIZER, *run])
+    if options.planted:
+        # Without the sanitizer, all that can be known is whether there was a fault to be found.
+        report["right"] = bool(report["scenario"]) and (is_bare or report["errors"] > 0)
+    else:
+        report["steps_of_sequence"] = len(SEQUENCE.split())
         report["right"] = (
-            has_all and has_sanitizer and not (report["errors"] or report["exit_status"])
+            report["steps"] == report["steps_of_sequence"]
+            and (is_bare or report["has_summary"])
+            and not (report["errors"] or report["exit_status"])
         )
     text = json.dumps({"device": options.device, "planted": options.planted, **report}, indent=1)
     print(text)
@@ -103,7 +108,8 @@ def run_for(seconds: float, command: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         What is known even if it was stopped: `exit_status`, `steps` that were done, `errors` so
-        far, `has_summary` (whether the sanitizer reached its end), `seconds`, `last_lines`.
+        far, `scenario` (of the known fault), `has_summary` (whether the sanitizer reached its end),
+        `seconds`, `last_lines`.
     """
     began = time.monotonic()
     process = subprocess.Popen(
@@ -121,6 +127,7 @@ def run_for(seconds: float, command: Sequence[str]) -> dict[str, Any]:
     summary = errors_in(text)
     return {
         "exit_status": process.returncode,
+        "scenario": scenario_in(text),
         "steps": len(re.findall(r"^ +[0-9.]+ s [a-z_]+:[0-9]+$", text, re.M)),
         "errors": reports_in(text) if summary is None else summary,
         "has_summary": summary is not None,

@@ -8,17 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from tests.differential.memcheck import (
-    PLANT,
-    PLANTS_SEQUENCE,
     SEQUENCE,
     WORLD,
     errors_in,
     main,
     reports_in,
     run_for,
+    scenario_in,
 )
+from tests.differential.moved_weights import NothingToFindError, read_moved_weights
 from tests.differential.sequences import Driver, Step
 
 ERROR = """========= Invalid __global__ read of size 2 bytes
@@ -37,9 +39,34 @@ def test_the_sequence_draws_right_pictures_and_leaves_nothing_out() -> None:
     assert driver.counts.replays > 2 * driver.counts.steps
 
 
-def test_the_known_fault_reads_freed_memory() -> None:
-    found = Driver(model="sd15", plant=PLANT).run(WORLD, steps_of(PLANTS_SEQUENCE))
-    assert found is not None
+@pytest.mark.parametrize("planted", [True, False])
+def test_the_known_fault_reads_freed_memory(planted: bool) -> None:
+    with Driver(model="sd15")._world(WORLD) as (world, _):
+        seen = read_moved_weights(world, planted=planted)
+        assert bool(world.freed) == planted
+    assert seen.replays_before > 0
+    assert bool(seen.replays_after) == planted
+    assert bool(torch.as_tensor(seen.drawn).isnan().any()) == planted
+
+
+def test_the_known_fault_is_refused_where_nothing_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CapturedForward, "_record", lambda *args: None)
+    nothing = pytest.raises(NothingToFindError, match="before the weights move")
+    with Driver(model="sd15")._world(WORLD) as (world, _), nothing:
+        read_moved_weights(world)
+
+
+def test_what_the_known_fault_has_seen_is_read() -> None:
+    assert scenario_in(
+        "replays_before=3 given_back_bytes=7 replays_after=2 last_picture=drawn"
+    ) == {
+        "replays_before": 3,
+        "given_back_bytes": 7,
+        "replays_after": 2,
+    }
+    assert scenario_in("NothingToFindError: before the weights move: 0 replays") == {}
 
 
 def test_the_sanitizers_output_is_read() -> None:

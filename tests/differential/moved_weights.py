@@ -1,0 +1,182 @@
+"""CUDA graphs that read weights which were moved and given back to the GPU: a fault, put in here.
+
+    python -m tests.differential.moved_weights --store FOLDER
+
+`tests.differential.memcheck --planted` runs it under NVIDIA's compute-sanitizer, which has to find
+the reads. The process says what it has seen. It ends with an error where there is nothing to be
+found: no replay before the weights move, no weight whose memory is given back, or no replay of the
+same CUDA graph afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.differential.world import World
+
+# Pictures until their forwards are replayed and no longer compared with eager, at most.
+_MOST_PICTURES = 8
+
+
+class NothingToFindError(AssertionError):
+    """No CUDA graph has read a weight that was given back, so no check of memory could find it."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What happened.
+
+    Args:
+        replays_before: Of all CUDA graphs, until the weights moved.
+        replays_after: Of the last CUDA graph among these, since then.
+        given_back_bytes: Of the weights whose memory the GPU's driver has got back. On a CPU, of
+            all weights.
+        drawn: The last picture, or the error that it ended with.
+    """
+
+    replays_before: int
+    given_back_bytes: int
+    replays_after: int
+    drawn: torch.Tensor | BaseException
+
+    def __str__(self) -> str:
+        ended = repr(self.drawn)[:200] if isinstance(self.drawn, BaseException) else "drawn"
+        return (
+            f"replays_before={self.replays_before} given_back_bytes={self.given_back_bytes}"
+            f" replays_after={self.replays_after} last_picture={ended}"
+        )
+
+
+def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
+    """Draw with CUDA graphs, move all weights, give their memory back, and draw again.
+
+    Args:
+        world: A compiled pipeline. Its own weights are all that moves.
+        planted: Whether the engine takes the weights for where they were.
+
+    Raises:
+        NothingToFindError: No forward is replayed before the weights move, the memory of no weight
+            was given back, or the fault is put in and the CUDA graph is not replayed afterwards.
+    """
+    import pytest
+
+    from onediff_ext.engine.cuda_graphs import staleness
+
+    world.options["spot_checks"] = False  # after one of them, eager's picture is shown
+    world.undo()
+    world.compile()
+    mismatch = world.settle() if world.on_gpu else None
+    for _ in range(_MOST_PICTURES):
+        if mismatch is not None or _is_replayed(world):
+            break
+        mismatch = world.compare()
+    if mismatch is not None or not _is_replayed(world):
+        raise NothingToFindError(f"before the weights move: {mismatch or _state(world)}")
+    before, graph = world.replays, _captured(world).replayed_from
+    model = world.denoiser(world.pipe)
+    weights = [*model.parameters(), *model.buffers()]
+    places = {id(weight): weight.data_ptr() for weight in weights}
+    sizes = {weight.data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    copies = [weight.data.clone() for weight in weights]  # before any memory is free again
+    for weight, copy in zip(weights, copies, strict=True):
+        weight.data = copy
+    gc.collect()
+    given_back = _given_back_bytes(sizes, world)
+    replay, replayed = graph.recording.replay, list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph.recording, "replay", lambda: (replayed.append(1), replay()))
+        if planted:
+            patch.setattr(staleness, "_where", lambda tensors: [places[id(t)] for t in tensors])
+        drawn = world._outcome(world.pipe)
+    seen = Seen(before, given_back, len(replayed), drawn)
+    if planted and not seen.replays_after:
+        raise NothingToFindError(f"after the weights have moved: {_state(world)}; {seen}")
+    return seen
+
+
+def _given_back_bytes(sizes: Mapping[int, int], world: World) -> int:
+    """Give free memory back to the GPU's driver.
+
+    Args:
+        sizes: Of memory that should be free now, by address.
+        world: Of whose device it is.
+
+    Returns:
+        How much of it is neither in use nor kept by torch.
+
+    Raises:
+        NothingToFindError: Nothing is.
+    """
+    import torch
+
+    if not world.on_gpu:
+        return sum(sizes.values())
+    torch.cuda.synchronize(world.device)
+    torch.cuda.empty_cache()
+    kept = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+    ]
+    found = sum(size for at, size in sizes.items() if not any(at in place for place in kept))
+    if not found:
+        raise NothingToFindError(f"torch keeps the memory of all {len(sizes)} weights that moved")
+    return found
+
+
+def _captured(world: World) -> Any:
+    from onediff_ext.hosts.diffusers.compile import compiled_state
+
+    state = compiled_state(world.pipe)
+    assert state is not None
+    return state.components[0].captured
+
+
+def _is_replayed(world: World) -> bool:
+    """Whether the last forward was replayed, and its output was used without a comparison."""
+    return world.replays > 0 and bool(_captured(world).replayed)
+
+
+def _state(world: World) -> str:
+    return f"{world.replays} replays, {_captured(world).reason or 'no reason'}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.differential.moved_weights")
+    parser.add_argument("--store", type=Path, required=True, help="graphs are kept here")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="sd15-wide", help="of the differential's")
+    parser.add_argument("--world", type=int, default=7, help="the seed of its models")
+    options = parser.parse_args(arguments)
+    os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    warnings.simplefilter("ignore")
+
+    import torch
+
+    from tests.differential.sequences import Driver
+
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    driver = Driver(options.device, store=options.store, model=options.model)
+    with driver._world(options.world) as (world, mismatch):
+        if mismatch is not None:
+            raise NothingToFindError(f"before the weights move: {mismatch}")
+        # At once: behind the fault the GPU may not serve this process any more.
+        print(read_moved_weights(world), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
