@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from onediff_ext.cli.workers_ahead import WorkersAhead
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +39,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare_workers(arguments: argparse.Namespace) -> bool:
-    """Return whether the command runs in workers, and make its arguments ready for them.
+def workers_ahead(
+    arguments: argparse.Namespace,
+) -> AbstractContextManager[WorkersAhead | None]:
+    """Begin to start the workers, for a ``with`` block; None when the command runs in none.
+
+    The arguments are made ready for workers, before other arguments are used.
 
     Raises:
         OptionError: An option has no meaning without workers.
@@ -48,11 +57,13 @@ def prepare_workers(arguments: argparse.Namespace) -> bool:
             "Leave out --gpus, --cluster and --eager.",
         )
     if arguments.gpus is not None or arguments.cluster is not None:
+        from onediff_ext.cli.workers_ahead import WorkersAhead
+
         make_paths_absolute(arguments)
-        return True
+        return WorkersAhead(arguments)
     if arguments.graphs is not None:
         raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
-    return False
+    return nullcontext()
 
 
 def worker_limit(arguments: argparse.Namespace) -> int | None:
@@ -64,7 +75,7 @@ def make_paths_absolute(arguments: argparse.Namespace) -> None:
     """Workers have other current folders: make each path of the command line absolute."""
     from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
-    for name in ("model", "config", "vae", "store", "output"):
+    for name in ("model", "config", "vae", "store", "output", "report", "json"):
         path = getattr(arguments, name, None)
         if path is not None:
             setattr(arguments, name, path.absolute())

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cluster.program import OpenProgram, Program
+from onediff_ext.core.start_up_times import StartUpTimes
 from onediff_ext.store import GraphExchange
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_loading import LoadedModel
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
     from onediff_ext.pictures.batch.planning import PlannedResult
@@ -155,6 +157,7 @@ class _OpenModel(OpenProgram):
         about: dict[str, Any] = {
             "device": describe_device(device),
             "ready_seconds": self._model.ready_seconds,
+            "start_up": self._model.times.steps,
             "peak_bytes": peak_bytes(device),
             "recompiles": recompile_count(),
             "built": 0,
@@ -346,7 +349,9 @@ def load_shared_model(
     from onediff_ext.cli import library_imports, model_loading
     from onediff_ext.cli.device_options import find_device
 
+    times = StartUpTimes()
     library_imports.import_libraries()
+    times.mark("imports")
     start = time.perf_counter()
     session = None if arguments.eager else model_loading.open_session(arguments, identity)
     shared, pulling = None, None
@@ -361,11 +366,14 @@ def load_shared_model(
         pulling = threading.Thread(target=shared.pull, name="onediff-pull", daemon=True)
         pulling.start()
     image_generator = model_loading.load_image_generator(arguments)
+    times.mark("model")
     if session is not None:
         if pulling is not None:
             pulling.join(_PULL_S)
+            times.mark("graphs fetched")
         model_loading.put_graphs_under(image_generator, arguments, session, hold_builds=hold_builds)
+        times.mark("graphs")
         if shared is not None:
             threading.Thread(target=shared.push, name="onediff-push", daemon=True).start()
     ready_s = time.perf_counter() - start
-    return model_loading.LoadedModel(image_generator, session, identity, ready_s), shared
+    return model_loading.LoadedModel(image_generator, session, identity, ready_s, times), shared

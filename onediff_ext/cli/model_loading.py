@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from onediff_ext.cli import library_imports
 from onediff_ext.cli.device_options import find_device, find_dtype
 from onediff_ext.cli.model_arguments import parse_ignored_components, parse_options
+from onediff_ext.core.start_up_times import StartUpTimes
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
 if TYPE_CHECKING:
@@ -28,12 +29,14 @@ class LoadedModel:
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide an image.
         ready_seconds: From the end of the imports until ready.
+        times: When the steps until then were done.
     """
 
     image_generator: ImageGenerator
     session: Session | None
     identity: dict[str, object]
     ready_seconds: float
+    times: StartUpTimes
 
     def close(self) -> None:
         """End builds that still run; the next run goes on there."""
@@ -61,15 +64,20 @@ def load_model(
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
+    times = StartUpTimes()
     library_imports.import_libraries()
+    times.mark("imports")
     start = time.perf_counter()
     session = None if arguments.eager else open_session(arguments, identity)
     image_generator = load_image_generator(arguments)
+    times.mark("model")
     if check is not None:
         check(image_generator)
     if session is not None:
         put_graphs_under(image_generator, arguments, session, listener, hold_builds=hold_builds)
-    return LoadedModel(image_generator, session, identity, time.perf_counter() - start)
+        times.mark("graphs")
+    ready_s = time.perf_counter() - start
+    return LoadedModel(image_generator, session, identity, ready_s, times)
 
 
 def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> Session:
