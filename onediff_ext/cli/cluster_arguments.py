@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
-
-if TYPE_CHECKING:
-    from onediff_ext.cli.workers_ahead import WorkersAhead
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +34,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workers_ahead(
-    arguments: argparse.Namespace,
-) -> AbstractContextManager[WorkersAhead | None]:
-    """Begin to start the workers, for a ``with`` block; None when the command runs in none.
-
-    The arguments are made ready for workers, before other arguments are used.
+def prepare_workers(arguments: argparse.Namespace) -> bool:
+    """Return whether the command runs in workers, and make its arguments ready for them.
 
     Raises:
         OptionError: An option has no meaning without workers.
@@ -57,13 +48,11 @@ def workers_ahead(
             "Leave out --gpus, --cluster and --eager.",
         )
     if arguments.gpus is not None or arguments.cluster is not None:
-        from onediff_ext.cli.workers_ahead import WorkersAhead
-
         make_paths_absolute(arguments)
-        return WorkersAhead(arguments)
+        return True
     if arguments.graphs is not None:
         raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
-    return nullcontext()
+    return False
 
 
 def worker_limit(arguments: argparse.Namespace) -> int | None:

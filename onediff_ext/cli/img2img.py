@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import picture_path, positive_amount
-from onediff_ext.cli.cluster_arguments import add_cluster_arguments, workers_ahead
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -79,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job; 1 when images failed."""
+    from onediff_ext.cli.workers_ahead import workers_ahead
+
     with workers_ahead(arguments) as ahead:
         return _run(arguments, ahead)
 

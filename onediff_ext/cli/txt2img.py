@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import picture_path, positive_count, required_sizes
-from onediff_ext.cli.cluster_arguments import add_cluster_arguments, workers_ahead
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -51,6 +51,8 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw; every image gets the next seed. 1 when images failed."""
+    from onediff_ext.cli.workers_ahead import workers_ahead
+
     with workers_ahead(arguments) as ahead:
         return _run(arguments, ahead)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_count, required_sizes
-from onediff_ext.cli.cluster_arguments import add_cluster_arguments, workers_ahead
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
     shapes = _shapes(arguments)
+    from onediff_ext.cli.workers_ahead import workers_ahead
+
     with workers_ahead(arguments) as ahead:
         return _run(arguments, shapes, ahead)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from onediff_ext.cli import library_imports
-from onediff_ext.cli.cluster_arguments import worker_limit
+from onediff_ext.cli.cluster_arguments import prepare_workers, worker_limit
 from onediff_ext.cluster.program import Program
 from onediff_ext.cluster.ray_graphs import RayGraphs
 from onediff_ext.cluster.ray_library import BackgroundRay
@@ -16,6 +17,17 @@ from onediff_ext.core.start_up_times import StartUpTimes
 
 # A run with nothing to do is over by then, and starts no Ray.
 _DELAY_S = 0.3
+
+
+def workers_ahead(arguments: argparse.Namespace) -> AbstractContextManager[WorkersAhead | None]:
+    """Begin to start the workers, for a ``with`` block; None when the command runs in none.
+
+    The arguments are made ready for workers: call this before other arguments are used.
+
+    Raises:
+        OptionError: An option has no meaning without workers.
+    """
+    return WorkersAhead(arguments) if prepare_workers(arguments) else nullcontext()
 
 
 class WorkersAhead:
