@@ -91,7 +91,10 @@ def _run(arguments: argparse.Namespace, ahead: WorkersAhead | None) -> int:
         from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
         from onediff_ext.pictures.skipped import SkipReport
 
-    job = make_job(arguments, model_identity(arguments, imports_here=ahead is None))
+    identity = model_identity(arguments, imports_here=ahead is None)
+    if ahead is not None:
+        ahead.identity = identity
+    job = make_job(arguments, identity)
     skipped, report = SkipReport(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]

@@ -62,6 +62,8 @@ def _run(arguments: argparse.Namespace, ahead: WorkersAhead | None) -> int:
     sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
     identity = model_identity(arguments, imports_here=ahead is None)
+    if ahead is not None:
+        ahead.identity = identity
 
     with without_collection():
         from onediff_ext.hosts.diffusers.jobs.run_report import (

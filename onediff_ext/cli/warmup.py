@@ -68,6 +68,8 @@ def _run(
 ) -> int:
     report_file.check_report_path(arguments.json)
     identity = model_identity(arguments, imports_here=ahead is None)
+    if ahead is not None:
+        ahead.identity = identity
     if not arguments.no_build:
         arguments.build = "background"  # the warm-up itself waits
     if ahead is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from onediff_ext.cli import library_imports
 from onediff_ext.cli.cluster_arguments import prepare_workers, worker_limit
+from onediff_ext.cli.worker_model import prepare_worker
 from onediff_ext.cluster.program import Program
 from onediff_ext.cluster.ray_graphs import RayGraphs
 from onediff_ext.cluster.ray_library import BackgroundRay
@@ -39,12 +39,14 @@ class WorkersAhead:
 
     Attributes:
         limit: Most workers; None for all.
+        identity: Of the model; set it when it is known, so that graphs are read early.
         times: When the steps of the start-up were done.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, delay_s: float = _DELAY_S) -> None:
         self._arguments, self.limit = arguments, worker_limit(arguments)
         self._pool: RayPool | None = None
+        self.identity: dict[str, object] | None = None
         self.times = StartUpTimes()
         self._background = BackgroundRay(
             arguments.cluster, self.limit, delay_s=delay_s, on_ready=self._start_workers
@@ -86,8 +88,5 @@ class WorkersAhead:
 
     def _start_workers(self, ray: Any) -> None:
         self.times.mark("Ray")
-        self._pool = RayPool(ray, prepare=self._preparation())
+        self._pool = RayPool(ray, prepare=partial(prepare_worker, self._arguments, self.identity))
         self._pool.start_ahead(self.limit)
-
-    def _preparation(self) -> Callable[[], None]:
-        return library_imports.import_libraries

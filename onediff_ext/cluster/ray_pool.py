@@ -36,7 +36,8 @@ class RayPool(WorkerPool):
         ray: The module, connected.
         program: What each worker does; None when `use` says so later.
         exchange: Where graphs are shared; None where all workers share one store.
-        prepare: Called in each worker's process before its program is there, such as imports.
+        prepare: Called in each worker's process before its program is there, such as imports; the
+            program gets what it returns.
 
     Attributes:
         exchange: As given.
@@ -47,7 +48,7 @@ class RayPool(WorkerPool):
         ray: Any,
         program: Program | None = None,
         exchange: GraphExchange | None = None,
-        prepare: Callable[[], None] | None = None,
+        prepare: Callable[[], Any] | None = None,
     ) -> None:
         self._ray, self.exchange = ray, exchange
         self._program = None if program is None else ray.put(program)

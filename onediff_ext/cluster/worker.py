@@ -25,10 +25,10 @@ class Worker:
 
     Args:
         name: Of this worker.
-        prepare: Called at once in the thread that draws, or None. Its errors are left to `open`.
+        prepare: Called at once in the thread that draws, or None. The program gets what it returns.
     """
 
-    def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, prepare: Callable[[], Any] | None = None) -> None:
         self._name = name
         self._times = StartUpTimes()
         self._times.steps["process"] = process_started_at()
@@ -38,8 +38,10 @@ class Worker:
         self._queued: dict[int, Future[Any]] = {}
         self._unwanted: set[int] = set()
         self._open: OpenProgram | None = None
+        self._prepared: Future[Any] | None = None
         if prepare is not None:
-            self._drawing.submit(prepare).add_done_callback(lambda _: self._times.mark("prepared"))
+            self._prepared = self._drawing.submit(prepare)
+            self._prepared.add_done_callback(lambda _: self._times.mark("prepared"))
 
     def open(
         self, program: Program, exchange: GraphExchange | None
@@ -54,11 +56,17 @@ class Worker:
             What the worker tells of itself, or the error that every worker would have.
         """
         try:
-            self._open = self._drawing.submit(program.open, self._name, exchange).result()
+            self._open = self._drawing.submit(self._open_program, program, exchange).result()
         except OneDiffError as exc:
             return None, exc
         self._times.mark("ready")
         return {**machine_facts(), **self._about(self._open)}, None
+
+    def _open_program(self, program: Program, exchange: GraphExchange | None) -> OpenProgram:
+        """Open the program, in the thread that has prepared it."""
+        prepared = None if self._prepared is None else self._prepared.result()
+        self._prepared = None
+        return program.open(self._name, exchange, prepared)
 
     def run(self, ticket: int, task: Any) -> tuple[Any, dict[str, Any]] | str:
         """Do one unit.

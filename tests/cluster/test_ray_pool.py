@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ pytest.importorskip("ray", reason="the extra cluster is not installed")
 
 from onediff_ext.cluster import ray_library
 from onediff_ext.cluster.batch_queue import BatchQueue, Poisoned
-from onediff_ext.cluster.coordinator import Coordinator
+from onediff_ext.cluster.coordinator import Coordinator, start_all
 from onediff_ext.cluster.ray_graphs import RayGraphs
 from onediff_ext.cluster.ray_pool import RayPool
 from onediff_ext.core.errors import CheckpointError, OptionError, PictureError
@@ -26,10 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with ray_library.connected(None, 2) as connected:
-            yield connected
+    # Workers import the tests from the checkout: the package's folder is on their path.
+    with ray_library.connected(None, 2) as connected:
+        yield connected
 
 
 def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator, list[Poisoned]]:
@@ -48,6 +49,17 @@ def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator
     finally:
         pool.close()
     return coordinator, poisoned
+
+
+def prepare_a_file(folder: Path) -> None:
+    (folder / f"prepared-{os.getpid()}").touch()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
 
 
 def lines_of(folder: Path) -> dict[str, int]:
@@ -86,6 +98,32 @@ def test_an_error_that_every_worker_has_ends_the_run(ray: Any, tmp_path: Path) -
         run(ray, NumberProgram(tmp_path, broken=True), [4])
     with pytest.raises(PictureError, match="cannot be written"):
         run(ray, NumberProgram(tmp_path, full=True), [4])
+
+
+def test_workers_start_and_prepare_before_there_is_a_program(ray: Any, tmp_path: Path) -> None:
+    pool = RayPool(ray, prepare=partial(prepare_a_file, tmp_path))
+    try:
+        pool.start_ahead(2)
+        wait_until(lambda: len(list(tmp_path.glob("prepared-*"))) == 2)
+        assert pool.room() == pool.device_count  # nobody has asked for them yet
+        pool.use(NumberProgram(tmp_path), None)
+        workers = start_all(pool, 2)
+    finally:
+        pool.close()
+    pids = {f"prepared-{worker.about['pid']}" for worker in workers}
+    assert {path.name for path in tmp_path.glob("prepared-*")} == pids
+    for worker in workers:
+        steps = worker.about["start_up"]
+        assert steps["process"] < steps["worker"] < steps["prepared"] < steps["ready"]
+
+
+def test_workers_that_nobody_asked_for_end(ray: Any, tmp_path: Path) -> None:
+    pool = RayPool(ray, prepare=partial(prepare_a_file, tmp_path))
+    pool.start_ahead(2)
+    wait_until(lambda: len(list(tmp_path.glob("prepared-*"))) == 2)
+    pool.close()
+    pids = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("prepared-*")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_graphs_and_leases_travel_over_ray(ray: Any) -> None:
