@@ -29,6 +29,8 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # pictures are what this machine is for
+    # All workers have the same error; the first one is told, and Ray would print the others.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         import ray
     except ImportError as exc:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,9 +136,13 @@ class RayPool(WorkerPool):
         try:
             answer = self._ray.get(reference)
         except exceptions.RayActorError as exc:
+            if missing := missing_package(str(exc)):
+                return self._lost(call, str(missing), error=missing)
             return self._lost(call, _reason(exc), is_node=_is_node_lost(exc))
         except exceptions.RayTaskError as exc:
             cause = exc.cause if isinstance(exc.cause, Exception) else exc
+            if isinstance(cause, (ModuleNotFoundError, exceptions.RaySystemError)):
+                cause = missing_package(str(exc)) or cause
             if isinstance(cause, onediff_ext.OneDiffError):
                 return self._lost(call, str(cause), error=cause)
             return self._lost(call, f"{type(cause).__name__}: {_reason(cause)}", is_own=True)
@@ -198,6 +203,23 @@ class RayPool(WorkerPool):
         if call.ticket is None or answer == RETURNED:
             return None
         return Finished(call.worker, call.ticket, answer)
+
+
+def missing_package(text: str) -> ClusterError | None:
+    """Return the error for a worker that cannot import what it needs; None for another reason.
+
+    Args:
+        text: Of Ray's error, with the worker's traceback.
+    """
+    module = re.search(r"No module named '([\w.]+)'", text)
+    if module is None:
+        return None
+    address = re.search(r"\bip=([\w.:]+)", text)
+    where = f" on {address[1]}" if address else ""
+    return ClusterError(
+        f"Ray's workers{where} have no module {module[1]}.",
+        "Install the same version of onediff-ext on all machines, where their Ray is installed.",
+    )
 
 
 def _reason(exc: BaseException) -> str:
