@@ -29,7 +29,7 @@ class NodeProgram(Program):
     log: Path
     filled: Path | None = None
 
-    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
         import ray
 
         from onediff_ext.pictures.batch import run_batches
@@ -41,7 +41,7 @@ class NodeProgram(Program):
         arguments.store = Path(f"{arguments.store}-{node}")
         if self.filled is not None and not arguments.store.exists():
             shutil.copytree(self.filled, arguments.store)
-        return replace(self.program, arguments=arguments).open(name, exchange)
+        return replace(self.program, arguments=arguments).open(name, exchange, prepared)
 
 
 def _noting(write: Callable[..., None], log: Path) -> Callable[..., None]:

@@ -167,12 +167,20 @@ class _Runs:
             ),
             "digest": _digest(results),
             "ready_seconds": told["ready_seconds"],
+            "start_up": told["start_up"],
             "graphs": told["graphs"],
             "fallbacks": told["fallbacks"][:5],
             "of_each_worker": [
                 {
                     key: row[key]
-                    for key in ("name", "gpu", "pictures", "draws_with", "ready_seconds")
+                    for key in (
+                        "name",
+                        "gpu",
+                        "pictures",
+                        "draws_with",
+                        "ready_seconds",
+                        "start_up",
+                    )
                 }
                 for row in told.get("workers", [])
             ],

@@ -42,7 +42,8 @@ from onediff_ext.core.priority import usable_cores
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
 from onediff_ext.session.session import Session
 from onediff_ext.store import durable_write
 

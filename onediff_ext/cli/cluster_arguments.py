@@ -64,7 +64,7 @@ def make_paths_absolute(arguments: argparse.Namespace) -> None:
     """Workers have other current folders: make each path of the command line absolute."""
     from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
-    for name in ("model", "config", "vae", "store", "output"):
+    for name in ("model", "config", "vae", "store", "output", "report", "json"):
         path = getattr(arguments, name, None)
         if path is not None:
             setattr(arguments, name, path.absolute())

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import secrets
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onediff_ext.cli.worker_model import load_shared_model
 from onediff_ext.cluster.program import OpenProgram, Program
 from onediff_ext.store import GraphExchange
 
 if TYPE_CHECKING:
-    from onediff_ext.cli.model_loading import LoadedModel
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
     from onediff_ext.pictures.batch.planning import PlannedResult
     from onediff_ext.pictures.skipped import Skipped
-
-_PULL_S = 20.0
 
 
 @dataclass
@@ -92,8 +88,8 @@ class Img2ImgProgram(Program):
     job: Img2ImgJob
     run: str
 
-    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
-        return _OpenImg2Img(self, name, exchange)
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
+        return _OpenImg2Img(self, name, exchange, prepared)
 
 
 @dataclass(frozen=True)
@@ -105,8 +101,8 @@ class Txt2ImgProgram(Program):
     identity: dict[str, object]
     run: str
 
-    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
-        return _OpenTxt2Img(self, name, exchange)
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
+        return _OpenTxt2Img(self, name, exchange, prepared)
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,8 @@ class WarmUpProgram(Program):
     shapes: Sequence[BatchShape]
     identity: dict[str, object]
 
-    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
-        return _WarmedUp(self, name, exchange)
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
+        return _WarmedUp(self, name, exchange, prepared)
 
 
 class _OpenModel(OpenProgram):
@@ -136,11 +132,12 @@ class _OpenModel(OpenProgram):
         identity: dict[str, object],
         name: str,
         exchange: GraphExchange | None,
+        prepared: Any,
         *,
         hold_builds: bool = False,
     ) -> None:
         self._model, self._shared = load_shared_model(
-            arguments, identity, name, exchange, hold_builds=hold_builds
+            arguments, identity, name, exchange, prepared, hold_builds=hold_builds
         )
 
     def about(self) -> dict[str, Any]:
@@ -155,6 +152,7 @@ class _OpenModel(OpenProgram):
         about: dict[str, Any] = {
             "device": describe_device(device),
             "ready_seconds": self._model.ready_seconds,
+            "start_up": self._model.times.steps,
             "peak_bytes": peak_bytes(device),
             "recompiles": recompile_count(),
             "built": 0,
@@ -181,13 +179,15 @@ class _OpenModel(OpenProgram):
 
 
 class _OpenImg2Img(_OpenModel):
-    def __init__(self, program: Img2ImgProgram, name: str, exchange: GraphExchange | None) -> None:
+    def __init__(
+        self, program: Img2ImgProgram, name: str, exchange: GraphExchange | None, prepared: Any
+    ) -> None:
         from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter
         from onediff_ext.pictures.writing import unfinished_names
 
         unfinished_names.run = program.run
         self._job = program.job
-        super().__init__(program.arguments, program.job.identity, name, exchange)
+        super().__init__(program.arguments, program.job.identity, name, exchange, prepared)
         self._model.image_generator.check(program.job.settings)
         self._reuse = ReuseCounter(self._model.session)
         self._kept = ExitStack()
@@ -256,13 +256,15 @@ class _OpenImg2Img(_OpenModel):
 
 
 class _OpenTxt2Img(_OpenModel):
-    def __init__(self, program: Txt2ImgProgram, name: str, exchange: GraphExchange | None) -> None:
+    def __init__(
+        self, program: Txt2ImgProgram, name: str, exchange: GraphExchange | None, prepared: Any
+    ) -> None:
         from onediff_ext.hosts.diffusers.jobs.run_report import ReuseCounter
         from onediff_ext.pictures.writing import unfinished_names
 
         unfinished_names.run = program.run
         self._settings, self._identity = program.settings, program.identity
-        super().__init__(program.arguments, program.identity, name, exchange)
+        super().__init__(program.arguments, program.identity, name, exchange, prepared)
         self._model.image_generator.check_txt2img()
         self._model.image_generator.check(program.settings)
         self._reuse = ReuseCounter(self._model.session)
@@ -308,10 +310,14 @@ class _OpenTxt2Img(_OpenModel):
 
 
 class _WarmedUp(_OpenModel):
-    def __init__(self, program: WarmUpProgram, name: str, exchange: GraphExchange | None) -> None:
+    def __init__(
+        self, program: WarmUpProgram, name: str, exchange: GraphExchange | None, prepared: Any
+    ) -> None:
         from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 
-        super().__init__(program.arguments, program.identity, name, exchange, hold_builds=True)
+        super().__init__(
+            program.arguments, program.identity, name, exchange, prepared, hold_builds=True
+        )
         self._report = pipe_warm_up(self._model.image_generator.pipe, program.shapes).run()
         if self._shared is not None:
             self._shared.push()
@@ -327,45 +333,3 @@ class _WarmedUp(_OpenModel):
 
     def about(self) -> dict[str, Any]:
         return {**super().about(), "warm_up": self._report.as_json()}
-
-
-def load_shared_model(
-    arguments: argparse.Namespace,
-    identity: dict[str, object],
-    name: str,
-    exchange: GraphExchange | None,
-    *,
-    hold_builds: bool = False,
-) -> tuple[LoadedModel, Any]:
-    """Load the checkpoint, while the graphs of other machines are fetched.
-
-    Returns:
-        The model, and the `SharedGraphs` of this process or None.
-    """
-    from onediff_ext.building.shared_graphs import SharedGraphs
-    from onediff_ext.cli import library_imports, model_loading
-    from onediff_ext.cli.device_options import find_device
-
-    library_imports.import_libraries()
-    start = time.perf_counter()
-    session = None if arguments.eager else model_loading.open_session(arguments, identity)
-    shared, pulling = None, None
-    if session is not None and exchange is not None:
-        device, context = find_device(arguments.device), session.build_context
-        holder = name if exchange.frees_lost_holders else f"{name}-{secrets.token_hex(4)}"
-        entries = session.key_entries(device)
-        shared = SharedGraphs(
-            exchange, holder, session.library, context.build_records, entries, device
-        )
-        context.share_graphs(shared)
-        pulling = threading.Thread(target=shared.pull, name="onediff-pull", daemon=True)
-        pulling.start()
-    image_generator = model_loading.load_image_generator(arguments)
-    if session is not None:
-        if pulling is not None:
-            pulling.join(_PULL_S)
-        model_loading.put_graphs_under(image_generator, arguments, session, hold_builds=hold_builds)
-        if shared is not None:
-            threading.Thread(target=shared.push, name="onediff-push", daemon=True).start()
-    ready_s = time.perf_counter() - start
-    return model_loading.LoadedModel(image_generator, session, identity, ready_s), shared

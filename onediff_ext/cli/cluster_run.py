@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onediff_ext.cli.cluster_arguments import worker_limit
 from onediff_ext.cli.cluster_programs import (
     Img2ImgProgram,
     Img2ImgTask,
@@ -19,18 +17,18 @@ from onediff_ext.cli.cluster_programs import (
     WarmUpProgram,
 )
 from onediff_ext.cli.cluster_progress import ClusterProgress, draws_with
-from onediff_ext.cluster import ray_library
+from onediff_ext.cli.workers_ahead import WorkersAhead
 from onediff_ext.cluster.batch_queue import MOST_DEATHS, BatchQueue, Poisoned, Unit
 from onediff_ext.cluster.coordinator import Coordinator, WorkerState, start_all
 from onediff_ext.cluster.metrics import ClusterMetrics
 from onediff_ext.cluster.program import Program
-from onediff_ext.cluster.ray_graphs import RayGraphs
 from onediff_ext.cluster.ray_pool import RayPool
 from onediff_ext.core.errors import PictureError
+from onediff_ext.core.start_up_times import StartUpTimes, process_started_at, seconds_since
 
 if TYPE_CHECKING:
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult, RunReport
     from onediff_ext.pictures.batch.planning import Plan, PlannedResult
@@ -53,6 +51,7 @@ class PicturesOnWorkers:
         self.report, self.skipped = report, skipped
         self.progress = ClusterProgress(needed)
         self.metrics: ClusterMetrics | None = None
+        self.times = StartUpTimes()
         self._results: dict[int, PictureResult] = {}
 
     def finished(
@@ -63,6 +62,7 @@ class PicturesOnWorkers:
         worker.about |= about
         if not unit.writes:
             return
+        self.times.mark("first picture")
         self._results.update(outcome.results)
         worker.pictures += len(outcome.results)
         known = {(entry.path, entry.reason) for entry in self.skipped.skipped}
@@ -96,7 +96,9 @@ class PicturesOnWorkers:
         report = self.report
         report.pictures = [self._results[number] for number in sorted(self._results)]
         ready = [worker for worker in workers if worker.about]
-        report.workers = [worker_row(worker) for worker in workers]
+        began_at = process_started_at()
+        report.start_up = seconds_since(began_at, self.times.steps)
+        report.workers = [worker_row(worker, began_at) for worker in workers]
         if ready:
             report.device = ", ".join(dict.fromkeys(str(w.about["device"]) for w in ready))
             report.ready_seconds = max(float(w.about["ready_seconds"]) for w in ready)
@@ -109,8 +111,13 @@ class PicturesOnWorkers:
             report.warnings += [w for w in worker.about["warnings"] if w not in report.warnings]
 
 
-def worker_row(worker: WorkerState) -> dict[str, Any]:
-    """Return a worker's row in the report."""
+def worker_row(worker: WorkerState, began_at: float) -> dict[str, Any]:
+    """Return a worker's row in the report.
+
+    Args:
+        worker: The worker.
+        began_at: When the command began, in seconds since 1970: its start-up is counted from there.
+    """
     about = worker.about
     return {
         "name": worker.name,
@@ -122,6 +129,7 @@ def worker_row(worker: WorkerState) -> dict[str, Any]:
         "built": about.get("built", 0),
         "loaded": about.get("loaded", 0),
         "ready_seconds": about.get("ready_seconds", 0.0),
+        "start_up": seconds_since(began_at, about.get("start_up", {})),
         "peak_bytes": about.get("peak_bytes", 0),
         "lost": worker.lost,
     }
@@ -135,6 +143,7 @@ def run_img2img_on_workers(
     skipped: SkipReport,
     watch: Watch | None = None,
     wrap: Callable[[Img2ImgProgram], Program] = lambda program: program,
+    ahead: WorkersAhead | None = None,
 ) -> None:
     """Draw the missing results of a plan in workers; batches are those of one GPU.
 
@@ -145,6 +154,7 @@ def run_img2img_on_workers(
         skipped: Gets the images that are left out.
         watch: See `Watch`.
         wrap: Puts another program around what each worker does.
+        ahead: The workers, started before; None starts them now. They have ended afterwards.
 
     Raises:
         OptionError: Ray is not installed.
@@ -176,10 +186,11 @@ def run_img2img_on_workers(
         return result_at(poisoned.group, poisoned.batch, poisoned.position).planned.header.path
 
     folders = {result.path.parent for result in plan.todo}
+    started = ahead or WorkersAhead(arguments, delay_s=0)
     run = secrets.token_hex(4)
     pictures = PicturesOnWorkers(report, skipped, len(plan.todo))
     program = wrap(Img2ImgProgram(arguments, job, run))
-    _draw(arguments, queue, program, task_of, path_of, pictures, watch, folders, run)
+    _draw(started, queue, program, task_of, path_of, pictures, watch, folders, run)
     failed = {entry.path: entry for entry in skipped.skipped}
     order = {result.planned.header.path: index for index, result in results.items()}
     skipped.skipped[:] = sorted(failed.values(), key=lambda entry: order.get(entry.path, -1))
@@ -193,6 +204,7 @@ def run_txt2img_on_workers(
     report: RunReport,
     skipped: SkipReport,
     watch: Watch | None = None,
+    ahead: WorkersAhead | None = None,
 ) -> None:
     """Draw from a prompt in workers; sizes, seeds and names are those of one GPU.
 
@@ -200,7 +212,7 @@ def run_txt2img_on_workers(
         arguments: Of the command line, its paths absolute.
         settings, identity: What to draw, with which model.
         shapes: Each batch's size, in order.
-        report, skipped, watch: As in `run_img2img_on_workers`.
+        report, skipped, watch, ahead: As in `run_img2img_on_workers`.
 
     Raises:
         OneDiffError: As in `run_img2img_on_workers`.
@@ -241,14 +253,18 @@ def run_txt2img_on_workers(
         _, seed = pair_at(poisoned.group, poisoned.batch, poisoned.position)
         return Path(f"seed {seed}")
 
+    started = ahead or WorkersAhead(arguments, delay_s=0)
     run = secrets.token_hex(4)
     pictures = PicturesOnWorkers(report, skipped, number)
     program = Txt2ImgProgram(arguments, settings, identity, run)
-    _draw(arguments, queue, program, task_of, path_of, pictures, watch, {arguments.output}, run)
+    _draw(started, queue, program, task_of, path_of, pictures, watch, {arguments.output}, run)
 
 
 def warm_up_workers(
-    arguments: argparse.Namespace, shapes: Sequence[BatchShape], identity: dict[str, object]
+    arguments: argparse.Namespace,
+    shapes: Sequence[BatchShape],
+    identity: dict[str, object],
+    ahead: WorkersAhead | None = None,
 ) -> list[WorkerState]:
     """Build or fetch all graphs on each worker, and measure a step of each size there.
 
@@ -256,6 +272,7 @@ def warm_up_workers(
         arguments: Of the command line, its paths absolute.
         shapes: The sizes.
         identity: From `model_identity`.
+        ahead: The workers, started before; None starts them now.
 
     Returns:
         The workers; `about["warm_up"]` is each one's report.
@@ -264,30 +281,12 @@ def warm_up_workers(
         OneDiffError: As in `run_img2img_on_workers`.
     """
     program = WarmUpProgram(arguments, shapes, identity)
-    with worker_pool(arguments, program) as pool:
-        return start_all(pool, worker_limit(arguments))
-
-
-@contextlib.contextmanager
-def worker_pool(arguments: argparse.Namespace, program: Program) -> Iterator[RayPool]:
-    """The workers of a command within the ``with`` block."""
-    from onediff_ext.store.exchange_address import open_exchange
-
-    with ray_library.connected(arguments.cluster, worker_limit(arguments)) as ray:
-        exchange: Any = None  # the workers of one machine share its store
-        if arguments.graphs is not None:
-            exchange = open_exchange(arguments.graphs, trust=arguments.trust)
-        elif arguments.cluster is not None and not arguments.eager:
-            exchange = RayGraphs.start(ray)
-        pool = RayPool(ray, program, exchange)
-        try:
-            yield pool
-        finally:
-            pool.close()
+    with ahead or WorkersAhead(arguments, delay_s=0) as started:
+        return start_all(started.pool(program), started.limit)
 
 
 def _draw(
-    arguments: argparse.Namespace,
+    ahead: WorkersAhead,
     queue: BatchQueue,
     program: Program,
     task_of: Callable[[Unit], Any],
@@ -301,27 +300,29 @@ def _draw(
 
     workers: list[WorkerState] = []
     try:
-        with worker_pool(arguments, program) as pool:
-            metrics = pictures.metrics = ClusterMetrics()
+        pool = ahead.pool(program)
+        pictures.times.steps |= ahead.times.steps
+        metrics = pictures.metrics = ClusterMetrics()
 
-            def tick() -> None:
-                pictures.progress.show(coordinator.workers)
-                metrics.workers(coordinator.workers)
-                if watch is not None:
-                    watch(pool, coordinator)
+        def tick() -> None:
+            pictures.progress.show(coordinator.workers)
+            metrics.workers(coordinator.workers)
+            if watch is not None:
+                watch(pool, coordinator)
 
-            coordinator = Coordinator(
-                queue,
-                pool,
-                task_of,
-                pictures.finished,
-                lambda poisoned, reason: pictures.poisoned(path_of(poisoned), reason),
-                on_tick=tick,
-                worker_limit=worker_limit(arguments),
-            )
-            workers = coordinator.workers
-            coordinator.run()
+        coordinator = Coordinator(
+            queue,
+            pool,
+            task_of,
+            pictures.finished,
+            lambda poisoned, reason: pictures.poisoned(path_of(poisoned), reason),
+            on_tick=tick,
+            worker_limit=ahead.limit,
+        )
+        workers = coordinator.workers
+        coordinator.run()
     finally:
+        ahead.close()
         # All workers have ended; what they left half-written is nobody's.
         for folder in folders:
             remove_unfinished(folder, run)

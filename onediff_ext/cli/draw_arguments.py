@@ -11,7 +11,7 @@ from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.transformer_models import transformer_model_of
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 
 
 _MAX_SEED = 2**53 - 1
@@ -81,7 +81,7 @@ def draw_settings(arguments: argparse.Namespace) -> DrawSettings:
     Raises:
         OptionError: A value cannot be used.
     """
-    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 
     given = {
         "prompt": arguments.prompt,

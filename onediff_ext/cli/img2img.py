@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import picture_path, positive_amount
-from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.core.garbage_collection import without_collection
+from onediff_ext.core.start_up_times import process_started_at, seconds_since
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
+    from onediff_ext.cli.workers_ahead import WorkersAhead
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
     from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone
+    from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
+    from onediff_ext.pictures.batch.planning import Plan
+    from onediff_ext.pictures.skipped import SkipReport
 
 
 def add_parser(commands: Any) -> None:
@@ -74,14 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job; 1 when images failed."""
+    from onediff_ext.cli.workers_ahead import workers_ahead
+
+    with workers_ahead(arguments) as ahead:
+        return _run(arguments, ahead)
+
+
+def _run(arguments: argparse.Namespace, ahead: WorkersAhead | None) -> int:
     with without_collection():
         from onediff_ext.hosts.diffusers.jobs.img2img_job import plan_job
-        from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
-        from onediff_ext.hosts.diffusers.jobs.run_report import RunReport, describe_device
+        from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
         from onediff_ext.pictures.skipped import SkipReport
 
-    in_workers = prepare_workers(arguments)
-    job = make_job(arguments, model_identity(arguments))
+    identity = model_identity(arguments, imports_here=ahead is None)
+    if ahead is not None:
+        ahead.identity = identity
+    job = make_job(arguments, identity)
     skipped, report = SkipReport(), RunReport()
     plan = plan_job(job, skipped)
     report.already_done = [str(path) for path in plan.already_done]
@@ -90,42 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.already_done:
         print(f"{counted(len(plan.already_done), 'picture')} already done.")
     try:
-        if plan.todo and in_workers:
+        if plan.todo and ahead is not None:
             from onediff_ext.cli.cluster_run import run_img2img_on_workers
 
-            run_img2img_on_workers(arguments, job, plan, report, skipped)
+            run_img2img_on_workers(arguments, job, plan, report, skipped, ahead=ahead)
         elif plan.todo:
-            model = load_model(
-                arguments,
-                job.identity,
-                BuildProgressBars(),
-                check=lambda image_generator: image_generator.check(job.settings, "img2img"),
-            )
-            report.device = describe_device(model.image_generator.device)
-            report.ready_seconds = model.ready_seconds
-            report.warnings = model.image_generator.ignored_text(job.settings)
-            progress = Progress("pictures", len(plan.todo))
-
-            def show(batch: BatchDone) -> None:
-                note = (
-                    f"{batch.width_px}x{batch.height_px}, {batch.drawn.seconds_per_step:.3f} s/step"
-                )
-                progress.advance(len(batch.outputs), note)
-
-            try:
-                run_img2img(
-                    job,
-                    plan,
-                    model.image_generator,
-                    report,
-                    skipped,
-                    session=model.session,
-                    on_batch=show,
-                )
-            finally:
-                progress.close()
-                report.take_session(model.session, model.image_generator.device)
-                model.close()
+            _draw_here(arguments, job, plan, report, skipped)
     except BaseException:
         report.skipped = skipped.as_json()
         report_file.write_what_happened(arguments.report, report)
@@ -143,6 +126,50 @@ def run(arguments: argparse.Namespace) -> int:
         if not plan.already_done and not skipped.failures:
             print(printable(_nothing_found(arguments)), file=sys.stderr)
     return 1 if skipped.failures else 0
+
+
+def _draw_here(
+    arguments: argparse.Namespace,
+    job: Img2ImgJob,
+    plan: Plan,
+    report: RunReport,
+    skipped: SkipReport,
+) -> None:
+    with without_collection():
+        from onediff_ext.hosts.diffusers.jobs.run_img2img import run_img2img
+        from onediff_ext.hosts.diffusers.jobs.run_report import describe_device
+
+    model = load_model(
+        arguments,
+        job.identity,
+        BuildProgressBars(),
+        check=lambda image_generator: image_generator.check(job.settings, "img2img"),
+    )
+    report.device = describe_device(model.image_generator.device)
+    report.ready_seconds = model.ready_seconds
+    report.warnings = model.image_generator.ignored_text(job.settings)
+    progress = Progress("pictures", len(plan.todo))
+
+    def show(batch: BatchDone) -> None:
+        note = f"{batch.width_px}x{batch.height_px}, {batch.drawn.seconds_per_step:.3f} s/step"
+        progress.advance(len(batch.outputs), note)
+        model.times.mark("first picture")
+
+    try:
+        run_img2img(
+            job,
+            plan,
+            model.image_generator,
+            report,
+            skipped,
+            session=model.session,
+            on_batch=show,
+        )
+    finally:
+        progress.close()
+        report.take_session(model.session, model.image_generator.device)
+        report.start_up = seconds_since(process_started_at(), model.times.steps)
+        model.close()
 
 
 def _nothing_found(arguments: argparse.Namespace) -> str:

@@ -6,6 +6,13 @@ from onediff_ext.core.garbage_collection import without_collection
 
 
 @without_collection()
+def import_torch() -> None:
+    """Import torch, and what threads must not import at the same time as the other libraries."""
+    import torch
+    import torch._dynamo  # noqa: F401
+
+
+@without_collection()
 def import_libraries() -> None:
     """Import the libraries before the clock of the start-up time runs."""
     import diffusers

@@ -16,11 +16,17 @@ from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities, parse_
 _CACHED_WITHIN_S = 0.2
 
 
-def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
+def model_identity(
+    arguments: argparse.Namespace, *, imports_here: bool = True
+) -> dict[str, object]:
     """Return the parts of the model that decide an image, by content.
 
     Cached hashes are found at once. Otherwise the libraries are imported while the files are
     hashed.
+
+    Args:
+        arguments: Of the command line.
+        imports_here: This process draws, so it needs the libraries.
 
     Raises:
         CheckpointError: A file cannot be read.
@@ -36,7 +42,7 @@ def model_identity(arguments: argparse.Namespace) -> dict[str, object]:
 
     # A daemon thread: Ctrl-C does not wait for it.
     threading.Thread(target=find, name="onediff-hash", daemon=True).start()
-    if not wait([found], _CACHED_WITHIN_S).done:
+    if not wait([found], _CACHED_WITHIN_S).done and imports_here:
         library_imports.import_libraries()
     return found.result()
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from onediff_ext.cli import library_imports
 from onediff_ext.cli.device_options import find_device, find_dtype
 from onediff_ext.cli.model_arguments import parse_ignored_components, parse_options
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.start_up_times import StartUpTimes
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
 if TYPE_CHECKING:
     from onediff_ext.building.build_progress import ProgressListener
+    from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
     from onediff_ext.session.session import Session
 
@@ -28,12 +31,14 @@ class LoadedModel:
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide an image.
         ready_seconds: From the end of the imports until ready.
+        times: When the steps until then were done.
     """
 
     image_generator: ImageGenerator
     session: Session | None
     identity: dict[str, object]
     ready_seconds: float
+    times: StartUpTimes
 
     def close(self) -> None:
         """End builds that still run; the next run goes on there."""
@@ -61,15 +66,23 @@ def load_model(
     Raises:
         OneDiffError: Something cannot be loaded or used.
     """
-    library_imports.import_libraries()
-    start = time.perf_counter()
+    times = StartUpTimes()
+    library_imports.import_torch()
+    times.mark("torch")
+    reading = read_weights_ahead(arguments)
     session = None if arguments.eager else open_session(arguments, identity)
-    image_generator = load_image_generator(arguments)
+    library_imports.import_libraries()
+    times.mark("imports")
+    start = time.perf_counter()
+    image_generator = load_image_generator(arguments, reading)
+    times.mark("model")
     if check is not None:
         check(image_generator)
     if session is not None:
         put_graphs_under(image_generator, arguments, session, listener, hold_builds=hold_builds)
-    return LoadedModel(image_generator, session, identity, time.perf_counter() - start)
+        times.mark("graphs")
+    ready_s = time.perf_counter() - start
+    return LoadedModel(image_generator, session, identity, ready_s, times)
 
 
 def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> Session:
@@ -90,8 +103,28 @@ def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> 
     return session
 
 
-def load_image_generator(arguments: argparse.Namespace) -> ImageGenerator:
+def read_weights_ahead(arguments: argparse.Namespace) -> TensorReadAhead | None:
+    """Begin to read a single file's weights to the device, while libraries are imported."""
+    from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
+
+    if arguments.config is not None or arguments.model.is_dir():
+        return None
+    try:
+        device = find_device(arguments.device)
+    except OptionError:
+        return None  # whoever opens the session tells
+    dtype = find_dtype(arguments.dtype, device)
+    return TensorReadAhead(arguments.model, dtype, device, without_vae=arguments.vae is not None)
+
+
+def load_image_generator(
+    arguments: argparse.Namespace, reading: TensorReadAhead | None = None
+) -> ImageGenerator:
     """Load checkpoint and LoRAs; everything runs eager.
+
+    Args:
+        arguments: Of the command line.
+        reading: From `read_weights_ahead`.
 
     Raises:
         OneDiffError: Something cannot be loaded or used.
@@ -108,6 +141,7 @@ def load_image_generator(arguments: argparse.Namespace) -> ImageGenerator:
         device=device,
         vae_path=arguments.vae,
         config=arguments.config,
+        read_ahead=reading,
     )
     image_generator = ImageGenerator(checkpoint, arguments.vae_tiling)
     for path, weight in map(parse_lora, arguments.lora):

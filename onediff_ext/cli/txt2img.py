@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import picture_path, positive_count, required_sizes
-from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import BuildProgressBars, Progress
 from onediff_ext.core.garbage_collection import without_collection
+from onediff_ext.core.start_up_times import process_started_at, seconds_since
 from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.cli.model_loading import LoadedModel
+    from onediff_ext.cli.workers_ahead import WorkersAhead
     from onediff_ext.core.shapes import BatchShape
-    from onediff_ext.hosts.diffusers.drawing.image_generator import (
-        Drawn,
-        DrawSettings,
-        ImageGenerator,
-    )
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 
 
@@ -52,11 +51,19 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw; every image gets the next seed. 1 when images failed."""
-    in_workers = prepare_workers(arguments)
+    from onediff_ext.cli.workers_ahead import workers_ahead
+
+    with workers_ahead(arguments) as ahead:
+        return _run(arguments, ahead)
+
+
+def _run(arguments: argparse.Namespace, ahead: WorkersAhead | None) -> int:
     settings = draw_settings(arguments)
     sizes = required_sizes(arguments.sizes)
     shapes = [shape for shape in sizes for _ in range(arguments.count)]
-    identity = model_identity(arguments)
+    identity = model_identity(arguments, imports_here=ahead is None)
+    if ahead is not None:
+        ahead.identity = identity
 
     with without_collection():
         from onediff_ext.hosts.diffusers.jobs.run_report import (
@@ -69,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     make_folder(arguments.output)
     report_file.check_report_path(arguments.report)
-    if in_workers:
-        return _run_in_workers(arguments, settings, identity, shapes)
+    if ahead is not None:
+        return _run_in_workers(arguments, settings, identity, shapes, ahead)
 
     def check(image_generator: ImageGenerator) -> None:
         image_generator.check_txt2img()
@@ -88,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         _write(arguments.output, shape, model, settings, drawn, seeds, report)
         note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
         progress.advance(shape.batch, note)
+        model.times.mark("first picture")
 
     try:
         with image_generator.one_job(), BackgroundWriter() as writing:
@@ -108,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     progress.close()
     report.take_session(model.session, image_generator.device)
+    report.start_up = seconds_since(process_started_at(), model.times.steps)
     model.close()
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
@@ -121,6 +130,7 @@ def _run_in_workers(
     settings: DrawSettings,
     identity: dict[str, object],
     shapes: Sequence[BatchShape],
+    ahead: WorkersAhead,
 ) -> int:
     from onediff_ext.cli.cluster_run import run_txt2img_on_workers
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
@@ -128,7 +138,7 @@ def _run_in_workers(
 
     report, skipped = RunReport(), SkipReport()
     try:
-        run_txt2img_on_workers(arguments, settings, identity, shapes, report, skipped)
+        run_txt2img_on_workers(arguments, settings, identity, shapes, report, skipped, ahead=ahead)
     finally:
         report.skipped = skipped.as_json()
         report_file.write_what_happened(arguments.report, report)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import positive_count, required_sizes
-from onediff_ext.cli.cluster_arguments import add_cluster_arguments, prepare_workers
+from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
 from onediff_ext.cli.progress import Progress
 from onediff_ext.cli.tables import format_table
+from onediff_ext.core.start_up_times import process_started_at
 from onediff_ext.core.words import counted
 
 if TYPE_CHECKING:
+    from onediff_ext.cli.workers_ahead import WorkersAhead
     from onediff_ext.core.shapes import BatchShape
     from onediff_ext.session.warm_up_report import WarmUpProgress, WarmUpReport
 
@@ -54,14 +56,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.eager:
         raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
-    in_workers = prepare_workers(arguments)
     shapes = _shapes(arguments)
+    from onediff_ext.cli.workers_ahead import workers_ahead
+
+    with workers_ahead(arguments) as ahead:
+        return _run(arguments, shapes, ahead)
+
+
+def _run(
+    arguments: argparse.Namespace, shapes: list[BatchShape], ahead: WorkersAhead | None
+) -> int:
     report_file.check_report_path(arguments.json)
-    identity = model_identity(arguments)
+    identity = model_identity(arguments, imports_here=ahead is None)
+    if ahead is not None:
+        ahead.identity = identity
     if not arguments.no_build:
         arguments.build = "background"  # the warm-up itself waits
-    if in_workers:
-        return _run_in_workers(arguments, shapes, identity)
+    if ahead is not None:
+        return _run_in_workers(arguments, shapes, identity, ahead)
     model = load_model(arguments, identity, hold_builds=True)
     session = model.session
     assert session is not None
@@ -91,18 +103,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_in_workers(
-    arguments: argparse.Namespace, shapes: list[BatchShape], identity: dict[str, object]
+    arguments: argparse.Namespace,
+    shapes: list[BatchShape],
+    identity: dict[str, object],
+    ahead: WorkersAhead,
 ) -> int:
     """Warm up all workers; each kind of machine builds its graphs once."""
     from onediff_ext.cli.cluster_progress import worker_table
     from onediff_ext.cli.cluster_run import warm_up_workers, worker_row
 
-    workers = warm_up_workers(arguments, shapes, identity)
+    workers = warm_up_workers(arguments, shapes, identity, ahead)
     print(worker_table(workers))
     built = sum(worker.about.get("built", 0) for worker in workers)
     print(f"{counted(built, 'graph')} built on {counted(len(workers), 'worker')}")
     if arguments.json is not None:
-        rows = [{**worker_row(w), "warm_up": w.about.get("warm_up")} for w in workers]
+        began_at = process_started_at()
+        rows = [{**worker_row(w, began_at), "warm_up": w.about.get("warm_up")} for w in workers]
         report_file.write_json(arguments.json, {"workers": rows})
     eager = [entry for worker in workers for entry in worker.about.get("fallbacks", ())]
     report_file.print_fallbacks(eager)

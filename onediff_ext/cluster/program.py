@@ -36,12 +36,13 @@ class Program(ABC):
     """What all workers of a run do. Pickled on the driver, so it holds plain values only."""
 
     @abstractmethod
-    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
         """Load the models.
 
         Args:
             name: Of the worker.
             exchange: Where graphs are shared; None where all workers share one store.
+            prepared: What the worker's preparation returned, in the same thread; None without one.
 
         Raises:
             OneDiffError: The run cannot be done, by any worker.

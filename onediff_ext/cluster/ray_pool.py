@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,10 @@ class RayPool(WorkerPool):
 
     Args:
         ray: The module, connected.
-        program: What each worker does.
+        program: What each worker does; None when `use` says so later.
         exchange: Where graphs are shared; None where all workers share one store.
+        prepare: Called in each worker's process before its program is there, such as imports; the
+            program gets what it returns.
 
     Attributes:
         exchange: As given.
@@ -44,16 +47,30 @@ class RayPool(WorkerPool):
     def __init__(
         self,
         ray: Any,
-        program: Program,
+        program: Program | None = None,
         exchange: GraphExchange | None = None,
+        prepare: Callable[[], Any] | None = None,
     ) -> None:
         self._ray, self.exchange = ray, exchange
-        self._program = ray.put(program)
+        self._program = None if program is None else ray.put(program)
+        self._prepare = prepare
         self._actors: dict[str, Any] = {}
+        self._ahead: dict[str, Any] = {}  # they have no program yet, and nobody has asked for them
         self._calls: dict[Any, _Call] = {}
         self._names = itertools.count(1)
         self._room, self._looked_at = 0, -_LOOK_AT_NODES_S
         self._uses_gpus = ray.cluster_resources().get("GPU", 0) > 0
+
+    def start_ahead(self, limit: int | None = None) -> None:
+        """Start processes of workers, at most `limit`, before there is a program."""
+        room = self.device_count
+        for _ in range(room if limit is None else min(room, limit)):
+            name = self._next_name()
+            self._ahead[name] = self._new_actor(name)
+
+    def use(self, program: Program, exchange: GraphExchange | None) -> None:
+        """Say what each worker does, before the first `start`."""
+        self._program, self.exchange = self._ray.put(program), exchange
 
     @property
     def device_count(self) -> int:
@@ -69,14 +86,21 @@ class RayPool(WorkerPool):
         return max(0, self._room - len(self._actors))
 
     def start(self) -> str:
-        name = f"worker-{next(self._names)}"
+        name = next(iter(self._ahead), None) or self._next_name()
+        actor = self._ahead.pop(name, None) or self._new_actor(name)
+        self._actors[name] = actor
+        self._calls[actor.open.remote(self._program, self.exchange)] = _Call(name, None)
+        return name
+
+    def _next_name(self) -> str:
+        return f"worker-{next(self._names)}"
+
+    def _new_actor(self, name: str) -> Any:
         resources = {"num_gpus": 1, "num_cpus": 0} if self._uses_gpus else {"num_cpus": 1}
         actor_class = self._ray.remote(
             max_restarts=0, max_task_retries=0, max_concurrency=_THREADS, **resources
         )(Worker)
-        actor = self._actors[name] = actor_class.remote(name, self._program, self.exchange)
-        self._calls[actor.open.remote()] = _Call(name, None)
-        return name
+        return actor_class.remote(name, self._prepare)
 
     def submit(self, worker: str, ticket: int, task: Any) -> None:
         self._calls[self._actors[worker].run.remote(ticket, task)] = _Call(worker, ticket)
@@ -101,9 +125,10 @@ class RayPool(WorkerPool):
         closing = [actor.close.remote() for actor in self._actors.values()]
         with contextlib.suppress(Exception):  # those that are gone already
             self._ray.wait(closing, num_returns=max(1, len(closing)), timeout=_CLOSE_S)
-        for actor in self._actors.values():
+        for actor in (*self._actors.values(), *self._ahead.values()):
             self._ray.kill(actor, no_restart=True)
         self._actors.clear()
+        self._ahead.clear()
         self._calls.clear()
 
     def _event(self, call: _Call, reference: Any) -> Event:
@@ -111,9 +136,13 @@ class RayPool(WorkerPool):
         try:
             answer = self._ray.get(reference)
         except exceptions.RayActorError as exc:
+            if missing := missing_package(str(exc)):
+                return self._lost(call, str(missing), error=missing)
             return self._lost(call, _reason(exc), is_node=_is_node_lost(exc))
         except exceptions.RayTaskError as exc:
             cause = exc.cause if isinstance(exc.cause, Exception) else exc
+            if isinstance(cause, (ModuleNotFoundError, exceptions.RaySystemError)):
+                cause = missing_package(str(exc)) or cause
             if isinstance(cause, onediff_ext.OneDiffError):
                 return self._lost(call, str(cause), error=cause)
             return self._lost(call, f"{type(cause).__name__}: {_reason(cause)}", is_own=True)
@@ -174,6 +203,23 @@ class RayPool(WorkerPool):
         if call.ticket is None or answer == RETURNED:
             return None
         return Finished(call.worker, call.ticket, answer)
+
+
+def missing_package(text: str) -> ClusterError | None:
+    """Return the error for a worker that cannot import what it needs; None for another reason.
+
+    Args:
+        text: Of Ray's error, with the worker's traceback.
+    """
+    module = re.search(r"No module named '([\w.]+)'", text)
+    if module is None:
+        return None
+    address = re.search(r"\bip=([\w.:]+)", text)
+    where = f" on {address[1]}" if address else ""
+    return ClusterError(
+        f"Ray's workers{where} have no module {module[1]}.",
+        "Install the same version of onediff-ext on all machines, where their Ray is installed.",
+    )
 
 
 def _reason(exc: BaseException) -> str:

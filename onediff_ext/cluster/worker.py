@@ -7,12 +7,14 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import onediff_ext
 from onediff_ext.cluster.program import OpenProgram, Program
 from onediff_ext.core.errors import OneDiffError
+from onediff_ext.core.start_up_times import StartUpTimes, process_started_at
 from onediff_ext.store import GraphExchange
 
 RETURNED = "returned"
@@ -23,31 +25,48 @@ class Worker:
 
     Args:
         name: Of this worker.
-        program: What it does.
-        exchange: Where graphs are shared, or None.
+        prepare: Called at once in the thread that draws, or None. The program gets what it returns.
     """
 
-    def __init__(self, name: str, program: Program, exchange: GraphExchange | None) -> None:
-        self._name, self._program, self._exchange = name, program, exchange
+    def __init__(self, name: str, prepare: Callable[[], Any] | None = None) -> None:
+        self._name = name
+        self._times = StartUpTimes()
+        self._times.steps["process"] = process_started_at()
+        self._times.mark("worker")
         self._drawing = ThreadPoolExecutor(1, "onediff-draw")
         self._lock = threading.Lock()
         self._queued: dict[int, Future[Any]] = {}
         self._unwanted: set[int] = set()
         self._open: OpenProgram | None = None
+        self._prepared: Future[Any] | None = None
+        if prepare is not None:
+            self._prepared = self._drawing.submit(prepare)
+            self._prepared.add_done_callback(lambda _: self._times.mark("prepared"))
 
-    def open(self) -> tuple[dict[str, Any] | None, OneDiffError | None]:
+    def open(
+        self, program: Program, exchange: GraphExchange | None
+    ) -> tuple[dict[str, Any] | None, OneDiffError | None]:
         """Load the models, in the thread that draws.
+
+        Args:
+            program: What this worker does.
+            exchange: Where graphs are shared, or None.
 
         Returns:
             What the worker tells of itself, or the error that every worker would have.
         """
         try:
-            self._open = self._drawing.submit(
-                self._program.open, self._name, self._exchange
-            ).result()
+            self._open = self._drawing.submit(self._open_program, program, exchange).result()
         except OneDiffError as exc:
             return None, exc
-        return {**machine_facts(), **self._open.about()}, None
+        self._times.mark("ready")
+        return {**machine_facts(), **self._about(self._open)}, None
+
+    def _open_program(self, program: Program, exchange: GraphExchange | None) -> OpenProgram:
+        """Open the program, in the thread that has prepared it."""
+        prepared = None if self._prepared is None else self._prepared.result()
+        self._prepared = None
+        return program.open(self._name, exchange, prepared)
 
     def run(self, ticket: int, task: Any) -> tuple[Any, dict[str, Any]] | str:
         """Do one unit.
@@ -71,7 +90,14 @@ class Worker:
         finally:
             with self._lock:
                 del self._queued[ticket]
-        return program.write(drawn), program.about()
+        outcome = program.write(drawn)
+        self._times.mark("first unit")
+        return outcome, self._about(program)
+
+    def _about(self, program: OpenProgram) -> dict[str, Any]:
+        about = program.about()
+        steps = {**self._times.steps, **about.get("start_up", {})}
+        return {**about, "start_up": steps}
 
     def give_back(self, ticket: int) -> None:
         """Let `run` of a unit return at once, unless it is being drawn."""

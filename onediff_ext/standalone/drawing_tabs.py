@@ -10,7 +10,8 @@ from pathlib import Path
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.shapes import nearest_side_px
 from onediff_ext.core.words import counted
-from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.infotext_entries import infotext_entries

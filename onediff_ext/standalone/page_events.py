@@ -12,7 +12,7 @@ from gradio.processing_utils import save_file_to_cache
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.step_cache_options import StepCacheOptions
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html

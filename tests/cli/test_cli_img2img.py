@@ -32,6 +32,7 @@ REPORT = {
     "warnings": list,
     "peak_bytes": int,
     "ready_seconds": float,
+    "start_up": dict,
 }
 PICTURE = {
     "input": str,
@@ -151,6 +152,9 @@ def test_report(run: Run, tmp_path: Path) -> None:
     assert {"python", "torch", "diffusers", "onediff-ext"} <= set(report["versions"])
     assert report["peak_bytes"] > 2**20
     assert 0 < report["ready_seconds"] < 60
+    steps = report["start_up"]
+    assert list(steps) == ["torch", "imports", "model", "graphs", "first picture"]
+    assert list(steps.values()) == sorted(steps.values())
 
 
 def test_a_size_that_is_no_multiple_of_8(run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra cluster is not installed")
 
+import onediff_ext
 from onediff_ext.cluster import ray_library
 from onediff_ext.cluster.batch_queue import BatchQueue, Poisoned
-from onediff_ext.cluster.coordinator import Coordinator
+from onediff_ext.cluster.coordinator import Coordinator, start_all
+from onediff_ext.cluster.program import Program
 from onediff_ext.cluster.ray_graphs import RayGraphs
-from onediff_ext.cluster.ray_pool import RayPool
-from onediff_ext.core.errors import CheckpointError, OptionError, PictureError
+from onediff_ext.cluster.ray_pool import RayPool, missing_package
+from onediff_ext.core.errors import CheckpointError, ClusterError, OptionError, PictureError
+from onediff_ext.store import GraphExchange
 from tests.support.number_program import NumberProgram
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,10 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with ray_library.connected(None, 2) as connected:
-            yield connected
+    # Workers import the tests from the checkout: the package's folder is on their path.
+    with ray_library.connected(None, 2) as connected:
+        yield connected
 
 
 def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator, list[Poisoned]]:
@@ -48,6 +53,23 @@ def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator
     finally:
         pool.close()
     return coordinator, poisoned
+
+
+def prepare_a_file(folder: Path) -> None:
+    (folder / f"prepared-{os.getpid()}").touch()
+
+
+def package_file() -> str:
+    import onediff_ext
+
+    return onediff_ext.__file__
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
 
 
 def lines_of(folder: Path) -> dict[str, int]:
@@ -86,6 +108,66 @@ def test_an_error_that_every_worker_has_ends_the_run(ray: Any, tmp_path: Path) -
         run(ray, NumberProgram(tmp_path, broken=True), [4])
     with pytest.raises(PictureError, match="cannot be written"):
         run(ray, NumberProgram(tmp_path, full=True), [4])
+
+
+def test_workers_start_and_prepare_before_there_is_a_program(ray: Any, tmp_path: Path) -> None:
+    pool = RayPool(ray, prepare=partial(prepare_a_file, tmp_path))
+    try:
+        pool.start_ahead(2)
+        wait_until(lambda: len(list(tmp_path.glob("prepared-*"))) == 2)
+        assert pool.room() == pool.device_count  # nobody has asked for them yet
+        pool.use(NumberProgram(tmp_path), None)
+        workers = start_all(pool, 2)
+    finally:
+        pool.close()
+    pids = {f"prepared-{worker.about['pid']}" for worker in workers}
+    assert {path.name for path in tmp_path.glob("prepared-*")} == pids
+    for worker in workers:
+        steps = worker.about["start_up"]
+        assert steps["process"] < steps["worker"] < steps["prepared"] < steps["ready"]
+
+
+def test_workers_that_nobody_asked_for_end(ray: Any, tmp_path: Path) -> None:
+    pool = RayPool(ray, prepare=partial(prepare_a_file, tmp_path))
+    pool.start_ahead(2)
+    wait_until(lambda: len(list(tmp_path.glob("prepared-*"))) == 2)
+    pool.close()
+    pids = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("prepared-*")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_workers_have_the_package_of_the_driver(ray: Any) -> None:
+    """A checkout that is not installed is on the driver's path only."""
+    assert ray.get(ray.remote(package_file).remote()) == onediff_ext.__file__
+
+
+@dataclass(frozen=True)
+class FromNowhere(Program):
+    """A program of a module that workers cannot import."""
+
+    def __reduce__(self) -> Any:
+        return (eval, ("__import__('onediff_ext.not_there')",))
+
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> Any: ...
+
+
+def test_a_package_that_workers_miss_is_named_in_one_line(ray: Any) -> None:
+    with pytest.raises(ClusterError) as raised:
+        run(ray, FromNowhere(), [4])  # type: ignore[arg-type]
+    assert raised.value.message.startswith("Ray's workers on ")
+    assert raised.value.message.endswith(" have no module onediff_ext.not_there.")
+    assert raised.value.hint.startswith("Install the same version of onediff-ext on all machines")
+
+
+def test_an_actor_without_the_package_is_told_from_other_deaths() -> None:
+    text = (
+        "The actor died because of an error raised in its creation task, ray::Worker.__init__()"
+        " (pid=7, ip=10.0.0.2)\nModuleNotFoundError: No module named 'onediff_ext'"
+    )
+    error = missing_package(text)
+    assert error is not None
+    assert error.message == "Ray's workers on 10.0.0.2 have no module onediff_ext."
+    assert missing_package("The actor is dead because its worker process has died.") is None
 
 
 def test_graphs_and_leases_travel_over_ray(ray: Any) -> None:

@@ -41,6 +41,19 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert heavy_after(f"import {module}") == []
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "onediff_ext.cli.cluster_run",
+        "onediff_ext.hosts.diffusers.jobs.img2img_job",
+        "onediff_ext.hosts.diffusers.jobs.run_report",
+        "onediff_ext.hosts.diffusers.jobs.txt2img_results",
+    ],
+)
+def test_the_driver_of_several_gpus_needs_no_torch(module: str) -> None:
+    assert not {"torch", "diffusers", "transformers"} & set(heavy_after(f"import {module}"))
+
+
 def test_reading_a_light_name_loads_nothing_heavy() -> None:
     assert heavy_after("from onediff_ext import CompileOptions, OneDiffError") == []
 

@@ -13,7 +13,7 @@ import torch
 from onediff_ext.core.errors import PictureError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.phrases import phrases_in

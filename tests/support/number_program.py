@@ -34,7 +34,7 @@ class NumberProgram(Program):
     full: bool = False
     broken: bool = False
 
-    def open(self, name: str, exchange: GraphExchange | None) -> OpenProgram:
+    def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
         if self.broken:
             raise CheckpointError("The checkpoint is broken.", "Take another one.")
         return _Open(self)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
 from onediff_ext.hosts.diffusers.vae.kept_casts import KeptCasts
 from tests.support import models
 from tests.support.sample_pictures import gradient

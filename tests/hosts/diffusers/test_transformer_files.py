@@ -16,7 +16,8 @@ from onediff_ext.core.errors import CheckpointError
 from onediff_ext.hosts.diffusers.checkpoints import transformer_file
 from onediff_ext.hosts.diffusers.checkpoints.load import LoadedCheckpoint, load_checkpoint
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
 from tests.support import transformer_models as models
 from tests.support.transformer_files import diffusers_file, sd3_file, z_image_file
 from tests.support.transformer_folders import save_folder

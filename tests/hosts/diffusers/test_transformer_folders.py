@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from onediff_ext.core.errors import CheckpointError, OptionError
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
 from onediff_ext.hosts.diffusers.drawing.transformer_calls import drawn_size, padded
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from onediff_ext.hosts.diffusers.checkpoints.tensor_file import (
     open_tensor_file,
     refuse_pickle,
 )
+from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
 from onediff_ext.hosts.diffusers.checkpoints.transformer_file import load_transformer_file
 from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 from onediff_ext.hosts.diffusers.transformer_models import TransformerModel, transformer_model
@@ -81,6 +82,7 @@ def load_checkpoint(
     device: str | torch.device = "cpu",
     vae_path: str | Path | None = None,
     config: str | Path | None = None,
+    read_ahead: TensorReadAhead | None = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint.
 
@@ -92,11 +94,28 @@ def load_checkpoint(
         vae_path: A VAE .safetensors file in the original layout that replaces the checkpoint's.
         config: A diffusers folder of the transformer's model, for all that the file has not: text
             encoders, tokenizers, VAE and configuration.
+        read_ahead: Has weights of the same file, dtype and device; it is closed here.
 
     Raises:
         CheckpointError: The checkpoint cannot be loaded; message and hint say why and what to do.
     """
-    path = Path(path).expanduser()
+    try:
+        return _load_checkpoint(
+            Path(path).expanduser(), dtype, device, vae_path, config, read_ahead
+        )
+    finally:
+        if read_ahead is not None:
+            read_ahead.close()
+
+
+def _load_checkpoint(
+    path: Path,
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    vae_path: str | Path | None,
+    config: str | Path | None,
+    read_ahead: TensorReadAhead | None,
+) -> LoadedCheckpoint:
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise CheckpointError(
             f"There is no checkpoint {path}.", "Check the path; nothing is downloaded."
@@ -118,7 +137,7 @@ def load_checkpoint(
         folder = Path(config).expanduser()
         loaded = _loaded(path, load_transformer_file(path, folder, place))
     else:
-        loaded = _load_file(path, place, None if vae_path is None else Path(vae_path))
+        loaded = _load_file(path, place, None if vae_path is None else Path(vae_path), read_ahead)
     logger.info(
         "Loaded %s: %s, %s%s", loaded.name, loaded.architecture, loaded.prediction_type,
         ", inpainting" if loaded.is_inpaint else "",
@@ -126,11 +145,15 @@ def load_checkpoint(
     return loaded
 
 
-def _load_file(path: Path, place: Placement, vae_path: Path | None) -> LoadedCheckpoint:
+def _load_file(
+    path: Path, place: Placement, vae_path: Path | None, read_ahead: TensorReadAhead | None
+) -> LoadedCheckpoint:
     refuse_pickle(path)
     if path.name == "model_index.json":
         return _loaded(path.parent, load_folder(path.parent, place))
     file = open_tensor_file(path)
+    if read_ahead is not None and read_ahead.is_current():
+        file = replace(file, read_ahead=read_ahead)
     vae_file = None if vae_path is None else open_tensor_file(vae_path.expanduser())
     try:
         return _loaded(path, _read_file(file, vae_file, place))

@@ -15,6 +15,8 @@ from onediff_ext.core.untrusted_files import open_regular
 if TYPE_CHECKING:
     import torch
 
+    from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
+
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -49,11 +51,13 @@ class TensorFile:
         path: The file.
         shapes: Key → shape of every tensor.
         metadata: Free text entries of the file's writer.
+        read_ahead: Has tensors that a thread has read; they are taken first.
     """
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    read_ahead: TensorReadAhead | None = None
 
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of the first tensor, or None for a file without tensors."""
@@ -79,6 +83,11 @@ class TensorFile:
         try:
             with safe_open(str(self.path), framework="pt", device="cpu") as handle:
                 for key in keys:
+                    if self.read_ahead is not None:
+                        ahead = self.read_ahead.take(self.path, key, dtype, device)
+                        if ahead is not None:
+                            tensors[key] = ahead
+                            continue
                     tensor = handle.get_tensor(key)
                     wanted = dtype if tensor.is_floating_point() else None
                     # Copy, because mapped weights would change when the file is overwritten.

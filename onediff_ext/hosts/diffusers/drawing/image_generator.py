@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
+from onediff_ext.core.deepcache_options import few_steps_reason
 from onediff_ext.core.errors import OptionError
-from onediff_ext.core.step_cache_options import NO_STEP_CACHE, StepCacheOptions
 from onediff_ext.hosts.diffusers.compile import one_picture
 from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_reason
 from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 from onediff_ext.hosts.diffusers.drawing import transformer_calls
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.drawing.encoded_prompts import EncodedPrompts
 from onediff_ext.hosts.diffusers.drawing.sampler_noise import noise_sent_ahead
 from onediff_ext.hosts.diffusers.drawing.step_clock import StepClock
 from onediff_ext.hosts.diffusers.drawing.tasks import pipeline_for
 from onediff_ext.hosts.diffusers.drawing.transformer_calls import ReadPictures
 from onediff_ext.hosts.diffusers.flow_schedulers import make_flow_scheduler
-from onediff_ext.hosts.diffusers.schedulers import infotext_names, make_scheduler
+from onediff_ext.hosts.diffusers.schedulers import make_scheduler
 from onediff_ext.hosts.diffusers.step_cache import step_cache_for
 from onediff_ext.hosts.diffusers.vae.guarded_vae import GuardedVae
 from onediff_ext.hosts.diffusers.vae.kept_casts import KeptCasts
@@ -35,53 +34,6 @@ if TYPE_CHECKING:
     from onediff_ext.core.errors import PictureError
     from onediff_ext.hosts.diffusers.checkpoints.load import LoadedCheckpoint
     from onediff_ext.hosts.diffusers.vae.vae_fallbacks import VaeNote
-
-
-@dataclass(frozen=True)
-class DrawSettings:
-    """The settings of a picture, except its size, its seed and its input picture.
-
-    Args:
-        prompt, negative_prompt: As in the WebUI; cut at 75 tokens.
-        steps: Sampling steps; image to image runs ``steps * strength`` of them.
-        guidance: CFG scale; 1 or less draws without CFG.
-        strength: Denoising strength of image to image, above 0 and up to 1.
-        scheduler: A sampler's name, such as "Euler a" or "DPM++ 2M Karras".
-        deepcache: How much of the UNet's work is reused between steps.
-        step_cache: Which blocks of a transformer are skipped.
-
-    Raises:
-        OptionError: A value is out of range or unknown.
-    """
-
-    prompt: str = ""
-    negative_prompt: str = ""
-    steps: int = 20
-    guidance: float = 7.0
-    strength: float = 0.6
-    scheduler: str = "Euler a"
-    deepcache: DeepCacheOptions = OFF
-    step_cache: StepCacheOptions = NO_STEP_CACHE
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.steps <= 1000:
-            raise OptionError(f"{self.steps} steps cannot be drawn.", "Choose 1 to 1000.")
-        if not 0 < self.strength <= 1:
-            raise OptionError(
-                f"A strength of {self.strength} cannot be used.", "Choose above 0 and up to 1."
-            )
-        if not 0 <= self.guidance <= 100:
-            raise OptionError(f"A guidance of {self.guidance} cannot be used.", "Choose 1 to 30.")
-        infotext_names(self.scheduler)
-
-    def check_img2img_steps(self) -> None:
-        """Raise OptionError when steps times strength is less than one step."""
-        if int(self.steps * self.strength) < 1:
-            enough = next(n for n in itertools.count(self.steps) if int(n * self.strength) >= 1)
-            raise OptionError(
-                f"{self.steps} steps at strength {self.strength} are less than one step.",
-                f"Use at least {enough} steps, or a higher strength.",
-            )
 
 
 @dataclass(frozen=True)

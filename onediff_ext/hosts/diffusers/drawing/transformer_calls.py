@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 
 
 def drawn_size(width_px: int, height_px: int) -> tuple[int, int]:

@@ -9,7 +9,8 @@ from onediff_ext.hosts.diffusers.schedulers import infotext_names
 from onediff_ext.pictures.infotext_format import build_infotext
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings, ImageGenerator
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
 
 
 def compose_infotext(

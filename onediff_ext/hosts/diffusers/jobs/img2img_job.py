@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from onediff_ext.hosts.diffusers.drawing.image_generator import DrawSettings
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.batch.planning import Plan, plan_batch
 

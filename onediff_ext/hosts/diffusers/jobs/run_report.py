@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from onediff_ext.engine.blocks.block_kind import KindState
-from onediff_ext.session.session import Session
-
 if TYPE_CHECKING:
+    import torch
+
     from onediff_ext.hosts.diffusers.vae.vae_fallbacks import VaeNote
+    from onediff_ext.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class RunReport:
     """Results, graphs, eager reasons, warnings and memory of one run.
 
     `workers` has a row for each worker of a run on several GPUs, and is empty otherwise.
+    `start_up` has the seconds at which the steps of the start-up were done, counted from the start
+    of the process.
     """
 
     device: str = ""
@@ -58,6 +58,7 @@ class RunReport:
     peak_bytes: int = 0
     ready_seconds: float = 0.0
     workers: list[dict[str, Any]] = field(default_factory=list)
+    start_up: dict[str, float] = field(default_factory=dict)
     _noted: set[str] = field(default_factory=set, repr=False)
 
     def take_notes(self, notes: Sequence[VaeNote]) -> None:
@@ -91,12 +92,15 @@ class RunReport:
             "warnings": self.warnings,
             "peak_bytes": self.peak_bytes,
             "ready_seconds": self.ready_seconds,
+            "start_up": self.start_up,
             **({"workers": self.workers} if self.workers else {}),
         }
 
 
 def left_eager(session: Session) -> list[dict[str, Any]]:
     """Return the blocks that ran eager in place of a graph, with reasons; most calls first."""
+    from onediff_ext.engine.blocks.block_kind import KindState
+
     calls = Counter({(f.what, f.reason): f.count for f in session.fallbacks()})
     for kind in session.kinds:
         if kind.state is KindState.MISSING:
@@ -163,6 +167,8 @@ def recompile_count() -> int:
 def peak_bytes(device: torch.device) -> int:
     """Return the peak memory so far: of the GPU's allocator, or of the process on a CPU."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.max_memory_allocated(device))
     try:
         import resource
@@ -174,6 +180,8 @@ def peak_bytes(device: torch.device) -> int:
 
 def describe_device(device: torch.device) -> str:
     """Return a text such as ``"cpu: 8 threads, x86_64"`` or ``"cuda: NVIDIA H200"``."""
+    import torch
+
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {torch.get_num_threads()} threads, {platform.machine()}"

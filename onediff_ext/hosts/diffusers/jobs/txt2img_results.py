@@ -14,11 +14,8 @@ from onediff_ext.pictures.urls import exists
 from onediff_ext.pictures.writing import write_png
 
 if TYPE_CHECKING:
-    from onediff_ext.hosts.diffusers.drawing.image_generator import (
-        Drawn,
-        DrawSettings,
-        ImageGenerator,
-    )
+    from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+    from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
 
 
 def result_path(folder: Path, seed: int, width_px: int, height_px: int) -> Path:
