@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.differential.mismatches import Mismatch
 from tests.differential.plants import PLANTS
 from tests.differential.registry import OPERATIONS
 from tests.differential.rounding import Excused
-from tests.differential.stand_ins import stand_ins
+from tests.differential.stand_ins import known_programs, stand_ins
 from tests.differential.world import TRANSFORMERS, UNETS, World, session_for
 
 # Steps that are done whatever time they take: a new kind's program takes seconds to make.
@@ -86,11 +86,14 @@ class Found:
         world: The seed of its models.
         steps: From the first operation to the last.
         mismatch: What differs after the last one.
+        programs: Those that were there at its start. They decide what is drawn with graphs: a block
+            that cannot be exported while a patch is on has its graph if its program is known.
     """
 
     world: int
     steps: tuple[Step, ...]
     mismatch: Mismatch
+    programs: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
 
 class Driver:
@@ -165,8 +168,8 @@ class Driver:
             choices = Random(random.randrange(2**32))
             grammar = Grammar(choices, self.counts.operations)
             done: list[Step] = []
-            began = time.monotonic()
-            with self._world(world_seed, end) as (world, mismatch):
+            began, programs = time.monotonic(), known_programs()
+            with self._world(world_seed, end, programs) as (world, mismatch):
                 ready = time.monotonic()
                 end = min(end, ready + seconds)
                 while mismatch is None and len(done) < most and is_time():
@@ -179,7 +182,7 @@ class Driver:
             if listen is not None:
                 listen(ended)
             if mismatch is not None:
-                yield Found(world_seed, tuple(done), mismatch)
+                yield Found(world_seed, tuple(done), mismatch, programs)
                 if mismatch.what == "device":
                     return
 
@@ -189,14 +192,17 @@ class Driver:
         steps: Sequence[Step],
         seconds: float = math.inf,
         listen: Callable[[Step], None] | None = None,
+        programs: Mapping[str, bytes] | None = None,
     ) -> Found | None:
         """Given steps, those left out that do not fit; where it went wrong, if it did.
 
-        No step begins after so many seconds. `listen` hears of each step that was done.
+        No step begins after so many seconds. `listen` hears of each step that was done. `programs`
+        are those that are there at its start, None for all that are known.
         """
+        programs = known_programs() if programs is None else programs
         done: list[Step] = []
         end = time.monotonic() + seconds
-        with self._world(world_seed) as (world, mismatch):
+        with self._world(world_seed, programs=programs) as (world, mismatch):
             for step in steps:
                 if mismatch is not None or time.monotonic() >= end:
                     break
@@ -205,10 +211,11 @@ class Driver:
                     mismatch = self._step(world, step)
                     if listen is not None:
                         listen(step)
-        return None if mismatch is None else Found(world_seed, tuple(done), mismatch)
+        return None if mismatch is None else Found(world_seed, tuple(done), mismatch, programs)
 
     def is_planted(self, found: Found) -> bool:
-        """Whether a sequence shows the planted fault: nothing differs without it."""
+        """Whether a sequence shows the planted fault: nothing differs without it, with the
+        same programs at the start."""
         plain = Driver(
             self.device,
             compiled=self.compiled,
@@ -216,7 +223,7 @@ class Driver:
             model=self.model,
             dtype=self.dtype,
         )
-        return plain.run(found.world, found.steps) is None
+        return plain.run(found.world, found.steps, programs=found.programs) is None
 
     def shortest(self, found: Found, seconds: float) -> Found:
         """Leave out steps for as long as it still goes wrong, in so much time at most."""
@@ -227,7 +234,7 @@ class Driver:
             at, shorter = 0, False
             while at < len(found.steps) and time.monotonic() < end:
                 rest = found.steps[:at] + found.steps[at + size :]
-                less = self.run(found.world, rest)
+                less = self.run(found.world, rest, programs=found.programs)
                 if less is not None and len(less.steps) < len(found.steps):
                     found, shorter = less, True
                 else:
@@ -257,11 +264,13 @@ class Driver:
         return world.compare()
 
     @contextmanager
-    def _world(self, seed: int, end: float = math.inf) -> Iterator[tuple[World, Mismatch | None]]:
+    def _world(
+        self, seed: int, end: float = math.inf, programs: Mapping[str, bytes] | None = None
+    ) -> Iterator[tuple[World, Mismatch | None]]:
         """Models whose graphs are in use, and what went wrong until then."""
         with (
             tempfile.TemporaryDirectory(prefix="onediff-differential-") as folder,
-            stand_ins(self.device) as figures,
+            stand_ins(self.device, programs) as figures,
             PLANTS[self.plant]() if self.plant else nullcontext(),
         ):
             store = self.store or Path(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,24 @@ class Figures:
     world: World | None = None
 
 
+def known_programs() -> dict[str, bytes]:
+    """The exported programs that worlds share, as they are now."""
+    return dict(quick_builds._BUILT)
+
+
 @contextmanager
-def stand_ins(device: str) -> Iterator[Figures]:
-    """Within it, calls of graphs and replays are counted, and a world can hold its builds."""
+def stand_ins(device: str, programs: Mapping[str, bytes] | None = None) -> Iterator[Figures]:
+    """Within it, calls of graphs and replays are counted, and a world can hold its builds.
+
+    `programs` are those that a world begins with; None for all that are known.
+    """
     figures = Figures()
     with ExitStack() as stack:
         on_gpu = torch.device(device).type == "cuda"
         if not on_gpu:
             stack.enter_context(quick_builds.quick_builds())
             stack.enter_context(quick_builds.quick_loads())
-            stack.enter_context(_programs_of_one_world(figures))
+            stack.enter_context(_programs_of_one_world(figures, programs))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         backend: type[Any] = InductorBackend if on_gpu else EagerBackend
         patch.setattr(backend, "load", _counted_loads(backend.load, figures))
@@ -51,7 +59,9 @@ def stand_ins(device: str) -> Iterator[Figures]:
 
 
 @contextmanager
-def _programs_of_one_world(figures: Figures) -> Iterator[None]:
+def _programs_of_one_world(
+    figures: Figures, programs: Mapping[str, bytes] | None
+) -> Iterator[None]:
     """Programs are shared by all worlds if they were made while no feature was on: others may have
     been traced with what is just being tried."""
     shared = quick_builds._BUILT
@@ -63,7 +73,7 @@ def _programs_of_one_world(figures: Figures) -> Iterator[None]:
                 shared[digest] = payload
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick_builds, "_BUILT", Programs(shared))
+        patch.setattr(quick_builds, "_BUILT", Programs(shared if programs is None else programs))
         yield
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
+from tests.differential import sequences
 from tests.differential.grammar import Grammar
 from tests.differential.mismatches import difference
 from tests.differential.plants import PLANTS, PLANTS_FOR_A_GPU
 from tests.differential.registry import OPERATIONS
 from tests.differential.sequences import Driver, Found, Step, as_json
+from tests.support import quick_builds
 
 FIXED_SEED = 7
 A_UNETS_SEED, A_TRANSFORMERS_SEED = 6, 5  # of the first sequence: a UNet's, SD3's
@@ -181,6 +185,29 @@ def test_a_seed_always_draws_the_same_steps() -> None:
         assert next(driver.random_run(3, 15), None) is None
         drawn.append(driver.counts.operations)
     assert drawn[0] == drawn[1]
+
+
+def test_both_runs_of_a_planted_sequence_begin_with_the_same_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first run makes more, with which the second would draw through other graphs."""
+    monkeypatch.setattr(quick_builds, "_BUILT", {})
+    starts, real = list[int](), sequences.stand_ins
+
+    def seen(device: str, programs: Mapping[str, bytes] | None = None) -> Any:
+        starts.append(-1 if programs is None else len(programs))
+        return real(device, programs)
+
+    monkeypatch.setattr(sequences, "stand_ins", seen)
+    driver = Driver(plant="attributes-of-layers", model="sd15")
+    world, fault = SHORTEST["attributes-of-layers"]
+    found = driver.run(world, [Step.parse(fault)])
+    assert found is not None
+    assert len(quick_builds._BUILT) > 0
+    assert driver.is_planted(found)
+    driver.shortest(found, 1)
+    assert starts[:2] == [0, 0]
+    assert set(starts) == {0}
 
 
 def test_a_sequence_is_cut_down_to_what_shows_the_fault() -> None:

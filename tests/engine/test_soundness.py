@@ -475,6 +475,50 @@ def attentions(unet: Any) -> list[nn.Module]:
     return [block.attn1 for block in unet.modules() if hasattr(block, "attn1")]
 
 
+class Blur(nn.Module):
+    """Of an extension, which keeps one on each layer for maps that it sees while it is on."""
+
+    def __init__(self, sigma: float) -> None:
+        super().__init__()
+        self.sigma = sigma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sigma * x
+
+
+def test_what_an_extension_leaves_on_layers_is_no_part_of_them(twins: Twins) -> None:
+    """Attention guidance leaves a module and a strength that no code of a layer reads."""
+    twins.settle()
+    kinds = {kind.key.digest for kind in twins.session.kinds}
+    for sigma in (0.5, 2.0):
+        for unet in twins.both:
+            for layer in attentions(unet):
+                layer.gaussian_blur, layer.guidance_scale = Blur(sigma), sigma
+        twins.settle()  # through CUDA graphs again
+        status = twins.session.status()
+        assert (status.running, status.eager_blocks) == ("compiled", ())
+    assert {kind.key.digest for kind in twins.session.kinds} == kinds
+
+
+def test_what_is_left_on_layers_is_no_part_of_a_graph_that_is_built(twins: Twins) -> None:
+    undo_compile(twins.pipe)
+    for unet in twins.both:
+        for layer in attentions(unet):
+            layer.gaussian_blur = Blur(0.5)
+    compile_pipe(twins.pipe, session=twins.session, ignores=["vae"])
+    twins.settle()
+    assert twins.session.status().running == "compiled"
+
+
+def test_a_layers_own_module_of_an_unknown_class_is_no_left_over(twins: Twins) -> None:
+    """Code reads it: the layer's name for it is used."""
+    twins.settle()
+    for unet in twins.both:
+        unet.mid_block.resnets[0].nonlinearity = Blur(0.5)
+    twins.assert_equal()
+    assert twins.session.status().running == "compiled in part"
+
+
 def test_wrappers_that_an_extension_leaves_end_graphs_only_while_they_do_something(
     twins: Twins,
 ) -> None:

@@ -26,8 +26,9 @@ from onediff_ext.engine.validity.foreign_code import (
     is_own_method,
     replaced_methods,
 )
+from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper, left_wrappers
-from onediff_ext.engine.validity.model_state import ModelState
+from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.module_attributes import INTERNAL
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
 
@@ -81,6 +82,7 @@ class BlockTree:
         self._wrappers: list[nn.Module] = []
         self._refusing: list[tuple[WrapperRule, nn.Module, str]] = []
         self._left: list[LeftWrapper] = []
+        self._left_overs = LeftOvers(block, attention_processors(block.modules()), self._is_known)
         self.slots: list[WeightSlot] = []
         self._absent: list[tuple[dict[str, Any], str]] = []  # such as the bias of a layer without
         lines: list[str] = []
@@ -189,7 +191,7 @@ class BlockTree:
         return self.names == names and all(self.entries[part] == entries[part] for part in parts)
 
     def copy(self) -> nn.Module:
-        """Return a structural copy that shares every tensor, without hooks, patches and wrappers.
+        """Return a structural copy that shares every tensor, without what others have added.
 
         Tracing the live block would race with other threads, which would meet
         fake tensors, and would run other extensions' hooks.
@@ -203,7 +205,12 @@ class BlockTree:
                     shared[id(value)] = value
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 shared[id(hooks)] = type(hooks)()
+        left = nn.Identity()
+        shared.update(dict.fromkeys(self._left_overs.modules, left))
         block = copy.deepcopy(self._block, shared).eval()
+        for module in block.modules():
+            for name in [name for name, child in module._modules.items() if child is left]:
+                del module._modules[name]
         self._unwrap(block)
         for module in block.modules():
             for name in ("forward", "_forward", *self._ignored_attrs):
@@ -245,7 +252,9 @@ class BlockTree:
                 else:
                     self._absent.append((holder, name))
         for name, child in module._modules.items():
-            if child is None or not (inner or self._parts is None or name in self._parts):
+            if child is None or id(child) in self._left_overs.modules:
+                continue
+            if not (inner or self._parts is None or name in self._parts):
                 continue
             rule = rule_of(child, self._rules)
             if rule is None:
@@ -291,8 +300,13 @@ class BlockTree:
                 and not is_ours(value)
                 and not is_own_method(module, name)
                 and (not name.startswith("_") or reads_attribute(type(module), name))
+                and not self._left_overs.has_attribute(module, name)
             }
         )
+
+    def _is_known(self, module: nn.Module) -> bool:
+        is_known = qualified_name(type(module)).startswith(self._packages)
+        return is_known or rule_of(module, self._rules) is not None
 
     def _judge(self, what: str, module: nn.Module, inner: bool) -> None:
         """Refuse a module that does not compute what its class says."""

@@ -15,6 +15,7 @@ from torch import nn
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
@@ -130,6 +131,10 @@ class Snapshot:
         processors = attention_processors(modules)
         wrappers = [(r, m) for m in modules if (r := rule_of(m, known.rules)) is not None]
         wrapped = {id(inner): _package(m) for _, m in wrappers for inner in m.modules()}
+        left_overs = LeftOvers(
+            model, processors, lambda m: id(m) in wrapped or _is_known(m, known.prefixes)
+        )
+        modules = [module for module in modules if id(module) not in left_overs.modules]
         left = [(m, *found) for m in modules for found in left_wrappers(m).items()]
         passing = {(id(m), name) for m, name, wrapper in left if wrapper.passes()}
         self._state = ModelState(
@@ -254,7 +259,7 @@ def _refusal_reason(
     prefixes = known.prefixes
     if id(module) in wrapped:
         prefixes += (wrapped[id(module)],)
-    if not f"{cls.__module__}.{cls.__qualname__}".startswith(prefixes):
+    if not _is_known(module, prefixes):
         return f"{cls.__qualname__} is not known as free of side effects"
     name = _foreign_function(module, (*prefixes, *known.trusted_patchers), known.ignored_attrs)
     if name is not None:
@@ -269,6 +274,10 @@ def _refusal_reason(
     if replaced:
         return f"a {cls.__qualname__} has the {replaced[0]} of {known.patcher_of(module)}"
     return None
+
+
+def _is_known(module: nn.Module, prefixes: tuple[str, ...]) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}".startswith(prefixes)
 
 
 def _form_of(tensor: torch.Tensor) -> Hashable:

@@ -14,7 +14,9 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _CONSTANT = (type(None), bool, int, float, str)
 
 
-def helpers_of(classes: Iterable[type]) -> list[tuple[Namespace, list[str]]]:
+def helpers_of(
+    classes: Iterable[type], packages: Iterable[str] = ()
+) -> list[tuple[Namespace, list[str]]]:
     """Return the names of modules' globals that methods, and their helpers, read.
 
     These are functions, classes, Python modules (``F`` may be replaced by an object of another
@@ -26,13 +28,14 @@ def helpers_of(classes: Iterable[type]) -> list[tuple[Namespace, list[str]]]:
 
     Args:
         classes: Classes of modules and attention processors.
+        packages: More packages into which helpers are followed.
 
     Returns:
         Namespaces of Python modules, and the names in each.
     """
     found: dict[int, tuple[Namespace, dict[str, None]]] = {}
     classes = list(classes)
-    packages = {cls.__module__.partition(".")[0] for cls in classes} - {"torch"}
+    packages = {*packages, *(cls.__module__.partition(".")[0] for cls in classes)} - {"torch"}
     waiting = [function for cls in classes for function in _methods(cls)]
     seen: set[types.FunctionType] = set()
     while waiting:

@@ -126,7 +126,7 @@ def one_picture(world: World, random: Random) -> None:
     world.picture.as_picture = not world.picture.as_picture
 
 
-@operation(weight=2, then=("requires_grad",))
+@operation(weight=2, then=("again",))
 def autocast(world: World, random: Random) -> None:
     world.picture.autocast = not world.picture.autocast
 

@@ -266,7 +266,38 @@ def test_short_of_memory_captures_go_before_an_error_is_seen(
     assert float((found - expected).norm() / expected.norm()) < allowed(pipe, 5)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@torch.no_grad()
+def test_a_pipe_that_moves_to_another_gpu_takes_its_graphs_along(
+    make_session: Callable[..., Session],
+) -> None:
+    pipe, twin = sd15(seed=3).to("cuda:0", torch.float16), sd15(seed=3).to(torch.float16)
+    session = make_session("inductor")
+    compile_pipe(pipe, session=session, ignores=["vae"])
+    settle(pipe, height=16, width=24)
+    built = {kind.key.digest for kind in session.kinds}
+    for place in ("cuda:1", "cuda:0", "cuda:1"):
+        pipe.to(place)
+        twin.to(place)
+        settle(pipe, height=16, width=24)
+        for seed in (20, 21):
+            given = inputs(twin.unet, 16, 24, seed)
+            found, expected = pipe.unet(**given).sample, twin.unet(**given).sample
+            assert captured(pipe).replayed
+            assert found.device == torch.device(place)
+            rounding = rounding_of(twin.unet, given)
+            assert float((found - expected).norm() / expected.norm()) < 2 * rounding
+    moved = [kind for kind in session.kinds if kind.device == torch.device("cuda:1")]
+    assert {kind.key.digest for kind in moved} == built
+    assert [kind.source for kind in moved] == ["loaded"] * len(built)  # none was built again
+    assert session.status().running == "compiled"
+    undo_compile(pipe)
+
+
+@two_gpus
 def test_each_gpu_of_one_process_has_its_recordings() -> None:
     recorder = CudaRecorder()
     made = []
