@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import pickle
@@ -137,6 +138,9 @@ def _serve(exports: Sequence[Callable[[], bytes]], pipe: int, in_background: boo
 
 
 def _leave_the_parent(in_background: bool) -> None:
+    # The parent's garbage may hold CUDA graphs and events. Without the parent's CUDA context, their
+    # destructors end the process.
+    gc.freeze()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()  # Ctrl-C goes to the parent only
