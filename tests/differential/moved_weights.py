@@ -16,7 +16,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,21 +79,22 @@ def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
     world.options["spot_checks"] = False  # after one of them, eager's picture is shown
     world.undo()
     world.compile()
-    mismatch = world.settle() if world.on_gpu else None
-    for _ in range(_MOST_PICTURES):
-        if mismatch is not None or _is_replayed(world):
-            break
-        mismatch = world.compare()
-    if mismatch is not None or not _is_replayed(world):
-        raise NothingToFindError(f"before the weights move: {mismatch or _state(world)}")
-    before, graph = world.replays, _captured(world).replayed_from
     model = world.denoiser(world.pipe)
     weights = [*model.parameters(), *model.buffers()]
-    places = {id(weight): weight.data_ptr() for weight in weights}
-    sizes = {weight.data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
-    copies = [weight.data.clone() for weight in weights]  # before any memory is free again
-    for weight, copy in zip(weights, copies, strict=True):
-        weight.data = copy
+    with _lying_apart(weights, world):
+        mismatch = world.settle() if world.on_gpu else None
+        for _ in range(_MOST_PICTURES):
+            if mismatch is not None or _is_replayed(world):
+                break
+            mismatch = world.compare()
+        if mismatch is not None or not _is_replayed(world):
+            raise NothingToFindError(f"before the weights move: {mismatch or _state(world)}")
+        before, graph = world.replays, _captured(world).replayed_from
+        places = {id(weight): weight.data_ptr() for weight in weights}
+        sizes = {weight.data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+        copies = [weight.data.clone() for weight in weights]  # before any memory is free again
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.data = copy
     gc.collect()
     given_back = _given_back_bytes(sizes, world)
     replay, replayed = graph.recording.replay, list[int]()
@@ -104,6 +107,26 @@ def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
     if planted and not seen.replays_after:
         raise NothingToFindError(f"after the weights have moved: {_state(world)}; {seen}")
     return seen
+
+
+@contextmanager
+def _lying_apart(weights: Sequence[torch.Tensor], world: World) -> Iterator[None]:
+    """Until the end of the ``with`` block, the weights' memory has nothing else in it.
+
+    Otherwise small tensors share their memory with others, so that it never goes back to the
+    driver.
+    """
+    import torch
+
+    if not world.on_gpu:
+        yield
+        return
+    pool = torch.cuda.MemPool()
+    with torch.cuda.device(world.device), torch.cuda.use_mem_pool(pool):
+        for weight in weights:
+            weight.data = weight.data.clone()
+    yield
+    del pool
 
 
 def _given_back_bytes(sizes: Mapping[int, int], world: World) -> int:
@@ -125,14 +148,24 @@ def _given_back_bytes(sizes: Mapping[int, int], world: World) -> int:
         return sum(sizes.values())
     torch.cuda.synchronize(world.device)
     torch.cuda.empty_cache()
-    kept = [
-        range(segment["address"], segment["address"] + segment["total_size"])
-        for segment in torch.cuda.memory_snapshot()
-    ]
-    found = sum(size for at, size in sizes.items() if not any(at in place for place in kept))
+    kept = torch.cuda.memory_snapshot()
+    holding = {at: _segment_of(at, kept) for at in sizes}
+    found = sum(size for at, size in sizes.items() if holding[at] is None)
     if not found:
-        raise NothingToFindError(f"torch keeps the memory of all {len(sizes)} weights that moved")
+        segment = next(iter(holding.values()))
+        raise NothingToFindError(
+            f"torch keeps the memory of all {len(sizes)} weights that moved, such as {segment}"
+        )
     return found
+
+
+def _segment_of(at: int, kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What torch keeps there: memory from the driver, without the list of its parts."""
+    for segment in kept:
+        if at in range(segment["address"], segment["address"] + segment["total_size"]):
+            parts = Counter(part["state"] for part in segment["blocks"])
+            return {**segment, "blocks": dict(parts)}
+    return None
 
 
 def _captured(world: World) -> Any:

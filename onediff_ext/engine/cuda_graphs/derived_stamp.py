@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
 from onediff_ext.engine.running.block_weights import BlockWeights
-from onediff_ext.engine.validity.module_attributes import INTERNAL
+from onediff_ext.engine.validity.module_attributes import INTERNAL, is_torchs
 from onediff_ext.engine.validity.tensor_contents import version_of
 from onediff_ext.engine.validity.values import copy_of, is_equal, is_mutable, value_of
 from onediff_ext.engine.weak_tensors import WeakTensors
@@ -48,8 +48,8 @@ class DerivedStamp:
         tensors = {id(t): t for each in weights for t in each.derived_sources()}
         self._sources = WeakTensors(tensors.values())
         self._contents = _contents_of(list(tensors.values()))
-        wrappers = {id(m): m for slot in self._slots for m in slot.wrapper_modules()}
-        self._fields = [module.__dict__ for module in wrappers.values()]
+        around = {id(m): m for slot in self._slots for m in slot.wrapper_modules()}
+        self._fields = [m.__dict__ for m in around.values() if not is_torchs(m)]
         self._values = self._read_values()
         held = [v for fields in self._fields for v in _mutable_values(fields)]
         self._held = [value for value in held if type(value) in _CONTAINERS]
@@ -60,7 +60,7 @@ class DerivedStamp:
         """Return whether the derived weights would be made from the same things."""
         if not _are(self._parts, self._read_parts()):
             return False
-        if not _are(self._made_from, map(_MADE_FROM, self._slots)):
+        if not _are(self._made_from, list(map(_MADE_FROM, self._slots))):
             return False
         tensors = self._sources.alive()
         if tensors is None or self._read_generation() != self._generation:
@@ -82,10 +82,9 @@ class DerivedStamp:
         return list(chain.from_iterable(map(dict.values, self._fields)))
 
 
-def _are(ours: Sequence[object], theirs: Iterable[object]) -> bool:
+def _are(ours: Sequence[object], theirs: Sequence[object]) -> bool:
     """Whether two sequences have the same objects."""
-    others = list(theirs)
-    return len(ours) == len(others) and all(map(operator.is_, ours, others))
+    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
 
 
 def _contents_of(tensors: Sequence[torch.Tensor]) -> list[list[Hashable]]:

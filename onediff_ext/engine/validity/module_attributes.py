@@ -17,6 +17,13 @@ INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
 # Nobody calls them, so neither their attributes nor their hooks decide anything.
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
+# The dictionaries of a module's parts, whose contents are compared while they are the same ones.
+_CONTAINERS_OF = operator.itemgetter(
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
+)
+_CHILDREN_OF = operator.itemgetter("_modules")
+# Their weights, children and methods decide all. Their attributes only tell of them.
+_SETTLED = (nn.Linear, nn.Identity)
 # What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
 # picture (``enable_model_cpu_offload``). On the outer module the hook runs around all the rest.
 _HOOKED = frozenset({"_hf_hook", "_old_forward"})
@@ -35,7 +42,8 @@ class ModuleAttributes:
         ignored: Names of attributes that decide nothing.
         parameters: Whether a replaced Parameter counts.
         bare: Wrappers such as LoRA layers, and the layers that they brought. Of the wrappers only
-            children, hooks and replaced methods count; the rest is followed in another way.
+            children, hooks and replaced methods count; the rest is followed in another way. So do
+            they of a linear layer that was brought.
     """
 
     def __init__(
@@ -52,14 +60,17 @@ class ModuleAttributes:
         self._types = list(map(type, self._modules))
         bare = list(bare)
         uncalled = {id(m) for m in bare if type(m) in _CONTAINERS}
-        skipped = {id(m) for m in bare if not is_torchs(m)} | uncalled | {id(outer)}
+        settled = {id(m) for m in bare if type(m) in _SETTLED}
+        skipped = {id(m) for m in bare if not is_torchs(m)} | uncalled | settled | {id(outer)}
         self._dicts: list[dict[str, Any]] = []
         self._weight_dicts: list[dict[str, Any]] = []
+        rest = [m for m in self._modules if id(m) in skipped and m is not outer]
+        self._skipped = [m.__dict__ for m in rest]
+        self._called = [m.__dict__ for m in rest if id(m) not in uncalled]
+        self._uncalled = [m.__dict__ for m in rest if id(m) in uncalled]
         # A replaced method is one more attribute.
-        self._lengths_of = [
-            m.__dict__ for m in self._modules if id(m) in skipped and m is not outer
-        ]
-        self._lengths = list(map(len, self._lengths_of))
+        self._lengths = list(map(len, self._skipped))
+        self._containers_of_skipped = self._read_containers()
         for module in self._modules:
             if id(module) not in skipped:
                 self._dicts.append(module.__dict__)
@@ -86,7 +97,9 @@ class ModuleAttributes:
         """Return whether they are what they were."""
         if list(map(type, self._modules)) != self._types or any(self._empty):
             return False
-        if list(map(len, self._lengths_of)) != self._lengths:
+        if list(map(len, self._skipped)) != self._lengths:
+            return False
+        if not all(map(operator.is_, self._read_containers(), self._containers_of_skipped)):
             return False
         if not self._has_its_weights():
             return False
@@ -102,6 +115,10 @@ class ModuleAttributes:
         if len(now) != len(kept):
             now = [each for each in now if each is not None]
         return all(map(operator.is_, kept, now))
+
+    def _read_containers(self) -> list[object]:
+        called = chain.from_iterable(map(_CONTAINERS_OF, self._called))
+        return [*called, *map(_CHILDREN_OF, self._uncalled)]
 
     def _read_weights(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._weight_dicts)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +17,14 @@ from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 from onediff_ext.session.session import Session
 from tests.support.adapter_weights import lora_tensors
 from tests.support.cuda_graph_steps import assert_right, captured, eager, settle, step
-from tests.support.models import sdxl
+from tests.support.models import sd15
 
 Change = Callable[[Any], Any]
 
 
 @pytest.fixture
 def pipe(session: Session) -> Iterator[Any]:
-    pipe = sdxl()
+    pipe = sd15(seed=3)
     pipe.load_lora_weights(lora_tensors(pipe, text=False), adapter_name="a")
     pipe.set_adapters("a", 0.3)
     compile_pipe(pipe, session=session, ignores=["vae"])
@@ -167,3 +168,43 @@ def test_a_stamp_keeps_no_lora_alive(pipe: Any) -> None:
         step(pipe, seed)
     gc.collect()
     assert factor() is None
+
+
+@torch.no_grad()
+def scaled_parameter(factor: nn.Module) -> None:
+    factor.weight = nn.Parameter(factor.weight * 0.1)
+
+
+def another_child(factor: nn.Module) -> None:
+    factor.register_module("note", nn.Identity())
+
+
+def scaling_hook(factor: nn.Module) -> None:
+    factor.register_forward_hook(lambda _module, _inputs, output: output * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("_parameters", scaled_parameter),
+        ("_modules", another_child),
+        ("_forward_hooks", scaling_hook),
+    ],
+)
+def test_another_dictionary_of_parts_counts(pipe: Any, name: str, change: Change) -> None:
+    """What is written into the new one is not in the old one, which was looked at before."""
+    factors = [layer.lora_B["a"] for layer in layers(pipe)]
+    with compiled_state(pipe).session.picture():
+        step(pipe)
+        for factor in factors:
+            vars(factor)[name] = OrderedDict(vars(factor)[name])
+        step(pipe)
+        assert not captured(pipe).replayed
+        for seed in range(3):
+            step(pipe, seed)
+        before = eager(pipe)
+        for factor in factors:
+            change(factor)
+        assert torch.allclose(before, eager(pipe)) == (name == "_modules")
+        for seed in range(3):
+            assert_right(pipe, seed)
