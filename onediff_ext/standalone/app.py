@@ -15,8 +15,8 @@ from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
+from onediff_ext.hosts.diffusers.jobs.model_identity import AUTO, model_identity
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
-from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import STOP
 from onediff_ext.session.sessions_by_options import SessionsByOptions
@@ -42,6 +42,7 @@ class StandaloneApp:
         device, dtype: Of the weights.
         options: Store, limit and workers; the panel sets the others.
         vae_tiling: As for `ImageGenerator`.
+        dtype_name: `dtype` as the command line names it: "auto", "fp32", "fp16" or "bf16".
 
     Attributes:
         image_generator: Of the loaded checkpoint; None before the first load.
@@ -56,8 +57,10 @@ class StandaloneApp:
         dtype: torch.dtype,
         options: CompileOptions,
         vae_tiling: str = "auto",
+        dtype_name: str = AUTO,
     ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
+        self._dtype_name = dtype_name
         self._vae_tiling = vae_tiling
         # Parts of each checkpoint's VAE that overflow in float16, for the life of the process.
         self._overflowing: dict[object, set[str]] = {}
@@ -125,11 +128,7 @@ class StandaloneApp:
         """
         with self.turn():
             hashes = ContentHashes(self.library.folder)
-            identity: dict[str, object] = {
-                "checkpoint": hashes.content_hash(model),
-                "loras": lora_identities(loras, hashes),
-                "dtype": str(self.dtype),
-            }
+            identity = model_identity(hashes, model, loras, dtype=self._dtype_name)
             if self.image_generator is not None and identity == self.identity:
                 return
             self.check_cancelled()

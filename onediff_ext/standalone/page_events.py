@@ -14,6 +14,7 @@ from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.hosts.diffusers.jobs.model_identity import earlier_identities
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
@@ -219,7 +220,8 @@ class PageEvents:
         )
         settings = _settings(choices, picture, own["strength"])
         identity = {**self.standalone_app.identity, **choices.changes()}
-        return Img2ImgJob(batch, settings, identity)
+        earlier = earlier_identities(identity, str(self.standalone_app.dtype))
+        return Img2ImgJob(batch, settings, identity, earlier)
 
     def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
         words = visitors_phrases()
