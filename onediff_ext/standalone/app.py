@@ -48,6 +48,8 @@ class StandaloneApp:
         image_generator: Of the loaded checkpoint; None before the first load.
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide an image.
+        loras: Files and weights of the loaded LoRAs.
+        dtype_name, vae_tiling: As passed in.
         is_busy: A job is running.
     """
 
@@ -60,13 +62,13 @@ class StandaloneApp:
         dtype_name: str = AUTO,
     ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self._dtype_name = dtype_name
-        self._vae_tiling = vae_tiling
+        self.dtype_name, self.vae_tiling = dtype_name, vae_tiling
         # Parts of each checkpoint's VAE that overflow in float16, for the life of the process.
         self._overflowing: dict[object, set[str]] = {}
         self.image_generator: ImageGenerator | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
+        self.loras: tuple[tuple[Path, float], ...] = ()
         self._sessions = SessionsByOptions(new_session)
         self._applied: tuple[object, ...] | None = None
         self._eager_reason = ""
@@ -128,17 +130,18 @@ class StandaloneApp:
         """
         with self.turn():
             hashes = ContentHashes(self.library.folder)
-            identity = model_identity(hashes, model, loras, dtype=self._dtype_name)
+            identity = model_identity(hashes, model, loras, dtype=self.dtype_name)
             if self.image_generator is not None and identity == self.identity:
                 return
             self.check_cancelled()
             checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
             overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
-            image_generator = ImageGenerator(checkpoint, self._vae_tiling, overflowing)
+            image_generator = ImageGenerator(checkpoint, self.vae_tiling, overflowing)
             for path, weight in loras:
                 self.check_cancelled()
                 load_lora(image_generator.pipe, path, weight)
             self.image_generator, self.identity, self._applied = image_generator, identity, None
+            self.loras = tuple(loras)
 
     def draw(
         self,

@@ -20,14 +20,15 @@ from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.gradio_versions import accepted
-from onediff_ext.panel.phrases import Phrases
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
-from onediff_ext.standalone.folder_job import FolderProgress, run_folder
+from onediff_ext.standalone.folder_job import run_folder
+from onediff_ext.standalone.folder_on_gpus import ONE, run_folder_on_gpus
+from onediff_ext.standalone.folder_progress import FolderProgress, progress_html
 from onediff_ext.standalone.page import Page, PageDefaults
 from onediff_ext.standalone.page_language import visitors_phrases
 
@@ -41,6 +42,7 @@ _FOLDER = (
     "captions",
     "vary_seed",
     "keep_alpha",
+    "gpus",
 )
 _SHOWN_RESULTS = 30
 Values = dict[str, Any]
@@ -182,11 +184,10 @@ class PageEvents:
                 ignored = html.message("\n".join(notes), words)
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
-                for progress in run_folder(
-                    self.standalone_app, choices, self._folder_job(choices, picture, own)
-                ):
+                job = self._folder_job(choices, picture, own)
+                for progress in self._progress_of(job, choices, own["gpus"] or ONE):
                     shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
-                    said = _folder_html(progress, words) + ignored
+                    said = progress_html(progress, words) + ignored
                     yield [said, shown, *self._status(values[0])]
             except OneDiffError as exc:
                 yield [html.error(exc, words), gr.update(), *self._status(values[0])]
@@ -201,6 +202,13 @@ class PageEvents:
             run, inputs=inputs, outputs=outputs, api_name="batch", show_progress="hidden"
         )
         self._on_interrupt(tab)
+
+    def _progress_of(
+        self, job: Img2ImgJob, choices: Choices, gpus: str
+    ) -> Iterator[FolderProgress]:
+        if gpus == ONE:
+            return run_folder(self.standalone_app, choices, job)
+        return run_folder_on_gpus(self.standalone_app, choices, job, gpus)
 
     def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
         if not (own["source"] or "").strip():
@@ -290,16 +298,3 @@ def _given(value: float | None, name: str) -> float:
 
 def _infotext_of(path: Path) -> str:
     return read_png(path).texts.get(INFOTEXT_KEYWORD, "")
-
-
-def _folder_html(progress: FolderProgress, words: Phrases) -> str:
-    parts = []
-    if progress.needed:
-        text = words.translated(f"{progress.done} of {progress.needed}: {progress.note}".strip())
-        parts.append(html.progress_bar(progress.done / progress.needed, text))
-        parts.append(html.message("\n".join(progress.of_vae), words))
-    if progress.already_done:
-        parts.append(html.message(f"{progress.already_done} were done already.", words))
-    if progress.skipped:
-        parts.append(html.message("Left out: " + "; ".join(progress.skipped[:10]), words))
-    return "".join(parts)
