@@ -99,10 +99,16 @@ def worker_rows(workers: Sequence[WorkerState]) -> list[list[object]]:
             printable(str(worker.about.get("gpu") or worker.about.get("device", "-"))),
             worker.pictures,
             draws_with(worker),
-            printable(worker.lost)[:40] or ("drawing" if worker.is_ready else "loading"),
+            printable(worker.lost)[:40] or _state(worker),
         ]
         for worker in workers[-_MOST_ROWS:]
     ]
+
+
+def _state(worker: WorkerState) -> str:
+    if not worker.is_ready:
+        return "loading"
+    return "drawing" if worker.units else "idle"
 
 
 def draws_with(worker: WorkerState) -> str:

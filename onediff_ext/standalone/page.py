@@ -337,8 +337,9 @@ _CSS = """
 #onediff_panel button:not(.label-wrap) { min-height: 2.2em; }
 #onediff_panel .onediff-buttons { padding: .4em .8em; }
 #onediff_header { text-align: right; }
-.onediff-workers { width: 100%; font-size: .9em; border-collapse: collapse; }
-.onediff-workers th, .onediff-workers td { text-align: left; padding: .15em .5em .15em 0; }
+.onediff-workers { width: 100%; font-size: .9em; }
+.onediff-workers, .onediff-workers tr, .onediff-workers th, .onediff-workers td
+{ border: 0 !important; text-align: left; padding: .15em .5em .15em 0; }
 #onediff_gallery .thumbnail-lg, #onediff_gallery .thumbnail-lg img { max-height: 420px; }
 #onediff_gallery .thumbnail-lg img { object-fit: contain; }
 """
