@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import queue
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from onediff_ext.pictures.batch.planning import check_found
 from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.folder_progress import FolderProgress
+
+logger = logging.getLogger(__name__)
 
 ONE, ALL = "1", "all of this machine"
 _LOOK_S = 0.2
@@ -219,8 +222,8 @@ def _error_of(said: str) -> OneDiffError:
         if line.startswith("onediff-ext: "):
             hint = lines[number + 1].strip() if number + 1 < len(lines) else ""
             return OneDiffError(line.removeprefix("onediff-ext: "), hint)
-    last = lines[-1] if lines else "it said nothing"
-    return OneDiffError(f"The run on several GPUs failed: {last}.", "Choose 1 GPU to see why.")
+    logger.warning("The run on several GPUs failed: %s", "\n".join(lines[-20:]))
+    return OneDiffError("The run on several GPUs failed.", "Its log says why, or choose 1 GPU.")
 
 
 def _advanced(progress: FolderProgress, told: dict[str, Any]) -> FolderProgress:
