@@ -1,6 +1,7 @@
-"""Several GPUs and machines: faults on a CPU, a simulation of many workers, and speed on GPUs.
+"""Several GPUs and machines: faults on a CPU, a late node, a simulation, and speed on GPUs.
 
 python -m benchmarks.cluster --nodes 3 --pictures 60 --kill 5 --json FILE
+python -m benchmarks.cluster --late-node --json FILE
 python -m benchmarks.cluster --simulate --workers 1000 --pictures 1000000 --json FILE
 python -m benchmarks.cluster --model sdxl --gpus 2 --pictures 96 --json FILE
 
@@ -16,13 +17,14 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one of the three; 1 when a promise of the first is broken."""
+    """Run one of the four; 1 when a promise of the first two is broken."""
     parser = argparse.ArgumentParser(prog="benchmarks.cluster", description=__doc__)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--pictures", type=int, default=60)
     parser.add_argument("--sizes", type=int, default=12)
     parser.add_argument("--kill", type=int, default=5, help="workers killed at random moments")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--late-node", action="store_true")
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--model", help="sdxl, or the file of a checkpoint")
@@ -55,6 +57,15 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(json.dumps(measure(job, arguments.json), indent=1))
         return 0
+    elif arguments.late_node:
+        import torch
+
+        from benchmarks.cluster_late_node import join_late
+        from benchmarks.fingerprint import fingerprint
+
+        result = join_late(None if arguments.model is None else Path(arguments.model))
+        result["fingerprint"] = fingerprint(torch.device("cpu"))
+        status = 0 if result["ok"] else 1
     else:
         import torch
 

@@ -79,9 +79,9 @@ def _run(
 ) -> dict[str, Any]:
     make_pictures(folder / "in", pictures, sizes)
     log = folder / "written.log"
-    arguments = _arguments(folder / "in", folder / "cluster", folder / "store", model)
+    arguments = faults_arguments(folder / "in", folder / "cluster", folder / "store", model)
     start = time.monotonic()
-    with _NodesOfOneMachine(nodes) as machine:
+    with NodesOfOneMachine(nodes) as machine:
         arguments.cluster = machine.address
         faults = _Faults(machine, kills, pictures, seed, lose_node)
         report, skipped = _draw_on_cluster(arguments, log, filled, faults)
@@ -129,14 +129,14 @@ def _run(
     return result
 
 
-class _NodesOfOneMachine:
+class NodesOfOneMachine:
     """Nodes of one Ray cluster, each a set of processes of this machine with room for a worker."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self.session_folder = ""
 
-    def __enter__(self) -> _NodesOfOneMachine:
+    def __enter__(self) -> NodesOfOneMachine:
         from onediff_ext.cluster.ray_library import import_ray
 
         import_ray()
@@ -173,7 +173,7 @@ class _Faults:
     """Kills workers when randomly chosen numbers of pictures are done."""
 
     def __init__(
-        self, machine: _NodesOfOneMachine, kills: int, pictures: int, seed: int, lose_node: bool
+        self, machine: NodesOfOneMachine, kills: int, pictures: int, seed: int, lose_node: bool
     ) -> None:
         self._machine, self._random = machine, random.Random(seed)
         moments = [self._random.uniform(0.05, 0.5) * pictures for _ in range(kills)]
@@ -206,7 +206,10 @@ class _Faults:
         return Counter(digest for w in self.workers for digest in w.about.get("built_kinds", ()))
 
 
-def _arguments(inputs: Path, output: Path, store: Path, model: Path | None) -> argparse.Namespace:
+def faults_arguments(
+    inputs: Path, output: Path, store: Path, model: Path | None
+) -> argparse.Namespace:
+    """Return the arguments of an img2img that waits for its graphs, its paths absolute."""
     parser = argparse.ArgumentParser()
     img2img.add_arguments(parser)
     arguments = parser.parse_args(_options(store, model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -66,6 +66,21 @@ class ReadAhead:
             )
             self._thread.start()
 
+    def add(self, digests: Sequence[str], device: torch.device) -> None:
+        """Load graphs that have come into the store since, in the calling thread.
+
+        Args:
+            digests: Of their kinds.
+            device: As for `start`, which was called before; another device's graphs are not loaded.
+        """
+        self.wait()
+        with self._changed:
+            if not _is_same(device, self._device):
+                return
+            self._coming |= set(digests)
+        with quick_switches(), without_collection():
+            self._read_each(digests, device)
+
     def take(self, digest: str, device: torch.device) -> Graph | None:
         """Hand over a graph, once; waits up to 10 s for one that is about to be loaded.
 
@@ -106,6 +121,9 @@ class ReadAhead:
         digests = sorted(record.kinds, key=lambda digest: -record.kinds[digest].block_count)
         with self._changed:
             self._coming = set(digests)
+        self._read_each(digests, device)
+
+    def _read_each(self, digests: Sequence[str], device: torch.device) -> None:
         try:
             for digest in digests:
                 self._read_one(digest, device)

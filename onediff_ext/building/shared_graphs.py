@@ -70,11 +70,11 @@ class SharedGraphs:
         for digest in list(self._held):
             _quietly(partial(self._release, digest))
 
-    def pull(self) -> int:
-        """Fetch all graphs of this machine's kind that the store lacks; return their number."""
+    def pull(self) -> list[str]:
+        """Fetch all graphs of this machine's kind that the store lacks; return their digests."""
         with self._lock:
             mine = {graph.digest for graph in self._library.entries()}
-            return sum(self._fetch(digest) for digest in sorted(self._digests() - mine))
+            return [digest for digest in sorted(self._digests() - mine) if self._fetch(digest)]
 
     def push(self) -> int:
         """Publish the graphs of the store that passed their load check; return their number."""

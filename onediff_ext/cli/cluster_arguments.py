@@ -32,6 +32,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="trust everybody who can write to --graphs: graphs are native code",
     )
+    # For the stand-alone page: a line of JSON on the standard output now and then.
+    group.add_argument("--progress-json", action="store_true", help=argparse.SUPPRESS)
 
 
 def prepare_workers(arguments: argparse.Namespace) -> bool:

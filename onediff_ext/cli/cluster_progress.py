@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from onediff_ext.cli.tables import format_table
 from onediff_ext.cluster.coordinator import WorkerState
@@ -13,6 +15,7 @@ from onediff_ext.core.words import duration, printable
 _EVERY_S = 0.5  # on a terminal
 _LINE_EVERY_S = 10.0  # elsewhere
 _MOST_ROWS = 24
+_TITLES = ("worker", "where", "GPU", "pictures", "draws with", "state")
 
 
 class ClusterProgress:
@@ -20,10 +23,12 @@ class ClusterProgress:
 
     Args:
         needed: Number of pictures.
+        as_json: Print lines of JSON on the standard output instead, for another program.
     """
 
-    def __init__(self, needed: int) -> None:
-        self._needed = needed
+    def __init__(self, needed: int, *, as_json: bool = False) -> None:
+        self._needed, self._as_json = needed, as_json
+        self.new_paths: list[str] = []
         self.done = self.failed = 0
         self.note = ""
         self._started_at = time.monotonic()
@@ -33,10 +38,14 @@ class ClusterProgress:
     def show(self, workers: Sequence[WorkerState], *, last: bool = False) -> None:
         """Show the present state, unless it was shown a moment ago."""
         now_s, is_terminal = time.monotonic(), sys.stderr.isatty()
-        every_s = _EVERY_S if is_terminal else _LINE_EVERY_S
+        every_s = _EVERY_S if is_terminal or self._as_json else _LINE_EVERY_S
         if not last and now_s - self._shown_at < every_s:
             return
         self._shown_at = now_s
+        if self._as_json:
+            print(json.dumps(self.as_json(workers)), flush=True)
+            self.new_paths.clear()
+            return
         if not is_terminal:
             print(printable(self.line(workers)), file=sys.stderr, flush=True)
             return
@@ -44,6 +53,18 @@ class ClusterProgress:
         back = f"\x1b[{self._rows}F\x1b[J" if self._rows else ""
         self._rows = text.count("\n") + 1
         print(f"{back}{text}", file=sys.stderr, flush=True)
+
+    def as_json(self, workers: Sequence[WorkerState]) -> dict[str, Any]:
+        """Return the present state; `new_paths` are those since the last line."""
+        return {
+            "done": self.done,
+            "needed": self._needed,
+            "failed": self.failed,
+            "note": self.note,
+            "paths": self.new_paths,
+            "titles": list(_TITLES),
+            "workers": worker_rows(workers),
+        }
 
     def line(self, workers: Sequence[WorkerState]) -> str:
         """One line: pictures, rate, time left, workers and failures."""
@@ -66,20 +87,28 @@ class ClusterProgress:
 
 def worker_table(workers: Sequence[WorkerState]) -> str:
     """Return a table with a row for each worker; the first ones of very many."""
-    return format_table(
-        ["worker", "where", "GPU", "pictures", "draws with", "state"],
+    return format_table(list(_TITLES), worker_rows(workers))
+
+
+def worker_rows(workers: Sequence[WorkerState]) -> list[list[object]]:
+    """Return the rows of `worker_table`."""
+    return [
         [
-            [
-                worker.name,
-                printable(str(worker.about.get("host", "-"))),
-                printable(str(worker.about.get("gpu") or worker.about.get("device", "-"))),
-                worker.pictures,
-                draws_with(worker),
-                printable(worker.lost)[:40] or ("drawing" if worker.is_ready else "loading"),
-            ]
-            for worker in workers[-_MOST_ROWS:]
-        ],
-    )
+            worker.name,
+            printable(str(worker.about.get("host", "-"))),
+            printable(str(worker.about.get("gpu") or worker.about.get("device", "-"))),
+            worker.pictures,
+            draws_with(worker),
+            printable(worker.lost)[:40] or _state(worker),
+        ]
+        for worker in workers[-_MOST_ROWS:]
+    ]
+
+
+def _state(worker: WorkerState) -> str:
+    if not worker.is_ready:
+        return "loading"
+    return "drawing" if worker.units else "idle"
 
 
 def draws_with(worker: WorkerState) -> str:

@@ -45,11 +45,18 @@ class PicturesOnWorkers:
         report: Gets results, warnings and workers.
         skipped: Gets the images that are left out.
         needed: Number of pictures.
+        arguments: Of the command line; they say how progress is shown.
     """
 
-    def __init__(self, report: RunReport, skipped: SkipReport, needed: int) -> None:
+    def __init__(
+        self,
+        report: RunReport,
+        skipped: SkipReport,
+        needed: int,
+        arguments: argparse.Namespace,
+    ) -> None:
         self.report, self.skipped = report, skipped
-        self.progress = ClusterProgress(needed)
+        self.progress = ClusterProgress(needed, as_json=arguments.progress_json)
         self.metrics: ClusterMetrics | None = None
         self.times = StartUpTimes()
         self._results: dict[int, PictureResult] = {}
@@ -73,6 +80,7 @@ class PicturesOnWorkers:
             if warning not in self.report.warnings:
                 self.report.warnings.append(warning)
         self.progress.done += len(outcome.results)
+        self.progress.new_paths += [result.output for _, result in outcome.results]
         self.progress.failed += len(new)
         self.progress.note = outcome.note or self.progress.note
         if self.metrics is not None:
@@ -188,7 +196,7 @@ def run_img2img_on_workers(
     folders = {result.path.parent for result in plan.todo}
     started = ahead or WorkersAhead(arguments, delay_s=0)
     run = secrets.token_hex(4)
-    pictures = PicturesOnWorkers(report, skipped, len(plan.todo))
+    pictures = PicturesOnWorkers(report, skipped, len(plan.todo), arguments)
     program = wrap(Img2ImgProgram(arguments, job, run))
     _draw(started, queue, program, task_of, path_of, pictures, watch, folders, run)
     failed = {entry.path: entry for entry in skipped.skipped}
@@ -255,7 +263,7 @@ def run_txt2img_on_workers(
 
     started = ahead or WorkersAhead(arguments, delay_s=0)
     run = secrets.token_hex(4)
-    pictures = PicturesOnWorkers(report, skipped, number)
+    pictures = PicturesOnWorkers(report, skipped, number, arguments)
     program = Txt2ImgProgram(arguments, settings, identity, run)
     _draw(started, queue, program, task_of, path_of, pictures, watch, {arguments.output}, run)
 

@@ -168,7 +168,7 @@ def _run(
     # The demo shows times, so results of an earlier demo are not reused.
     identity = {**job.identity, "demo": id(job)}
     batch = dataclasses.replace(job.batch, output_dir=job.batch.output_dir / name)
-    job = dataclasses.replace(job, batch=batch, identity=identity)
+    job = dataclasses.replace(job, batch=batch, identity=identity, earlier=())
     skipped, report = SkipReport(), RunReport(device=describe_device(image_generator.device))
     plan = plan_job(job, skipped)
     progress = Progress(f"{name} pictures", len(plan.todo))

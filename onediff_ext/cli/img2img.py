@@ -186,6 +186,7 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
     """
     from onediff_ext.core.errors import OptionError
     from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+    from onediff_ext.hosts.diffusers.jobs.model_identity import earlier_identities
     from onediff_ext.pictures.batch.batch_job import BatchJob
     from onediff_ext.pictures.naming import NameTemplate
     from onediff_ext.pictures.size_rules import parse_size_rule
@@ -205,4 +206,4 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
         keep_alpha=arguments.keep_alpha,
         max_megapixels=arguments.max_megapixels,
     )
-    return Img2ImgJob(batch, draw_settings(arguments), identity)
+    return Img2ImgJob(batch, draw_settings(arguments), identity, earlier_identities(identity))

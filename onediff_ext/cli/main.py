@@ -42,10 +42,6 @@ class PrintableFormatter(logging.Formatter):
 class Stopped(KeyboardInterrupt):
     """The system asks the process to end. Running code handles it like Ctrl-C."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__()
-        self.signal_number = signal_number
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -71,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Skips the garbage collector's pass over all imported objects at the end of the process.
     atexit.register(gc.freeze)
     _set_up_logging(arguments.verbose)
+    received: list[int] = []
     try:
-        with _signals_as_interrupts():
+        with _signals_as_interrupts(received):
             return int(arguments.run(arguments))
     except OneDiffError as exc:
         print(f"onediff-ext: {printable(exc.message)}", file=sys.stderr)
@@ -85,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("onediff-ext: There is not enough memory.", file=sys.stderr)
         print("  Use smaller sizes, fewer at once, or close other programs.", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as exc:
+    except KeyboardInterrupt:
         print(f"\nStopped. {getattr(arguments, 'when_stopped', '')}".rstrip(), file=sys.stderr)
-        return _STOPPED + (exc.signal_number if isinstance(exc, Stopped) else signal.SIGINT)
+        return _STOPPED + (received[-1] if received else signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -106,11 +103,17 @@ def _is_out_of_memory(exc: BaseException) -> bool:
 
 
 @contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """Turn the system's signals into an interrupt, so that workers and temporary folders go."""
+def _signals_as_interrupts(received: list[int]) -> Iterator[None]:
+    """Turn the system's signals into an interrupt, so that workers and temporary folders go.
+
+    Args:
+        received: Gets the signals' numbers. The interrupt does not say which one it was: Ray's
+            native code replaces it by a plain KeyboardInterrupt.
+    """
 
     def stop(signal_number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
-        raise Stopped(signal_number)
+        received.append(signal_number)
+        raise Stopped
 
     before = {}
     for name in ("SIGTERM", "SIGHUP"):

@@ -9,8 +9,8 @@ from concurrent.futures import Future, wait
 from onediff_ext.cli import library_imports
 from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.errors import OptionError
-from onediff_ext.core.options import CompileOptions
-from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities, parse_lora
+from onediff_ext.hosts.diffusers.jobs import model_identity as jobs
+from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
 # Cached hashes are found within this time. A run with nothing to do then imports no libraries.
 _CACHED_WITHIN_S = 0.2
@@ -56,15 +56,14 @@ def _hashed_identity(arguments: argparse.Namespace) -> dict[str, object]:
         raise OptionError(
             "This installation has no demo model.", "Name a checkpoint with --model FILE."
         )
-    loras = lora_identities(map(parse_lora, arguments.lora), hashes)
-    identity: dict[str, object] = {
-        "checkpoint": hashes.content_hash(arguments.model),
-        "vae": None if arguments.vae is None else hashes.content_hash(arguments.vae),
-        "loras": loras,
-        "dtype": arguments.dtype,
-    }
-    if arguments.config is not None:
-        identity["config"] = hashes.content_hash(arguments.config)
-    if arguments.precision != CompileOptions.precision and not arguments.eager:
-        identity["precision"] = arguments.precision
+    identity = jobs.model_identity(
+        hashes,
+        arguments.model,
+        map(parse_lora, arguments.lora),
+        dtype=arguments.dtype,
+        vae=arguments.vae,
+        config=arguments.config,
+    )
+    if not arguments.eager:
+        identity |= jobs.precision_identity(arguments.precision)
     return identity

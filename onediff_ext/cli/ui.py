@@ -93,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         output_dir=arguments.output,
         serving=serving,
         vae_tiling=arguments.vae_tiling,
+        dtype_name=arguments.dtype,
     )
     return 0
 

@@ -15,11 +15,15 @@ from onediff_ext.core.start_up_times import StartUpTimes
 from onediff_ext.store import GraphExchange
 
 if TYPE_CHECKING:
+    import torch
+
+    from onediff_ext.building.shared_graphs import SharedGraphs
     from onediff_ext.cli.model_loading import LoadedModel
     from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
     from onediff_ext.session.session import Session
 
 _PULL_S = 20.0
+_MOST_LOADED_AHEAD = 64  # SDXL has 34 kinds
 
 
 @dataclass
@@ -60,6 +64,13 @@ def prepare_worker(
     library_imports.import_libraries()
     prepared.times.mark("imports")
     return prepared
+
+
+def _fetch_graphs(shared: SharedGraphs, session: Session, device: torch.device) -> None:
+    """Fetch the graphs of other machines, and load them while the model is loaded."""
+    fetched = shared.pull()
+    if len(fetched) <= _MOST_LOADED_AHEAD:  # a bucket may have those of other models too
+        session.read_ahead.add(fetched, device)
 
 
 def load_shared_model(
@@ -106,7 +117,9 @@ def load_shared_model(
             exchange, holder, session.library, context.build_records, entries, device
         )
         context.share_graphs(shared)
-        pulling = threading.Thread(target=shared.pull, name="onediff-pull", daemon=True)
+        pulling = threading.Thread(
+            target=_fetch_graphs, args=(shared, session, device), name="onediff-pull", daemon=True
+        )
         pulling.start()
     image_generator = model_loading.load_image_generator(arguments, prepared.reading)
     times.mark("model")

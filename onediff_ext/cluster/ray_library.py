@@ -140,7 +140,8 @@ def _start(ray: Any, address: str | None, workers: int | None, empty: str) -> No
     if address is None:
         # A reachable dashboard would let others run code; nothing here needs it.
         options |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
-        options |= {"num_cpus": max(workers or 0, os.cpu_count() or 1), "address": "local"}
+        # Ray starts a process for each CPU at once, used or not: with --gpus 2 on 32 cores, 32.
+        options |= {"num_cpus": workers or os.cpu_count() or 1, "address": "local"}
     else:
         options["address"] = address
     log = logging.getLogger("ray")

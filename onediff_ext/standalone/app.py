@@ -15,8 +15,8 @@ from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
+from onediff_ext.hosts.diffusers.jobs.model_identity import AUTO, model_identity
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
-from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import STOP
 from onediff_ext.session.sessions_by_options import SessionsByOptions
@@ -42,11 +42,14 @@ class StandaloneApp:
         device, dtype: Of the weights.
         options: Store, limit and workers; the panel sets the others.
         vae_tiling: As for `ImageGenerator`.
+        dtype_name: `dtype` as the command line names it: "auto", "fp32", "fp16" or "bf16".
 
     Attributes:
         image_generator: Of the loaded checkpoint; None before the first load.
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide an image.
+        loras: Files and weights of the loaded LoRAs.
+        dtype_name, vae_tiling: As passed in.
         is_busy: A job is running.
     """
 
@@ -56,14 +59,16 @@ class StandaloneApp:
         dtype: torch.dtype,
         options: CompileOptions,
         vae_tiling: str = "auto",
+        dtype_name: str = AUTO,
     ) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self._vae_tiling = vae_tiling
+        self.dtype_name, self.vae_tiling = dtype_name, vae_tiling
         # Parts of each checkpoint's VAE that overflow in float16, for the life of the process.
         self._overflowing: dict[object, set[str]] = {}
         self.image_generator: ImageGenerator | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
+        self.loras: tuple[tuple[Path, float], ...] = ()
         self._sessions = SessionsByOptions(new_session)
         self._applied: tuple[object, ...] | None = None
         self._eager_reason = ""
@@ -125,21 +130,18 @@ class StandaloneApp:
         """
         with self.turn():
             hashes = ContentHashes(self.library.folder)
-            identity: dict[str, object] = {
-                "checkpoint": hashes.content_hash(model),
-                "loras": lora_identities(loras, hashes),
-                "dtype": str(self.dtype),
-            }
+            identity = model_identity(hashes, model, loras, dtype=self.dtype_name)
             if self.image_generator is not None and identity == self.identity:
                 return
             self.check_cancelled()
             checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
             overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
-            image_generator = ImageGenerator(checkpoint, self._vae_tiling, overflowing)
+            image_generator = ImageGenerator(checkpoint, self.vae_tiling, overflowing)
             for path, weight in loras:
                 self.check_cancelled()
                 load_lora(image_generator.pipe, path, weight)
             self.image_generator, self.identity, self._applied = image_generator, identity, None
+            self.loras = tuple(loras)
 
     def draw(
         self,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
 from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone, run_img2img
@@ -15,28 +13,7 @@ from onediff_ext.panel.choices import Choices
 from onediff_ext.pictures.batch.planning import check_found
 from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
-
-
-@dataclass
-class FolderProgress:
-    """The progress of a run over folders.
-
-    Args:
-        done, needed: Numbers of images.
-        note: Size and speed of the last batch.
-        of_vae: How the VAE ran then, where the user should know.
-        paths: Finished images, the newest last.
-        skipped: Inputs that were left out, with the reasons.
-        already_done: Number of results of an earlier run.
-    """
-
-    done: int = 0
-    needed: int = 0
-    note: str = ""
-    of_vae: list[str] = field(default_factory=list)
-    paths: list[Path] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    already_done: int = 0
+from onediff_ext.standalone.folder_progress import FolderProgress
 
 
 def run_folder(

@@ -39,6 +39,7 @@ def serve(
     output_dir: Path,
     serving: Serving,
     vae_tiling: str = "auto",
+    dtype_name: str = "auto",
 ) -> None:
     """Load a checkpoint and serve the page until the process ends.
 
@@ -47,7 +48,7 @@ def serve(
             writable.
     """
     make_folder(output_dir)
-    standalone_app = StandaloneApp(device, dtype, options, vae_tiling)
+    standalone_app = StandaloneApp(device, dtype, options, vae_tiling, dtype_name)
     standalone_app.load(model, loras)
     page = make_page(standalone_app, output_dir.resolve(), is_local=serving.is_local)
     try:

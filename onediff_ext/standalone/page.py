@@ -19,6 +19,7 @@ from onediff_ext.panel.status_view import StatusView
 from onediff_ext.pictures.size_rules import SUGGESTED_RULES
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
+from onediff_ext.standalone.folder_on_gpus import ONE, gpu_choices, off_reason
 from onediff_ext.standalone.standalone_panel_host import StandalonePanelHost
 
 _STATUS_SECONDS = 1.5
@@ -248,6 +249,7 @@ def _folder(defaults: PageDefaults) -> dict[str, Any]:
         captions = gr.Checkbox(False, label="cat.txt beside cat.jpg is its prompt")
         vary_seed = gr.Checkbox(False, label="Another seed for each")
         keep_alpha = gr.Checkbox(False, label="Keep transparency")
+    gpus = _gpus()
     progress = gr.HTML(elem_id="onediff_folder_progress")
     return {
         "source": source,
@@ -258,9 +260,24 @@ def _folder(defaults: PageDefaults) -> dict[str, Any]:
         "captions": captions,
         "vary_seed": vary_seed,
         "keep_alpha": keep_alpha,
+        "gpus": gpus,
         **_buttons("folder", "Run"),
         "progress": progress,
     }
+
+
+def _gpus() -> Any:
+    """The field is shown on a machine with several GPUs only; without Ray it cannot be used."""
+    choices, off = gpu_choices(), off_reason()
+    return gr.Dropdown(
+        label="GPUs",
+        info=off or "Each of them loads the model, the page's own GPU a second time.",
+        choices=choices,
+        value=ONE,
+        visible=len(choices) > 1,
+        interactive=not off,
+        elem_id="onediff_gpus",
+    )
 
 
 def _strength(tab: str) -> Any:
@@ -320,6 +337,9 @@ _CSS = """
 #onediff_panel button:not(.label-wrap) { min-height: 2.2em; }
 #onediff_panel .onediff-buttons { padding: .4em .8em; }
 #onediff_header { text-align: right; }
+.onediff-workers { width: 100%; font-size: .9em; }
+.onediff-workers, .onediff-workers tr, .onediff-workers th, .onediff-workers td
+{ border: 0 !important; text-align: left; padding: .15em .5em .15em 0; }
 #onediff_gallery .thumbnail-lg, #onediff_gallery .thumbnail-lg img { max-height: 420px; }
 #onediff_gallery .thumbnail-lg img { object-fit: contain; }
 """

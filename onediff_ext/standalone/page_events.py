@@ -14,19 +14,21 @@ from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
+from onediff_ext.hosts.diffusers.jobs.model_identity import earlier_identities
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora_lines
 from onediff_ext.panel import html
 from onediff_ext.panel.choices import Choices, from_arguments
 from onediff_ext.panel.fields import FIELDS
 from onediff_ext.panel.gradio_versions import accepted
-from onediff_ext.panel.phrases import Phrases
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.png_chunks import INFOTEXT_KEYWORD, read_png
 from onediff_ext.pictures.size_rules import parse_size_rule
 from onediff_ext.standalone.app import StandaloneApp
 from onediff_ext.standalone.checkpoint_list import known_models
 from onediff_ext.standalone.drawing_tabs import Result, chosen_seed, from_picture, from_text
-from onediff_ext.standalone.folder_job import FolderProgress, run_folder
+from onediff_ext.standalone.folder_job import run_folder
+from onediff_ext.standalone.folder_on_gpus import ONE, run_folder_on_gpus
+from onediff_ext.standalone.folder_progress import FolderProgress, progress_html
 from onediff_ext.standalone.page import Page, PageDefaults
 from onediff_ext.standalone.page_language import visitors_phrases
 
@@ -40,6 +42,7 @@ _FOLDER = (
     "captions",
     "vary_seed",
     "keep_alpha",
+    "gpus",
 )
 _SHOWN_RESULTS = 30
 Values = dict[str, Any]
@@ -181,11 +184,10 @@ class PageEvents:
                 ignored = html.message("\n".join(notes), words)
                 picture = dict(zip(_PICTURE, values[count:], strict=False))
                 own = dict(zip(_FOLDER, values[count + len(_PICTURE) :], strict=True))
-                for progress in run_folder(
-                    self.standalone_app, choices, self._folder_job(choices, picture, own)
-                ):
+                job = self._folder_job(choices, picture, own)
+                for progress in self._progress_of(job, choices, own["gpus"] or ONE):
                     shown = [self._shown(path) for path in progress.paths[-_SHOWN_RESULTS:]]
-                    said = _folder_html(progress, words) + ignored
+                    said = progress_html(progress, words) + ignored
                     yield [said, shown, *self._status(values[0])]
             except OneDiffError as exc:
                 yield [html.error(exc, words), gr.update(), *self._status(values[0])]
@@ -200,6 +202,13 @@ class PageEvents:
             run, inputs=inputs, outputs=outputs, api_name="batch", show_progress="hidden"
         )
         self._on_interrupt(tab)
+
+    def _progress_of(
+        self, job: Img2ImgJob, choices: Choices, gpus: str
+    ) -> Iterator[FolderProgress]:
+        if gpus == ONE:
+            return run_folder(self.standalone_app, choices, job)
+        return run_folder_on_gpus(self.standalone_app, choices, job, gpus)
 
     def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
         if not (own["source"] or "").strip():
@@ -219,7 +228,8 @@ class PageEvents:
         )
         settings = _settings(choices, picture, own["strength"])
         identity = {**self.standalone_app.identity, **choices.changes()}
-        return Img2ImgJob(batch, settings, identity)
+        earlier = earlier_identities(identity, str(self.standalone_app.dtype))
+        return Img2ImgJob(batch, settings, identity, earlier)
 
     def _load(self, checkpoint: str, loras: str, enabled: bool) -> list[Any]:
         words = visitors_phrases()
@@ -288,16 +298,3 @@ def _given(value: float | None, name: str) -> float:
 
 def _infotext_of(path: Path) -> str:
     return read_png(path).texts.get(INFOTEXT_KEYWORD, "")
-
-
-def _folder_html(progress: FolderProgress, words: Phrases) -> str:
-    parts = []
-    if progress.needed:
-        text = words.translated(f"{progress.done} of {progress.needed}: {progress.note}".strip())
-        parts.append(html.progress_bar(progress.done / progress.needed, text))
-        parts.append(html.message("\n".join(progress.of_vae), words))
-    if progress.already_done:
-        parts.append(html.message(f"{progress.already_done} were done already.", words))
-    if progress.skipped:
-        parts.append(html.message("Left out: " + "; ".join(progress.skipped[:10]), words))
-    return "".join(parts)

@@ -41,7 +41,7 @@ FIELDS = (
         "batch",
         NUMBER,
         "Pictures of one size at once",
-        "As many as the memory allows.",
+        "As many as the memory allows. The WebUI's own GPU draws them all.",
         4,
         span=(1, MAX_BATCH_SIZE),
     ),

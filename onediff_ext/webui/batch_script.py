@@ -50,6 +50,7 @@ class BatchScript(scripts.Script):
                 value=batch_field.default,
                 step=1,
                 label=batch_field.label,
+                info=batch_field.help,
                 elem_id=self.elem_id("batch"),
             )
         with gr.Row():

@@ -47,6 +47,20 @@ def draw_until_built(session: Session, rounds: int = 1) -> None:
         assert session.wait_for_builds(TIMEOUT_S)
 
 
+def test_fetched_graphs_are_loaded_before_a_block_asks(join: Join) -> None:
+    exchange = MemoryExchange()
+    first, _ = join(exchange, "a")
+    draw_until_built(first)
+    late, shared = join(exchange, "b")
+    late.read_ahead.start("0" * 64, CPU)  # this store knows no checkpoint yet
+    late.read_ahead.add(shared.pull(), CPU)
+    digests = {kind.key.digest for kind in first.kinds}
+    graphs = {digest: late.read_ahead.take(digest, CPU) for digest in digests}
+    assert digests
+    assert None not in graphs.values()
+    assert late.read_ahead.take(next(iter(digests)), CPU) is None  # each one once
+
+
 def test_what_one_machine_built_the_others_draw_with_at_once(join: Join) -> None:
     exchange = MemoryExchange()
     first, _ = join(exchange, "a")
@@ -54,7 +68,7 @@ def test_what_one_machine_built_the_others_draw_with_at_once(join: Join) -> None
     assert first.count("built") == len(first.kinds) > 0
     assert set(exchange.builds.values()) == {1}
     late, shared = join(exchange, "b")
-    assert shared.pull() == len(first.kinds)
+    assert len(shared.pull()) == len(first.kinds)
     draw_until_built(late)
     assert (late.count("built"), late.count("loaded")) == (0, len(first.kinds))
     assert set(exchange.builds.values()) == {1}
@@ -98,7 +112,7 @@ def test_a_damaged_graph_is_not_taken(join: Join) -> None:
     exchange = MemoryExchange()
     exchange.publish(TAG, "a" * 64, b"no graph")
     session, shared = join(exchange, "a")
-    assert shared.pull() == 0
+    assert shared.pull() == []
     assert session.library.entries() == []
     with pytest.raises(StoreError):
         session.library.add_graph_file("a" * 64, b"no graph")
@@ -112,6 +126,6 @@ def test_an_exchange_that_is_away_costs_the_sharing_only(join: Join) -> None:
         digests = fetch = publish = lease = release = _fail  # type: ignore[assignment]
 
     session, shared = join(Away(), "a")
-    assert shared.pull() == 0
+    assert shared.pull() == []
     draw_until_built(session)
     assert session.count("built") == len(session.kinds)

@@ -9,7 +9,8 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _long_ones_on_request(request: pytest.FixtureRequest) -> None:
-    is_long = request.module.__name__.endswith(("test_cluster_faults", "test_driver_killed"))
+    long_ones = ("test_cluster_faults", "test_driver_killed", "test_late_node")
+    is_long = request.module.__name__.endswith(long_ones)
     if is_long and not os.environ.get("ONEDIFF_RAY_TESTS"):
         pytest.skip(
             "takes a minute or two, and depends on the machine's speed: set ONEDIFF_RAY_TESTS=1"

@@ -154,6 +154,34 @@ def test_a_folder_of_several_sizes(page: SimpleNamespace, client: Any) -> None:
     assert "onediff-bad" in client.predict(*arguments(), *more, api_name="/batch")[0]
 
 
+def command_line_of_the_page(page: SimpleNamespace, source: Path, output: Path) -> list[str]:
+    """The same settings as `arguments` and a strength of 0.9."""
+    words = ["img2img", source, "-o", output, "--store", page.folder / "store", "--eager"]
+    words += ["-p", "a fox", "--scheduler", "Euler", "--steps", 2, "--guidance", 4, "--seed", 5]
+    return [str(word) for word in [*words, "--strength", 0.9, "--batch-size", 1]]
+
+
+def test_page_and_command_line_continue_each_others_folders(
+    page: SimpleNamespace, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from onediff_ext.cli.main import main
+
+    source, output = page.folder / "shared-in", page.folder / "shared"
+    source.mkdir()
+    more = [str(source), str(output), 0.9, "own", False, False, False, False]
+    Image.new("RGB", (64, 72), (10, 90, 200)).save(source / "a.png")
+    assert "1 of 1" in client.predict(*arguments(), *more, api_name="/batch")[0]
+    Image.new("RGB", (64, 72), (10, 200, 90)).save(source / "b.png")
+    assert main(command_line_of_the_page(page, source, output)) == 0
+    out = capsys.readouterr().out
+    assert "1 picture already done." in out
+    assert "1 picture drawn" in out
+    Image.new("RGB", (64, 72), (200, 90, 10)).save(source / "c.png")
+    said = client.predict(*arguments(), *more, api_name="/batch")[0]
+    assert "2 were done already" in said
+    assert "1 of 1" in said
+
+
 def test_of_the_output_folder_only_what_was_drawn_here_is_handed_out(
     page: SimpleNamespace, client: Any
 ) -> None:

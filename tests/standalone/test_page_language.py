@@ -28,6 +28,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     import torch
 
     from onediff_ext.core.options import CompileOptions
+    from onediff_ext.standalone import folder_on_gpus
+    from onediff_ext.standalone import page as standalone_page
     from onediff_ext.standalone.app import StandaloneApp
     from onediff_ext.standalone.launch import make_page
     from onediff_ext.standalone.page_server import launch
@@ -37,7 +39,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     options = CompileOptions(store=folder / "store", build="never")
     standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
     standalone_app.load(DEMO_MODEL)
-    made = make_page(standalone_app, folder / "out")
+    with pytest.MonkeyPatch.context() as patch:  # a second GPU shows the field "GPUs"
+        patch.setattr(folder_on_gpus, "gpu_count", lambda: 2)
+        patch.setattr(standalone_page, "off_reason", lambda: None)
+        made = make_page(standalone_app, folder / "out")
     launch(made, Serving(open_browser=False), wait=False)
     yield SimpleNamespace(made=made, url=made.blocks.local_url)
     made.blocks.close(verbose=False)

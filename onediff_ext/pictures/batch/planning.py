@@ -71,6 +71,8 @@ def plan_batch(
     job: BatchJob,
     settings_of: Callable[[PlannedPicture], Mapping[str, object]],
     report: SkipReport,
+    *,
+    earlier: Sequence[Callable[[PlannedPicture], Mapping[str, object]]] = (),
 ) -> Plan:
     """Find a job's images and settle sizes, names and digests.
 
@@ -81,6 +83,7 @@ def plan_batch(
         settings_of: The host's part of what an image's result depends on;
             `BatchJob.digest_settings` is added to it.
         report: Gets the images that are left out.
+        earlier: The host's part as earlier versions wrote it; their results count as done.
 
     Raises:
         OptionError: A setting cannot be used.
@@ -94,10 +97,13 @@ def plan_batch(
     if job.captions:
         planned = _with_captions(planned, report)
     names = _names(job, planned)
-    digests = [
-        job_digest({**settings_of(one), **job.digest_settings(one)}, one.header) for one in planned
-    ]
-    outputs = plan_outputs(job.output_dir, names, digests, inputs=paths)
+    digests, *others = (
+        [job_digest({**of(one), **job.digest_settings(one)}, one.header) for one in planned]
+        for of in (settings_of, *earlier)
+    )
+    outputs = plan_outputs(
+        job.output_dir, names, digests, inputs=paths, earlier=list(zip(*others, strict=True))
+    )
     return Plan(
         todo=[
             PlannedResult(one, output.path, digest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -77,7 +77,7 @@ def is_done(path: Path, digest: str) -> bool:
     Raises:
         PictureError: The file exists and cannot be read.
     """
-    return _is_done(_read(path), digest)
+    return _is_done(_read(path), (digest,))
 
 
 def plan_outputs(
@@ -86,6 +86,7 @@ def plan_outputs(
     digests: Sequence[str],
     *,
     inputs: Iterable[Path] = (),
+    earlier: Sequence[Sequence[str]] = (),
 ) -> list[Output]:
     """Choose the file of each result.
 
@@ -94,6 +95,8 @@ def plan_outputs(
         names: One distinct relative name for each result, from `naming.distinct_names`.
         digests: The job's digest for each result.
         inputs: Files that are never overwritten, even if an earlier run made them.
+        earlier: For each result the digests that earlier versions gave to the same job; may be
+            empty.
 
     Returns:
         One output for each name. The name changes (``a-2.png``) only if its file is an input or
@@ -106,8 +109,9 @@ def plan_outputs(
     reserved = {identity_of(output_dir / name) for name in names}
     existing = _ExistingFiles(output_dir, names)
     outputs = []
-    for name, digest in zip(names, digests, strict=True):
-        output = _choose(output_dir, name, digest, taken, reserved, existing)
+    for number, (name, digest) in enumerate(zip(names, digests, strict=True)):
+        accepted = {digest, *(earlier[number] if earlier else ())}
+        output = _choose(output_dir, name, accepted, taken, reserved, existing)
         taken.add(identity_of(output.path))
         outputs.append(output)
     return outputs
@@ -148,7 +152,7 @@ class _ExistingFiles:
 def _choose(
     output_dir: Path,
     name: str,
-    digest: str,
+    digests: Collection[str],
     taken: set[str],
     reserved: set[str],
     existing: _ExistingFiles,
@@ -160,13 +164,15 @@ def _choose(
         if real not in taken and (number == 1 or real not in reserved):
             chunks = existing.read(candidate)
             if chunks is None or JOB_KEYWORD in chunks.texts:
-                return Output(candidate, _is_done(chunks, digest))
+                return Output(candidate, _is_done(chunks, digests))
         number += 1
         candidate = output_dir / numbered(name, number)
 
 
-def _is_done(chunks: PngChunks | None, digest: str) -> bool:
-    return chunks is not None and chunks.is_complete and chunks.texts.get(JOB_KEYWORD) == digest
+def _is_done(chunks: PngChunks | None, digests: Collection[str]) -> bool:
+    if chunks is None or not chunks.is_complete:
+        return False
+    return chunks.texts.get(JOB_KEYWORD) in digests
 
 
 def _read(path: Path) -> PngChunks | None:

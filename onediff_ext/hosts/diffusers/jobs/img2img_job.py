@@ -23,11 +23,13 @@ class Img2ImgJob:
         batch: Inputs, sizes, names and seeds.
         settings: What to draw.
         identity: What else decides an image: checkpoint and LoRAs by their content.
+        earlier: The same identity as earlier versions named it; their results count as done.
     """
 
     batch: BatchJob
     settings: DrawSettings
     identity: dict[str, object]
+    earlier: tuple[dict[str, object], ...] = ()
 
     def settings_of(self, planned: PlannedPicture) -> DrawSettings:
         """Return the settings, with the image's caption as the prompt if it has one."""
@@ -48,10 +50,14 @@ def plan_job(job: Img2ImgJob, report: SkipReport) -> Plan:
         PictureError: An input does not exist, or an existing result cannot be read.
     """
     job.settings.check_img2img_steps()
-    return plan_batch(job.batch, partial(_digest_settings, job), report)
+    settings_of = partial(_digest_settings, job, job.identity)
+    earlier = [partial(_digest_settings, job, identity) for identity in job.earlier]
+    return plan_batch(job.batch, settings_of, report, earlier=earlier)
 
 
-def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, object]:
+def _digest_settings(
+    job: Img2ImgJob, identity: dict[str, object], planned: PlannedPicture
+) -> dict[str, object]:
     """Return the settings that a result depends on; caches count only when they are on."""
     settings = dict(vars(job.settings_of(planned)))
     deepcache, step_cache = settings.pop("deepcache"), settings.pop("step_cache")
@@ -59,5 +65,5 @@ def _digest_settings(job: Img2ImgJob, planned: PlannedPicture) -> dict[str, obje
         **settings,
         **({"deepcache": str(deepcache)} if deepcache.is_on else {}),
         **({"step_cache": str(step_cache)} if step_cache.is_on else {}),
-        **job.identity,
+        **identity,
     }

@@ -1,0 +1,74 @@
+"""What decides a picture besides its settings: checkpoint, VAE, LoRAs and precision, by content.
+
+The command line and the stand-alone page use the same names, so each continues what the other one
+began. This module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
+
+if TYPE_CHECKING:
+    from onediff_ext.store import ContentHashes
+
+AUTO = "auto"
+_TORCH_NAMES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}
+
+
+def model_identity(
+    hashes: ContentHashes,
+    model: Path,
+    loras: Iterable[tuple[Path, float]] = (),
+    *,
+    dtype: str = AUTO,
+    vae: Path | None = None,
+    config: Path | None = None,
+) -> dict[str, object]:
+    """Return the parts of a model that decide a picture. `precision_identity` may be added.
+
+    Args:
+        hashes: Hashes files, or knows their hashes.
+        model: A checkpoint's file or folder.
+        loras: (file, weight) of each LoRA.
+        dtype: As the user names it: "auto", "fp32", "fp16" or "bf16".
+        vae: A VAE in place of the checkpoint's.
+        config: A folder with all that a transformer's single file has not.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    identity: dict[str, object] = {
+        "checkpoint": hashes.content_hash(model),
+        "vae": None if vae is None else hashes.content_hash(vae),
+        "loras": lora_identities(loras, hashes),
+        "dtype": dtype,
+    }
+    if config is not None:
+        identity["config"] = hashes.content_hash(config)
+    return identity
+
+
+def precision_identity(precision: str) -> dict[str, object]:
+    """Return the entry of a precision that changes pictures; empty for the exact one."""
+    return {} if precision == CompileOptions.precision else {"precision": precision}
+
+
+def earlier_identities(
+    identity: Mapping[str, object], torch_dtype: str | None = None
+) -> tuple[dict[str, object], ...]:
+    """Return the names that the page of version 0.2 and before gave to the same model.
+
+    Args:
+        identity: From `model_identity`, with all additions.
+        torch_dtype: Such as ``"torch.float16"``; None when only torch knows what "auto" means.
+    """
+    torch_dtype = torch_dtype or _TORCH_NAMES.get(str(identity["dtype"]))
+    if torch_dtype is None or identity["vae"] is not None or "config" in identity:
+        return ()  # the page takes neither
+    others = {name: value for name, value in identity.items() if name not in ("vae", "dtype")}
+    return ({**others, "dtype": torch_dtype},)

@@ -1,0 +1,81 @@
+"""One name of a model for page and command line, and what earlier versions wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
+from onediff_ext.hosts.diffusers.jobs.model_identity import (
+    earlier_identities,
+    model_identity,
+    precision_identity,
+)
+from onediff_ext.pictures.batch.batch_job import BatchJob
+from onediff_ext.pictures.size_rules import parse_size_rule
+from onediff_ext.pictures.skipped import SkipReport
+from onediff_ext.pictures.writing import write_png
+from onediff_ext.store import ContentHashes, GraphLibrary
+
+OF_THE_PAGE = {"checkpoint": "c" * 64, "loras": [], "dtype": "torch.float16"}
+"""As version 0.2 of the page wrote it."""
+OF_THE_COMMAND_LINE = {"checkpoint": "c" * 64, "vae": None, "loras": [], "dtype": "auto"}
+"""As version 0.2 of the command line wrote it, and as both write it now."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Img2ImgJob:
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "in" / "a.png")
+    batch = BatchJob([tmp_path / "in"], tmp_path / "out", parse_size_rule("own"), seed=1)
+    return Img2ImgJob(batch, DrawSettings(), dict(OF_THE_COMMAND_LINE))
+
+
+def draw(job: Img2ImgJob) -> None:
+    for result in plan_job(job, SkipReport()).todo:
+        write_png(result.path, Image.new("RGB", (64, 64)), infotext="", digest=result.digest)
+
+
+def is_done(job: Img2ImgJob) -> bool:
+    return not plan_job(job, SkipReport()).todo
+
+
+def test_names_are_those_of_the_command_line_so_far(tmp_path: Path) -> None:
+    model = tmp_path / "model.safetensors"
+    model.write_bytes(b"model")
+    hashes = ContentHashes(GraphLibrary(tmp_path / "store", limit_bytes=2**20).folder)
+    found = model_identity(hashes, model)
+    assert found == {**OF_THE_COMMAND_LINE, "checkpoint": hashes.content_hash(model)}
+    assert precision_identity("exact") == {}
+    assert precision_identity("fp8") == {"precision": "fp8"}
+
+
+def test_results_of_an_earlier_page_are_done(job: Img2ImgJob) -> None:
+    draw(replace(job, identity=dict(OF_THE_PAGE)))
+    assert not is_done(job)
+    assert is_done(replace(job, earlier=earlier_identities(job.identity, "torch.float16")))
+
+
+def test_results_in_another_precision_are_not_done(job: Img2ImgJob) -> None:
+    draw(replace(job, identity={**OF_THE_PAGE, "dtype": "torch.float32"}))
+    assert not is_done(replace(job, earlier=earlier_identities(job.identity, "torch.float16")))
+
+
+def test_results_of_an_earlier_command_line_are_done(job: Img2ImgJob) -> None:
+    draw(replace(job, identity=dict(OF_THE_COMMAND_LINE)))
+    assert is_done(job)
+
+
+def test_earlier_names_of_what_the_page_could_not_draw() -> None:
+    named = {**OF_THE_COMMAND_LINE, "dtype": "fp16"}
+    assert earlier_identities(named) == (OF_THE_PAGE,)
+    assert earlier_identities({**named, "precision": "fp8"}) == (
+        {**OF_THE_PAGE, "precision": "fp8"},
+    )
+    assert earlier_identities(OF_THE_COMMAND_LINE) == ()  # only torch knows what it means
+    assert earlier_identities({**named, "vae": "v" * 64}) == ()
+    assert earlier_identities({**named, "config": "f" * 64}) == ()
