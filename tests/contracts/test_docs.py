@@ -117,6 +117,17 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    found = re.findall(r"`([\w/]+\.py)::(\w+)`", (DOCS / "soundness.md").read_text("utf-8"))
+    assert len(found) > 40
+    missing = [
+        f"{path}::{name}"
+        for path, name in found
+        if f"def {name}(" not in (ROOT / "tests" / path).read_text("utf-8")
+    ]
+    assert not missing
+
+
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors that GitHub makes of a page's titles."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.S | re.M)
