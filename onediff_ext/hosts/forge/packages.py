@@ -23,6 +23,7 @@ FORGE = ForgePackage(
     dynamic_weight_attrs=("forge_online_loras",),
     per_image=(
         "backend.nn.unet.IntegratedUNet2DConditionModel",
+        "backend.nn.flux.IntegratedFluxTransformer2DModel",
         "backend.nn.vae.Encoder",
         "backend.nn.vae.Decoder",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.forge_blocks import forge_families
@@ -42,7 +42,7 @@ class NeoHost(ForgeFamilyHost):
 
     def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         super().attach(patches, model, component)
-        if component.role is Role.UNET:
+        if component.role.is_denoiser:
             self._weight_loads.watch(patches)
 
     def state(self) -> Hashable:

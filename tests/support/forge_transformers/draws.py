@@ -1,0 +1,71 @@
+"""The transformers of each host, and how a sampler calls them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+def noise(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Seeded noise."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def flux_call(height: int, width: int, batch: int, tokens: int, seed: int) -> dict[str, Any]:
+    return {
+        "x": noise(batch, 16, height, width, seed=seed),
+        "timestep": torch.full((batch,), 0.7),
+        "context": noise(batch, tokens, 24, seed=seed + 1),
+        "y": noise(batch, 20, seed=seed + 2),
+        "guidance": torch.full((batch,), 3.5),
+    }
+
+
+class Transformer(NamedTuple):
+    """A transformer of a host.
+
+    Args:
+        host: ``"forge"`` or ``"neo"``.
+        module, name: Where its class is.
+        call: Makes the arguments of a call.
+        kinds: Of its blocks.
+        blocks: How many it has.
+    """
+
+    host: str
+    module: str
+    name: str
+    call: Callable[..., dict[str, Any]]
+    kinds: int
+    blocks: int
+
+    def make(self) -> nn.Module:
+        """The model, while the host is there."""
+        made: nn.Module = getattr(sys.modules[self.module], self.name)()
+        return made
+
+    def draw(
+        self,
+        model: nn.Module,
+        height: int = 8,
+        width: int = 12,
+        batch: int = 1,
+        tokens: int = 40,
+        seed: int = 1,
+        **more: Any,
+    ) -> torch.Tensor:
+        """One step as the host's samplers ask for it."""
+        arguments = self.call(height, width, batch, tokens, seed)
+        with torch.inference_mode():
+            result: torch.Tensor = model(**arguments, control=None, transformer_options={}, **more)
+            return result.clone()
+
+
+_FLUX = "IntegratedFluxTransformer2DModel"
+TRANSFORMERS = {
+    "forge flux": Transformer("forge", "backend.nn.flux", _FLUX, flux_call, 2, 4),
+}
