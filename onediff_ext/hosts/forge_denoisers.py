@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from onediff_ext.core.components import Role
+from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
 # Tokens of the text encoder that the hosts pad prompts to.
 _T5_TOKENS = 256
@@ -43,6 +45,12 @@ class StepNoise:
         return drawn.to(self.device, torch.float32).repeat(count)
 
 
+def _nothing(
+    embeddings: TimestepEmbeddings, patches: Patches, model: Any, device: torch.device
+) -> None:
+    """Replace nothing."""
+
+
 @dataclass(frozen=True)
 class Denoiser:
     """A class of models that predict the noise.
@@ -52,11 +60,14 @@ class Denoiser:
         arguments: Returns the arguments of one call as the sampler makes it, with CFG if the
             model has it.
         architecture: Of its checkpoints; empty where the host's class of checkpoint tells.
+        embeddings: Replaces what copies from the CPU in its forward, which no CUDA graph can
+            record. Takes the model, and where it computes.
     """
 
     role: Role
     arguments: Callable[[Any, StepNoise], dict[str, Any]]
     architecture: str = ""
+    embeddings: Callable[[TimestepEmbeddings, Patches, Any, torch.device], None] = _nothing
 
 
 def denoiser_of(model: nn.Module, known: Mapping[str, Denoiser]) -> Denoiser | None:
@@ -100,12 +111,44 @@ def _flux(model: Any, noise: StepNoise) -> dict[str, Any]:
     return found
 
 
+def _chroma(model: Any, noise: StepNoise) -> dict[str, Any]:
+    # x [2B, C/4, H/8, W/8], context [2B, 256, D]
+    count = 2 * noise.images
+    return {
+        "x": noise(count, model.in_channels // 4, noise.height, noise.width),
+        "timestep": noise.timesteps(count, 1),
+        "context": noise(count, _T5_TOKENS, model.txt_in.weight.shape[1]),
+        "control": None,
+        "transformer_options": {},
+    }
+
+
+def _sd3(model: Any, noise: StepNoise) -> dict[str, Any]:
+    # x [2B, C, H/8, W/8], context [2B, 77 + 256, D], y [2B, A]
+    count = 2 * noise.images
+    return {
+        "x": noise(count, model.in_channels, noise.height, noise.width),
+        "t": noise.timesteps(count, 1000),
+        "context": noise(count, 77 + _T5_TOKENS, model.context_embedder.weight.shape[1]),
+        "y": noise(count, model.y_embedder.mlp[0].weight.shape[1]),
+        "control": None,
+        "transformer_options": {},
+    }
+
+
 UNETS: Mapping[str, Denoiser] = {
-    name: Denoiser(Role.UNET, _unet) for name in ("IntegratedUNet2DConditionModel", "UNetModel")
+    name: Denoiser(Role.UNET, _unet, embeddings=lambda e, p, model, _: e.install(p, model))
+    for name in ("IntegratedUNet2DConditionModel", "UNetModel")
 }
 FORGE_DENOISERS: Mapping[str, Denoiser] = {
     **UNETS,
     "IntegratedFluxTransformer2DModel": Denoiser(Role.TRANSFORMER, _flux, "flux"),
+    "IntegratedChromaTransformer2DModel": Denoiser(
+        Role.TRANSFORMER, _chroma, "chroma", TimestepEmbeddings.install_counts
+    ),
+    "MMDiTX": Denoiser(
+        Role.TRANSFORMER, _sd3, "sd3", lambda e, p, model, _: e.install_on(p, model.t_embedder)
+    ),
 }
 
 

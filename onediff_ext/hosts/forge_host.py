@@ -216,8 +216,9 @@ class ForgeFamilyHost(WebUIHost):
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record a UNet's or transformer's forward as a CUDA graph."""
-        if type(unet).__name__ in UNETS:
-            self._embeddings.install(patches, unet)
+        known, device = denoiser_of(unet, self.denoisers), self.device()
+        if known is not None and device is not None:
+            known.embeddings(self._embeddings, patches, unet, device)
         patches.hook(unet.register_forward_pre_hook(_without_controlnet, with_kwargs=True), unet)
 
 

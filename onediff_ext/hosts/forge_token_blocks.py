@@ -53,17 +53,20 @@ class ForgeTokenBlocks(TokenStreamBlocks, ForgeBlocks):
 
     Attributes:
         home: The Python module of the class.
-        attends_in: The Python module whose global ``attention_function`` such a block calls.
+        attends_in: The Python module whose global ``attention_function`` such a block calls; empty
+            for blocks that call PyTorch's kernel themselves.
+        signature: Names of the arguments of the class's forward; empty for `arguments`.
         neglected: Names of arguments that change nothing in the block.
     """
 
     home: str
     attends_in: str = "backend.nn.flux"
+    signature: tuple[str, ...] = ()
     neglected: tuple[str, ...] = ()
 
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
         super().__init__(package, attention)
-        homes = dict.fromkeys((self.home, self.attends_in))
+        homes = dict.fromkeys((self.home, self.attends_in or self.home))
         self.sources = (*(f"{module}." for module in homes), *package.layers)
 
     def module_name(self) -> str:
@@ -71,13 +74,16 @@ class ForgeTokenBlocks(TokenStreamBlocks, ForgeBlocks):
 
     def block_class(self) -> type[nn.Module] | None:
         found: Any = super().block_class()
-        return found if found is not None and _arguments_of(found) == self.arguments else None
+        expected = self.signature or self.arguments
+        return found if found is not None and _arguments_of(found) == expected else None
 
     def describe(self, block: Any) -> str:
         first = next(p for p in block.parameters() if p.ndim == 2)
         return f"{self.label} {first.shape[-1]}"
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
+        if not self.attends_in:
+            return None
         chosen = getattr(sys.modules[self.attends_in], "attention_function", None)
         return inexact_reason(chosen, sys.modules[_ATTENTION], EXACT)
 
@@ -139,7 +145,46 @@ class FluxSingle(_FluxBlocks):
     eight_bits = EightBitLinears(exact=("modulation.lin",))
 
 
-FORGE_TOKEN_BLOCKS: tuple[type[ForgeTokenBlocks], ...] = (FluxDouble, FluxSingle)
+class ChromaDouble(FluxDouble):
+    """Forge's block with two streams for Chroma."""
+
+    home = "backend.nn.chroma"
+    arguments = ("img", "txt", "mod", "pe")
+    modulation = "mod"
+
+
+class ChromaSingle(FluxSingle):
+    """Forge's block on the tokens of text and image for Chroma."""
+
+    home = "backend.nn.chroma"
+    arguments = ("x", "mod", "pe")
+    modulation = "mod"
+
+
+class JointBlock(ForgeTokenBlocks):
+    """Forge's block of SD3 and SD3.5. The last one of a model returns no text."""
+
+    home = "backend.nn.mmditx"
+    attends_in = ""
+    class_name = "JointBlock"
+    arguments = ("context", "x", "c")
+    signature = ("args", "kwargs")
+    streams: Mapping[str, Dims] = {"x": TOKENS, "context": CONTEXT}
+    dims: Mapping[str, Dims | Members] = {"c": VECTOR}
+    outputs = ("context", "x")
+    eight_bits = EightBitLinears(exact=("adaLN_modulation.1",))
+
+    def is_returned(self, block: Any, name: str) -> bool:
+        return name == "x" or not block.context_block.pre_only
+
+
+FORGE_TOKEN_BLOCKS: tuple[type[ForgeTokenBlocks], ...] = (
+    FluxDouble,
+    FluxSingle,
+    ChromaDouble,
+    ChromaSingle,
+    JointBlock,
+)
 
 
 def token_families(

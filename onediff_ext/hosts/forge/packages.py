@@ -24,6 +24,8 @@ FORGE = ForgePackage(
     per_image=(
         "backend.nn.unet.IntegratedUNet2DConditionModel",
         "backend.nn.flux.IntegratedFluxTransformer2DModel",
+        "backend.nn.chroma.IntegratedChromaTransformer2DModel",
+        "backend.nn.mmditx.MMDiTX",
         "backend.nn.vae.Encoder",
         "backend.nn.vae.Decoder",
     ),

@@ -12,7 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 _FILES = {
-    "forge": {"backend.nn.flux": "forge_flux.py"},
+    "forge": {
+        "backend.nn.flux": "forge_flux.py",
+        "backend.nn.chroma": "forge_chroma.py",
+        "backend.nn.mmditx": "forge_mmditx.py",
+    },
     "neo": {},
     "reforge": {},
 }

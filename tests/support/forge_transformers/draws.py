@@ -25,6 +25,24 @@ def flux_call(height: int, width: int, batch: int, tokens: int, seed: int) -> di
     }
 
 
+def chroma_call(height: int, width: int, batch: int, tokens: int, seed: int) -> dict[str, Any]:
+    return {
+        "x": noise(batch, 16, height, width, seed=seed),
+        "timestep": torch.full((batch,), 0.7),
+        "context": noise(batch, tokens, 24, seed=seed + 1),
+    }
+
+
+def sd3_call(height: int, width: int, batch: int, tokens: int, seed: int) -> dict[str, Any]:
+    even = (height // 2 * 2, width // 2 * 2)  # which the host's sizes are there
+    return {
+        "x": noise(batch, 16, *even, seed=seed),
+        "t": torch.full((batch,), 321.0),
+        "context": noise(batch, tokens, 24, seed=seed + 1),
+        "y": noise(batch, 20, seed=seed + 2),
+    }
+
+
 class Transformer(NamedTuple):
     """A transformer of a host.
 
@@ -34,6 +52,8 @@ class Transformer(NamedTuple):
         call: Makes the arguments of a call.
         kinds: Of its blocks.
         blocks: How many it has.
+        layer: Name of a linear layer in one of them.
+        attends_in: The Python module whose global these call for attention; empty for none.
     """
 
     host: str
@@ -42,6 +62,8 @@ class Transformer(NamedTuple):
     call: Callable[..., dict[str, Any]]
     kinds: int
     blocks: int
+    layer: str
+    attends_in: str = "backend.nn.flux"
 
     def make(self) -> nn.Module:
         """The model, while the host is there."""
@@ -67,5 +89,26 @@ class Transformer(NamedTuple):
 
 _FLUX = "IntegratedFluxTransformer2DModel"
 TRANSFORMERS = {
-    "forge flux": Transformer("forge", "backend.nn.flux", _FLUX, flux_call, 2, 4),
+    "forge flux": Transformer(
+        "forge", "backend.nn.flux", _FLUX, flux_call, 2, 4, "single_blocks.0.linear1"
+    ),
+    "forge chroma": Transformer(
+        "forge",
+        "backend.nn.chroma",
+        "IntegratedChromaTransformer2DModel",
+        chroma_call,
+        2,
+        4,
+        "single_blocks.0.linear1",
+    ),
+    "forge sd3": Transformer(
+        "forge",
+        "backend.nn.mmditx",
+        "MMDiTX",
+        sd3_call,
+        3,
+        4,
+        "joint_blocks.1.x_block.mlp.0",
+        "",
+    ),
 }

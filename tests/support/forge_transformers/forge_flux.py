@@ -92,6 +92,20 @@ def split_heads(qkv: torch.Tensor, heads: int) -> Any:
     return qkv.view(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
 
 
+def join_heads(*parts: Any) -> Any:
+    """Norms, each with q, k and v of its stream → q, k, v of all streams."""
+    normed = [(*norm(q, k, v), v) for norm, (q, k, v) in parts]
+    return [torch.cat(streams, 2) for streams in zip(*normed, strict=True)]
+
+
+def positions(img: torch.Tensor, text: int, rows: int, columns: int) -> torch.Tensor:
+    """Of text and image tokens: [B, M+N, 3]."""
+    ids = img.new_zeros(len(img), text + rows * columns, 3)
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(ids)
+    ids[:, text:, 1:] = places
+    return ids
+
+
 class DoubleStreamBlock(nn.Module):
     """img [B, N, D], txt [B, M, D], vec [B, D], pe [B, 1, M+N, D/2, 2, 2] → img, txt."""
 
@@ -107,14 +121,12 @@ class DoubleStreamBlock(nn.Module):
 
     def forward(self, img: Any, txt: Any, vec: Any, pe: Any) -> Any:
         mods = [self.txt_mod(vec), self.img_mod(vec)]
-        parts = []
-        for x, mod, norm, attn in (
-            (txt, mods[0], self.txt_norm1, self.txt_attn),
-            (img, mods[1], self.img_norm1, self.img_attn),
-        ):
-            q, k, v = split_heads(attn.qkv((1 + mod[1]) * norm(x) + mod[0]), self.num_heads)
-            parts.append((*attn.norm(q, k, v), v))
-        q, k, v = (torch.cat(both, 2) for both in zip(*parts, strict=True))
+        txt_qkv = self.txt_attn.qkv((1 + mods[0][1]) * self.txt_norm1(txt) + mods[0][0])
+        img_qkv = self.img_attn.qkv((1 + mods[1][1]) * self.img_norm1(img) + mods[1][0])
+        q, k, v = join_heads(
+            (self.txt_attn.norm, split_heads(txt_qkv, self.num_heads)),
+            (self.img_attn.norm, split_heads(img_qkv, self.num_heads)),
+        )
         mixed = attention(q, k, v, pe=pe)
         txt_mixed, img_mixed = mixed[:, : txt.shape[1]], mixed[:, txt.shape[1] :]
         txt = txt + mods[0][2] * self.txt_attn.proj(txt_mixed)
@@ -184,12 +196,10 @@ class IntegratedFluxTransformer2DModel(nn.Module):
         x = F.pad(x, (0, width % PATCH, 0, height % PATCH), mode="circular")
         rows, columns = (side // PATCH for side in x.shape[-2:])
         img = self.img_in(F.unfold(x, PATCH, stride=PATCH).transpose(1, 2))
-        ids = img.new_zeros(len(x), context.shape[1] + rows * columns, 3)
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(ids)
-        ids[:, context.shape[1] :, 1:] = places
         vec = self.time_in(timestep_embedding(timestep, 16)) + self.vector_in(y)
         vec = vec + self.guidance_in(timestep_embedding(guidance, 16))
-        pe, txt = self.pe_embedder(ids), self.txt_in(context)
+        pe = self.pe_embedder(positions(img, context.shape[1], rows, columns))
+        txt = self.txt_in(context)
         for block in self.double_blocks:
             img, txt = block(img=img, txt=txt, vec=vec, pe=pe)
         img = torch.cat((txt, img), 1)
