@@ -128,7 +128,7 @@ class FluxDouble(_FluxBlocks):
     """Forge's block with two streams."""
 
     class_name = "DoubleStreamBlock"
-    arguments = ("img", "txt", "vec", "pe")
+    arguments: tuple[str, ...] = ("img", "txt", "vec", "pe")
     streams: Mapping[str, Dims] = {"img": TOKENS, "txt": CONTEXT}
     outputs = ("img", "txt")
     table = _JOINT_TABLE
@@ -139,7 +139,7 @@ class FluxSingle(_FluxBlocks):
     """Forge's block on the tokens of text and image."""
 
     class_name = "SingleStreamBlock"
-    arguments = ("x", "vec", "pe")
+    arguments: tuple[str, ...] = ("x", "vec", "pe")
     streams: Mapping[str, Dims] = {"x": TOKENS}
     outputs = ("x",)
     eight_bits = EightBitLinears(exact=("modulation.lin",))
@@ -247,7 +247,7 @@ def _attend_heads(
 def _apply_rope(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate pairs of channels, in float32.
+    """Rotate pairs of channels, in the dtype of the table.
 
     Args:
         q, k: [..., D].
@@ -260,7 +260,7 @@ def _apply_rope(
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().reshape(*x.shape[:-1], -1, 1, 2).unbind(-1)
+    first, second = x.to(table.dtype).reshape(*x.shape[:-1], -1, 1, 2).unbind(-1)
     rotated = table[..., 0] * first + table[..., 1] * second
     return rotated.flatten(-2).type_as(x)
 

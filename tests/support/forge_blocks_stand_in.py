@@ -361,6 +361,7 @@ def attention_in_slices(
     k: torch.Tensor,
     v: torch.Tensor,
     heads: int,
+    mask: object = None,
     skip_reshape: bool = False,
     **_: Any,
 ) -> Any:
@@ -434,9 +435,12 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
     }
     for home, variable, function in chosen.values():
         contents[home][variable] = function
+    if name == "neo":
+        arguments = SimpleNamespace(ops="ForgeOperations", ref_latents=None)
+        contents["backend.args"] = {"dynamic_args": arguments}
     before = _install(contents)
     transformers = import_transformers(name)
-    before |= {home: None for home in transformers if home not in before}
+    before |= {home: None for home in transformers if home not in before}  # none is real here
     vars(attention).update(
         {key: _Indirect(sys.modules[home], variable) for key, (home, variable, _) in chosen.items()}
     )

@@ -229,7 +229,7 @@ def running(name: str) -> Iterator[ForgeStandIn]:
             fakes["ldm_patched.modules"] = {}
             fakes["ldm_patched.modules.model_management"] = memory
         if name == "neo":
-            fakes["backend.args"] = {"dynamic_args": SimpleNamespace(ops="ForgeOperations")}
+            fakes["backend.args"] = {"dynamic_args": sys.modules["backend.args"].dynamic_args}
             fakes["backend.state_dict"] = {"load_state_dict": load_state_dict}
         before = {name: sys.modules.get(name) for name in fakes}
         for module_name, values in fakes.items():

@@ -17,7 +17,12 @@ _FILES = {
         "backend.nn.chroma": "forge_chroma.py",
         "backend.nn.mmditx": "forge_mmditx.py",
     },
-    "neo": {},
+    "neo": {
+        "comfy_kitchen": "comfy_kitchen.py",
+        "backend.nn.flux": "neo_flux.py",
+        "backend.nn.lumina": "neo_lumina.py",
+        "backend.nn.qwen": "neo_qwen.py",
+    },
     "reforge": {},
 }
 """The file of each Python module, by host."""
@@ -40,5 +45,6 @@ def import_transformers(host: str) -> dict[str, ModuleType]:
         module = sys.modules[name] = imported[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         parent, _, leaf = name.rpartition(".")
-        setattr(sys.modules[parent], leaf, module)
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
     return imported

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,20 @@ def sd3_call(height: int, width: int, batch: int, tokens: int, seed: int) -> dic
     }
 
 
+def flux2_call(*size: int) -> dict[str, Any]:
+    return {name: v for name, v in flux_call(*size).items() if name != "guidance"}
+
+
+def lumina_call(*size: int) -> dict[str, Any]:
+    found = sd3_call(*size)
+    return {"x": found["x"], "timesteps": found["t"] / 1000, "context": found["context"]}
+
+
+def qwen_call(*size: int) -> dict[str, Any]:
+    found = lumina_call(*size)
+    return {**found, "x": found["x"].unsqueeze(2)}
+
+
 class Transformer(NamedTuple):
     """A transformer of a host.
 
@@ -54,6 +68,7 @@ class Transformer(NamedTuple):
         blocks: How many it has.
         layer: Name of a linear layer in one of them.
         attends_in: The Python module whose global these call for attention; empty for none.
+        options: Of the class.
     """
 
     host: str
@@ -64,10 +79,11 @@ class Transformer(NamedTuple):
     blocks: int
     layer: str
     attends_in: str = "backend.nn.flux"
+    options: Mapping[str, Any] = {}
 
     def make(self) -> nn.Module:
         """The model, while the host is there."""
-        made: nn.Module = getattr(sys.modules[self.module], self.name)()
+        made: nn.Module = getattr(sys.modules[self.module], self.name)(**self.options)
         return made
 
     def draw(
@@ -110,5 +126,38 @@ TRANSFORMERS = {
         4,
         "joint_blocks.1.x_block.mlp.0",
         "",
+    ),
+    "neo flux": Transformer(
+        "neo", "backend.nn.flux", _FLUX, flux_call, 2, 4, "single_blocks.0.linear1"
+    ),
+    "neo flux2": Transformer(
+        "neo",
+        "backend.nn.flux",
+        _FLUX,
+        flux2_call,
+        2,
+        4,
+        "single_blocks.0.linear1",
+        options={"global_modulation": True},
+    ),
+    "neo lumina2": Transformer(
+        "neo",
+        "backend.nn.lumina",
+        "NextDiT",
+        lumina_call,
+        2,
+        4,
+        "layers.0.feed_forward.w1",
+        "backend.nn.lumina",
+    ),
+    "neo qwen-image": Transformer(
+        "neo",
+        "backend.nn.qwen",
+        "QwenImageTransformer2DModel",
+        qwen_call,
+        1,
+        3,
+        "transformer_blocks.0.attn.to_q",
+        "backend.nn.qwen",
     ),
 }
