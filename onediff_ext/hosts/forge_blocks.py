@@ -67,7 +67,14 @@ class ForgePackage:
     per_image: tuple[str, ...]
 
 
-class _ForgeBlocks(LdmBlocks):
+class ForgeBlocks(LdmBlocks):
+    """Blocks of one of these hosts.
+
+    Args:
+        package: The host's.
+        attention: How the host computes attention.
+    """
+
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
         super().__init__()
         self.package, self.attention = package, attention
@@ -90,7 +97,7 @@ class _ForgeBlocks(LdmBlocks):
                 setattr(module, self.package.casts, True)
 
 
-class ForgeResBlock(LdmResBlocks, _ForgeBlocks):
+class ForgeResBlock(LdmResBlocks, ForgeBlocks):
     """The UNet's residual block."""
 
     arguments = ("x", "emb", "transformer_options")
@@ -103,7 +110,7 @@ class ForgeResBlock(LdmResBlocks, _ForgeBlocks):
         return None
 
 
-class ForgeTransformer(LdmTransformers, _ForgeBlocks):
+class ForgeTransformer(LdmTransformers, ForgeBlocks):
     """The transformer block of all these hosts."""
 
     mutates_inputs = True  # Forge adds to x in place
@@ -133,14 +140,14 @@ class ForgeTransformer(LdmTransformers, _ForgeBlocks):
         return output
 
 
-class ForgeVaeResnet(LdmVaeResnets, _ForgeBlocks):
+class ForgeVaeResnet(LdmVaeResnets, ForgeBlocks):
     """The VAE's residual block."""
 
     def module_name(self) -> str:
         return self.package.vae
 
 
-class ForgeVaeAttention(LdmVaeAttention, _ForgeBlocks):
+class ForgeVaeAttention(LdmVaeAttention, ForgeBlocks):
     """The VAE's attention."""
 
     def module_name(self) -> str:
@@ -150,7 +157,7 @@ class ForgeVaeAttention(LdmVaeAttention, _ForgeBlocks):
         return self.attention.refusal_reason()
 
 
-class ForgeGroupNorm(GroupNorms, _ForgeBlocks):
+class ForgeGroupNorm(GroupNorms, ForgeBlocks):
     """GroupNorm as one of the host's layers.
 
     Args:

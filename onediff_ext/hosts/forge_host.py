@@ -18,13 +18,12 @@ from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
+from onediff_ext.hosts.forge_denoisers import UNETS, Denoiser, StepNoise, denoiser_of
 from onediff_ext.hosts.forge_memory import share_with
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
 # Height and width of the VAE's warm-up in latent cells: its kinds do not depend on the size.
 _VAE_CELLS = (16, 24)
-# UNets whose blocks are known here; Flux, SD3 and others have transformers only.
-_UNETS = frozenset({"IntegratedUNet2DConditionModel", "UNetModel"})
 _QUANTIZED = ("nf4", "fp4", "gguf")
 # Beginnings of the names of the hosts' model classes. Mugen is SDXL with another VAE.
 _ARCHITECTURES = (
@@ -37,7 +36,13 @@ _ARCHITECTURES = (
 
 
 class ForgeFamilyHost(WebUIHost):
-    """Forge or a descendant: each checkpoint is a new model object, loaded when first needed."""
+    """Forge or a descendant: each checkpoint is a new model object, loaded when first needed.
+
+    Attributes:
+        denoisers: The classes of UNets and transformers whose blocks are known.
+    """
+
+    denoisers: Mapping[str, Denoiser] = UNETS
 
     def __init__(self) -> None:
         self._embeddings = TimestepEmbeddings()
@@ -50,7 +55,9 @@ class ForgeFamilyHost(WebUIHost):
         info = getattr(model, "sd_checkpoint_info", None)
         if info is None:
             return None
-        architecture = _architecture(self.model_config(model))
+        known = denoiser_of(model.forge_objects.unet.model.diffusion_model, self.denoisers)
+        named = "" if known is None else known.architecture
+        architecture = named or _architecture(self.model_config(model))
         return HostCheckpoint(
             info.name_for_extra,
             info.shorthash or "",
@@ -63,9 +70,10 @@ class ForgeFamilyHost(WebUIHost):
         objects = forge_objects(self.loaded_model())
         if objects is None:
             return []
-        vae = objects.vae.first_stage_model
+        vae, network = objects.vae.first_stage_model, objects.unet.model.diffusion_model
+        known = denoiser_of(network, self.denoisers)
         candidates: list[tuple[ComponentId, Any]] = [
-            (ComponentId(Role.UNET), objects.unet.model.diffusion_model),
+            (ComponentId(Role.UNET if known is None else known.role), network),
             (ComponentId(Role.VAE_ENCODER), getattr(vae, "encoder", None)),
             (ComponentId(Role.VAE_DECODER), getattr(vae, "decoder", None)),
         ]
@@ -84,8 +92,8 @@ class ForgeFamilyHost(WebUIHost):
             return None  # the host loads one before it samples
         unet = objects.unet
         name = type(unet.model.diffusion_model).__name__
-        if name not in _UNETS:
-            return f"{name} runs without graphs: only the UNets of SD and SDXL are known"
+        if name not in self.denoisers:
+            return f"{name} runs without graphs: its blocks are not known"
         storage = getattr(unet.model, "storage_dtype", None)
         if storage in _QUANTIZED:
             return f"weights are stored as {storage}"
@@ -95,7 +103,7 @@ class ForgeFamilyHost(WebUIHost):
 
     def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         # LoRAs need nothing: they are merged before the first call.
-        if component.role is Role.UNET:
+        if component.role.is_denoiser:
             self.make_capturable(patches, model)
 
     def weights(self) -> Hashable:
@@ -121,27 +129,21 @@ class ForgeFamilyHost(WebUIHost):
         if objects is None:
             return
         unet = objects.unet
+        model = unet.model.diffusion_model
+        known = denoiser_of(model, self.denoisers)
+        if known is None:
+            return
         self.move_to_device([unet])
-        model, count = unet.model.diffusion_model, 2 * shape.batch
-        height, width = shape.height_px // CELL_PX, shape.width_px // CELL_PX
-        form = {"device": unet.load_device, "dtype": self.computation_dtype(unet)}
-        # x [2B, C, H/8, W/8], timesteps [2B], context [2B, 77, D], y [2B, A] on SDXL only
-        x = torch.randn(count, model.in_channels, height, width, generator=noise).to(**form)
-        context = torch.randn(count, 77, _context_width(model), generator=noise).to(**form)
-        extra = {}
-        if getattr(model, "num_classes", None) is not None:
-            features = model.label_emb[0][0].in_features
-            extra["y"] = torch.randn(count, features, generator=noise).to(**form)
-        timesteps = torch.randint(1000, (1,), generator=noise).to(unet.load_device, torch.float32)
+        cells = StepNoise(
+            shape.batch,
+            shape.height_px // CELL_PX,
+            shape.width_px // CELL_PX,
+            unet.load_device,
+            self.computation_dtype(unet),
+            noise,
+        )
         with torch.inference_mode():
-            model(
-                x,
-                timesteps.repeat(count),
-                context=context,
-                control=None,
-                transformer_options={},
-                **extra,
-            )
+            model(**known.arguments(model, cells))
 
     def vae_step(self) -> None:
         objects = forge_objects(self.loaded_model())
@@ -213,23 +215,16 @@ class ForgeFamilyHost(WebUIHost):
         share_with(self.memory_management(), patches, make_room, returnable)
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
-        """Make it possible to record the UNet's forward as a CUDA graph."""
-        self._embeddings.install(patches, unet)
+        """Make it possible to record a UNet's or transformer's forward as a CUDA graph."""
+        known, device = denoiser_of(unet, self.denoisers), self.device()
+        if known is not None and device is not None:
+            known.embeddings(self._embeddings, patches, unet, device)
         patches.hook(unet.register_forward_pre_hook(_without_controlnet, with_kwargs=True), unet)
 
 
 def forge_objects(model: Any) -> Any:
     """The patchers that the host draws with, or None before the first load."""
     return getattr(model, "forge_objects", None)
-
-
-def _context_width(unet: nn.Module) -> int:
-    """Width of a token of the prompt, from the first cross-attention."""
-    for name, module in unet.named_modules():
-        if name.endswith("attn2.to_k"):
-            width: int = module.weight.shape[1]
-            return width
-    return 0
 
 
 def _architecture(config: object) -> str:

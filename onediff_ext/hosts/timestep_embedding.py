@@ -74,6 +74,7 @@ class TimestepEmbeddings:
     def __init__(self, settings: Callable[[], Hashable] = tuple) -> None:
         self._settings = settings
         self._made: dict[Callable[..., Any], TimestepEmbedding] = {}
+        self._counts: dict[Hashable, EmbeddedCounts] = {}
 
     def install(self, patches: Patches, unet: nn.Module) -> None:
         """Replace the function in the Python module of a UNet's class; `patches` undoes it."""
@@ -82,6 +83,59 @@ class TimestepEmbeddings:
         if callable(own) and not isinstance(own, TimestepEmbedding):
             ours = self._made.setdefault(own, TimestepEmbedding(own, self._settings))
             patches.set(home, "timestep_embedding", ours)
+
+    def install_on(self, patches: Patches, embedder: nn.Module) -> None:
+        """Replace the static method of a module; `patches` undoes it.
+
+        Args:
+            patches: Makes the change.
+            embedder: A ``TimestepEmbedder``, such as SD3's.
+        """
+        own: Callable[..., torch.Tensor] = getattr(type(embedder), "timestep_embedding")  # noqa: B009
+        ours = self._made.setdefault(own, TimestepEmbedding(own, self._settings))
+        patches.set(embedder, "timestep_embedding", ours)
+
+    def install_counts(self, patches: Patches, model: nn.Module, device: torch.device) -> None:
+        """Replace the function that embeds counts, in the Python module of a model's class.
+
+        Args:
+            patches: Makes the change.
+            model: Such as Chroma's transformer.
+            device: Where it computes.
+        """
+        home = sys.modules[type(model).__module__]
+        own = vars(home)["timestep_embedding"]
+        if not isinstance(own, EmbeddedCounts):
+            ours = self._counts.setdefault((own, device), EmbeddedCounts(own, device))
+            patches.set(home, "timestep_embedding", ours)
+
+
+class EmbeddedCounts:
+    """Replaces a ``timestep_embedding`` that is also asked to embed counts, which lie on the CPU.
+
+    Forge's Chroma numbers its modulations so. The host copies the result to the GPU at each step,
+    which cannot be recorded; here it lies there already.
+
+    Args:
+        own: The host's function.
+        device: Where the model is.
+    """
+
+    def __init__(self, own: Callable[..., torch.Tensor], device: torch.device) -> None:
+        self.own, self.device = own, device
+        # CUDA graphs point into these, so they live as long as the extension.
+        self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, counts: torch.Tensor, dim: int, *more: float) -> torch.Tensor:
+        # counts [N] → [N, dim]
+        if counts.device == self.device or counts.device.type != "cpu":
+            return self.own(counts, dim, *more)
+        key = (counts.dtype, len(counts), dim, more)
+        known = self._known.get(key)
+        if known is None or not torch.equal(known[0], counts):
+            known = (counts.clone(), self.own(counts, dim, *more).to(self.device))
+            self._known[key] = known
+        return known[1]
 
 
 def _frequencies(dim: int, max_period: float) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from tests.support.forge_transformers import import_transformers
 from tests.support.ldm_stand_in import live_in
 
 Namespace = dict[str, Any]
@@ -355,9 +356,18 @@ def embed_on_the_gpu(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
 
 
-def attention_in_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> Any:
+def attention_in_slices(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: object = None,
+    skip_reshape: bool = False,
+    **_: Any,
+) -> Any:
     """Slices by size, which freezes the number of tokens when it is traced."""
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    if not skip_reshape:
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
     mixed = torch.empty_like(q)
     for start in range(0, q.shape[2], 16):
         part = slice(start, start + 16)
@@ -406,6 +416,7 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
     attention_module[names.own] = _named(attention_in_slices, names.own)
     attention_module[names.own_in_vae] = _named(spatial_attention, names.own_in_vae)
     attention_module["get_attn_precision"] = names.precision
+    attention_module[names.chosen] = attention_module[names.own]
     # Neo and reForge have these in their module of attention, too.
     attention_module[names.chosen_in_vae] = attention_module[names.own_in_vae]
     embed = embed_on_the_gpu if name == "reforge" else embed_from_the_cpu
@@ -424,12 +435,18 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
     }
     for home, variable, function in chosen.values():
         contents[home][variable] = function
+    if name == "neo":
+        arguments = SimpleNamespace(ops="ForgeOperations", ref_latents=None)
+        contents["backend.args"] = {"dynamic_args": arguments}
     before = _install(contents)
+    transformers = import_transformers(name)
+    before |= {home: None for home in transformers if home not in before}  # none is real here
     vars(attention).update(
         {key: _Indirect(sys.modules[home], variable) for key, (home, variable, _) in chosen.items()}
     )
     try:
-        yield SimpleNamespace(**classes, ops=ops, modules={k: sys.modules[k] for k in contents})
+        modules = {k: sys.modules[k] for k in (*contents, *transformers)}
+        yield SimpleNamespace(**classes, ops=ops, modules=modules)
     finally:
         _restore(before)
 
@@ -504,8 +521,8 @@ _REFORGE_HOMES = {
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return function(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
     call.__name__ = name
     return call

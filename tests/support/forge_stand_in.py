@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,15 +72,21 @@ class FakePatcher:
 class FakeEngine:
     """`shared.sd_model`: created again for each checkpoint."""
 
-    def __init__(self, classes: SimpleNamespace, seed: int, config: object) -> None:
+    def __init__(
+        self,
+        classes: SimpleNamespace,
+        seed: int,
+        config: object,
+        transformer: Callable[[], nn.Module] | None = None,
+    ) -> None:
         with torch.inference_mode():
             torch.manual_seed(seed)
             unet, encoder, decoder = (
-                classes.UNet(),
+                (transformer or classes.UNet)(),
                 classes.Half(3, 8, stride=8),
                 classes.Half(4, 3),
             )
-        unet.__class__.__name__ = "UNetModel"
+        classes.UNet.__name__ = "UNetModel"
         vae = IntegratedAutoencoderKL()
         vae.encoder, vae.decoder = encoder.eval(), decoder.eval()
         base = nn.Module()
@@ -121,13 +127,24 @@ class ForgeStandIn:
         unet: nn.Module = self.engine.forge_objects.unet.model.diffusion_model
         return unet
 
-    def load(self, seed: int, config: object | None = None) -> None:
-        """Give up the model, then load another one, as Forge does."""
+    def load(
+        self,
+        seed: int,
+        config: object | None = None,
+        transformer: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        """Give up the model, then load another one, as Forge does.
+
+        Args:
+            seed: Of the weights.
+            config: The host's class of checkpoint.
+            transformer: Makes what takes the UNet's place.
+        """
         data = _module("modules.sd_models").model_data
         if data.sd_model is not None:
             data.sd_model = None
             gc.collect()
-        data.sd_model = FakeEngine(self.classes, seed, config or SD15())
+        data.sd_model = FakeEngine(self.classes, seed, config or SD15(), transformer)
 
     def start_without_model(self) -> None:
         _module("modules.sd_models").model_data.sd_model = FakeInitialModel()
@@ -212,7 +229,7 @@ def running(name: str) -> Iterator[ForgeStandIn]:
             fakes["ldm_patched.modules"] = {}
             fakes["ldm_patched.modules.model_management"] = memory
         if name == "neo":
-            fakes["backend.args"] = {"dynamic_args": SimpleNamespace(ops="ForgeOperations")}
+            fakes["backend.args"] = {"dynamic_args": sys.modules["backend.args"].dynamic_args}
             fakes["backend.state_dict"] = {"load_state_dict": load_state_dict}
         before = {name: sys.modules.get(name) for name in fakes}
         for module_name, values in fakes.items():

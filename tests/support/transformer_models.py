@@ -21,17 +21,24 @@ POOLED_WIDTH = 20
 Embeddings = dict[str, torch.Tensor]
 
 
-def vae(seed: int = 0, channels: int = LATENT_CHANNELS) -> Any:
+def vae(
+    seed: int = 0,
+    channels: int = LATENT_CHANNELS,
+    *,
+    widths: tuple[int, ...] = (8, 8, 16, 16),
+    layers: int = 1,
+    groups: int = 4,
+) -> Any:
     """VAE without convolutions around the latent: image [B, 3, H, W] <-> [B, C, H/8, W/8]."""
     return build(
         diffusers.AutoencoderKL,
         seed + 2,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 16, 16),
-        layers_per_block=1,
+        block_out_channels=widths,
+        layers_per_block=layers,
         latent_channels=channels,
-        norm_num_groups=4,
+        norm_num_groups=groups,
         use_quant_conv=False,
         use_post_quant_conv=False,
         scaling_factor=1.5,

@@ -32,7 +32,10 @@ SMALL = WebUI(
     packages=(),
     flags=(),
     slim_configs={"vae/config.json": {"block_out_channels": list(VAE_WIDTHS)}},
-    slim_sources={"sd.py": ("'ch': 128,", "'ch': 32,")},
+    slim_sources={
+        "sd.py": (("'ch': 128,", "'ch': 32,"),),
+        "repositories/guess/sizes.py": (("= 19", "= 2"), ("= 3072", "= 256")),
+    },
 )
 
 
@@ -76,6 +79,18 @@ def test_configs_fit_the_slim_models_and_stay_so(checkout: Path) -> None:
         config = json.loads((checkout / "vae" / "config.json").read_text())
         assert config == {"block_out_channels": list(VAE_WIDTHS), "in_channels": 3}
         assert (checkout / "sd.py").read_text() == "config = {'ch': 32, 'z': 4}\n"
+
+
+def test_what_the_launcher_fetches_fits_once_it_is_there(checkout: Path) -> None:
+    fit_to_slim_models(SMALL, checkout)
+    fetched = checkout / "repositories" / "guess"
+    fetched.mkdir(parents=True)
+    with pytest.raises(CheckoutError, match=r"sizes\.py does not exist"):
+        fit_to_slim_models(SMALL, checkout)
+    (fetched / "sizes.py").write_text("depth = 19\nwidth = 3072\n")
+    for _ in range(2):
+        fit_to_slim_models(SMALL, checkout)
+        assert (fetched / "sizes.py").read_text() == "depth = 2\nwidth = 256\n"
 
 
 def test_a_file_of_another_version_is_named(checkout: Path) -> None:

@@ -98,6 +98,7 @@ def build(webui: WebUI, checkout: Path, python: str, models: Path, extension: Pa
     if webui.preparing_flags:
         command = [interpreter, _LAUNCHER, "launch.py", *webui.preparing_flags]
         subprocess.run(list(map(str, command)), cwd=checkout, check=True)
+        fit_to_slim_models(webui, checkout)  # what the launcher has fetched
 
 
 def start(webui: WebUI, checkout: Path, flags: list[str]) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 from tools.hosts.webuis import WebUI
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# The folder for what a WebUI's launcher fetches.
+_FETCHED = "repositories"
 PROBE = REPOSITORY / "tests" / "live" / "probe"
 
 
@@ -31,11 +33,12 @@ def version_note(webui: WebUI, checkout: Path) -> str:
 
 
 def fit_to_slim_models(webui: WebUI, checkout: Path) -> None:
-    """Tell a WebUI the form of the slim checkpoints' text encoders and VAE.
+    """Tell a WebUI the form of the slim checkpoints' models.
 
     Args:
         webui: The WebUI.
-        checkout: Its folder; its own config files change.
+        checkout: Its folder; its own config files change. Repositories that its launcher has not
+            fetched yet are left out.
 
     Raises:
         CheckoutError: A file or a text is not there.
@@ -44,12 +47,19 @@ def fit_to_slim_models(webui: WebUI, checkout: Path) -> None:
         path = _existing(webui, checkout, name)
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, **values}, indent=2) + "\n", encoding="utf-8")
-    for name, (old, new) in webui.slim_sources.items():
+    for name, replacements in webui.slim_sources.items():
+        repository = Path(*Path(name).parts[:2])
+        if repository.parts[0] == _FETCHED and not (checkout / repository).exists():
+            continue
         path = _existing(webui, checkout, name)
         source = path.read_text(encoding="utf-8")
-        if old not in source and new not in source:
-            raise CheckoutError(f"{path} has no {old!r}: not the version that was run?")
-        path.write_text(source.replace(old, new), encoding="utf-8")
+        for old, new in replacements:
+            if new in source:
+                continue
+            if old not in source:
+                raise CheckoutError(f"{path} has no {old!r}: not the version that was run?")
+            source = source.replace(old, new)
+        path.write_text(source, encoding="utf-8")
 
 
 def add_extensions(checkout: Path, extension: Path = REPOSITORY) -> None:

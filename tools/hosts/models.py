@@ -21,6 +21,7 @@ from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from tests.support import adapter_weights, models
 from tests.support import live_files as files
+from tools.hosts.flux_models import write_flux_models
 from tools.hosts.webuis import TEXT_LAYERS, VAE_WIDTHS
 
 _CLIP_L, _CLIP_G = 768, 1280
@@ -61,7 +62,9 @@ def write_demo_models(folder: Path) -> None:
 
 
 def write_slim_models(folder: Path) -> None:
-    """Write slim checkpoints of SD1.5, SD1.5 for inpainting and SDXL, and what fits them.
+    """Write slim checkpoints of SD1.5, SD1.5 for inpainting, SDXL, Flux.1 and Chroma.
+
+    LoRAs, a ControlNet and a VAE fit them.
 
     Args:
         folder: The WebUI's ``models``.
@@ -75,6 +78,7 @@ def write_slim_models(folder: Path) -> None:
     for name, make in checkpoints.items():
         path = folder / "Stable-diffusion" / f"{name}.safetensors"
         save_ldm(make(), path, dtype=torch.float16, with_yaml=False)
+    write_flux_models(folder)
     first = sd1(1)
     _write_loras(folder / "Lora", first)
     _write_vae(folder / "VAE", first["vae"])

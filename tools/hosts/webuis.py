@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# A text in a Python file, and what takes its place.
+Replacement = tuple[str, str]
+
 # PyTorch of all test hosts; torchvision is the release that fits it.
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
 # Installed last: PyTorch asks for a newer one to compile with, the WebUIs for its pkg_resources.
@@ -48,6 +51,7 @@ _SLIM_CHECKPOINTS = {
     "ONEDIFF_WEBUI_OTHER": "slim-xl",
     "ONEDIFF_WEBUI_INPAINTING": "slim-inpainting",
 }
+_TRANSFORMERS = {"ONEDIFF_WEBUI_TRANSFORMERS": "slim-flux,slim-chroma"}
 # The point tells the first one from "onediff-demo-other".
 _DEMO_CHECKPOINTS = {
     "ONEDIFF_WEBUI_CHECKPOINTS": "onediff-demo.,onediff-demo-other",
@@ -55,6 +59,69 @@ _DEMO_CHECKPOINTS = {
 }
 _PREPARING = ("--skip-torch-cuda-test", "--skip-install", "--exit")
 _FORGE_FLAGS = ("--always-cpu", "--all-in-fp32", "--skip-torch-cuda-test", "--skip-install")
+
+
+@dataclass(frozen=True)
+class SlimFlux:
+    """The form of the slim checkpoints of Flux.1-dev and Chroma.
+
+    Args:
+        width: Channels of a token; a head has 128.
+        context: Channels of the text encoder T5.
+        depth: Blocks of each kind.
+        guidance_width: Channels of Chroma's network for modulations.
+    """
+
+    width: int = 256
+    context: int = 128
+    depth: int = 2
+    guidance_width: int = 64
+
+    @property
+    def t5(self) -> dict[str, object]:
+        """The config of the text encoder, as transformers has it."""
+        return {
+            "d_ff": 2 * self.context,
+            "d_kv": self.context // 4,
+            "d_model": self.context,
+            "num_heads": 4,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "dense_act_fn": "gelu_new",
+            "feed_forward_proj": "gated-gelu",
+        }
+
+
+FLUX = SlimFlux()
+_T5 = {name: v for name, v in FLUX.t5.items() if name.startswith(("d_", "num_"))} | {
+    "dense_act_fn": "gelu_pytorch_tanh"
+}
+_FLUX_DEV, _CHROMA = (
+    f"backend/huggingface/{name}" for name in ("black-forest-labs/FLUX.1-dev", "Chroma")
+)
+_FLUX_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    f"{_FLUX_DEV}/text_encoder/config.json": _TEXT,
+    f"{_FLUX_DEV}/text_encoder_2/config.json": _T5,
+    f"{_FLUX_DEV}/vae/config.json": _VAE,
+    f"{_CHROMA}/text_encoder/config.json": _T5,
+    f"{_CHROMA}/vae/config.json": _VAE,
+}
+# Forge knows one size of Flux only.
+_FLUX_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
+    "repositories/huggingface_guess/huggingface_guess/detection.py": tuple(
+        (f'["{name}"] = {old}\n', f'["{name}"] = {new}\n')
+        for name, old, new in (
+            ("context_in_dim", 4096, FLUX.context),
+            ("hidden_size", 3072, FLUX.width),
+            ("num_heads", 24, FLUX.width // 128),
+            ("depth", 19, FLUX.depth),
+            ("depth_single_blocks", 38, FLUX.depth),
+        )
+    ),
+    "backend/loader.py": (
+        ("'guidance_hidden_dim': 5120", f"'guidance_hidden_dim': {FLUX.guidance_width}"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +140,8 @@ class WebUI:
         loads_demo: Whether it loads the demo checkpoint; the others get slim random checkpoints.
         checkpoints: What the live tests need to know of its checkpoints, as environment variables.
         slim_configs: Its JSON files, by path, and the values that fit the slim checkpoints.
-        slim_sources: The same in its Python files: the text that stands there, and the new one.
+        slim_sources: The same in its Python files: texts that stand there, and the new ones. Those
+            in ``repositories`` are there once its launcher has fetched them.
     """
 
     title: str
@@ -86,7 +154,7 @@ class WebUI:
     loads_demo: bool = False
     checkpoints: Mapping[str, str] = field(default_factory=lambda: _SLIM_CHECKPOINTS)
     slim_configs: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    slim_sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    slim_sources: Mapping[str, tuple[Replacement, ...]] = field(default_factory=dict)
 
 
 WEBUIS: Mapping[str, WebUI] = {
@@ -109,7 +177,9 @@ WEBUIS: Mapping[str, WebUI] = {
         packages=(CLIP, OPENCV, JOBLIB),
         flags=_FORGE_FLAGS,
         preparing_flags=_PREPARING,
-        slim_configs=_FORGE_CONFIGS,
+        checkpoints={**_SLIM_CHECKPOINTS, **_TRANSFORMERS},
+        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS},
+        slim_sources=_FLUX_SOURCES,
     ),
     "reforge": WebUI(
         title="reForge",
@@ -122,7 +192,7 @@ WEBUIS: Mapping[str, WebUI] = {
         # Its SDXL reads the 12th hidden state of a text encoder, which the slim one lacks.
         checkpoints={k: v for k, v in _SLIM_CHECKPOINTS.items() if k != "ONEDIFF_WEBUI_OTHER"},
         slim_configs=_REFORGE_CONFIGS,
-        slim_sources={"ldm_patched/modules/sd.py": ("'ch': 128,", f"'ch': {VAE_WIDTHS[0]},")},
+        slim_sources={"ldm_patched/modules/sd.py": (("'ch': 128,", f"'ch': {VAE_WIDTHS[0]},"),)},
     ),
     "neo": WebUI(
         title="Forge Neo 2.26",
@@ -131,6 +201,7 @@ WEBUIS: Mapping[str, WebUI] = {
         requirements="requirements.txt",
         packages=("gradio==4.40.0", "gradio_rangeslider==0.0.8"),
         flags=("--cpu", "--force-fp32", "--skip-prepare-environment"),
-        slim_configs=_FORGE_CONFIGS,
+        checkpoints={**_SLIM_CHECKPOINTS, **_TRANSFORMERS},
+        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS},
     ),
 }

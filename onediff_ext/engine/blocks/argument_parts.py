@@ -7,7 +7,9 @@ four. A complex table becomes a real one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +39,23 @@ class Form(NamedTuple):
     """How an argument is put together again; part of stored keys by its text.
 
     Args:
-        kind: ``"tensor"``, ``"complex"``, ``"joint"``, ``"twice"`` or ``"tuple"``.
+        kind: ``"tensor"``, ``"complex"``, ``"joint"``, ``"twice"``, ``"tuple"`` or ``"record"``.
         axis: Of the dim that is cut.
-        members: Forms of the members of a tuple, or of the one thing that is cut.
+        members: Forms of the members of a tuple or record, or of the one thing that is cut.
+        names: Of the members of a record.
     """
 
     kind: str
     axis: int = 0
     members: tuple[Form, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         if self.kind == "tuple":
             return f"({', '.join(map(repr, self.members))})"
+        if self.kind == "record":
+            named = zip(self.names, self.members, strict=True)
+            return f"({', '.join(f'{name}={form!r}' for name, form in named)})"
         return f"{self.kind} {self.axis} {self.members[0]!r}" if self.members else self.kind
 
 
@@ -59,7 +66,7 @@ def take_apart(value: Any, dims: Dims | Members, text: int) -> tuple[Form, list[
     """Take an argument apart.
 
     Args:
-        value: A tensor, or a tuple or list of tensors.
+        value: A tensor, or a tuple, list or dataclass of such values.
         dims: Names of the dims of each tensor, which are those of all members of a tuple unless
             they are `Members`. One may be `JOINT` or `TWICE`.
         text: Number of text tokens.
@@ -77,6 +84,12 @@ def take_apart(value: Any, dims: Dims | Members, text: int) -> tuple[Form, list[
             return None
         form = Form("tuple", 0, tuple(form for form, _ in members))
         return form, [part for _, parts in members for part in parts]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        found_record = take_apart(tuple(getattr(value, name) for name in names), dims, text)
+        if found_record is None:
+            return None
+        return found_record[0]._replace(kind="record", names=names), found_record[1]
     if isinstance(dims, Members) or not isinstance(value, torch.Tensor) or value.ndim != len(dims):
         return None
     form = _TENSOR
@@ -109,10 +122,14 @@ def put_together(form: Form, tensors: Iterator[torch.Tensor]) -> Any:
         tensors: Its tensors, in order; those of this argument are consumed.
 
     Returns:
-        The argument. In place of a complex tensor it has a `ComplexPair`.
+        The argument. In place of a complex tensor it has a `ComplexPair`, in place of a dataclass
+        a namespace with the same attributes.
     """
-    if form.kind == "tuple":
-        return tuple(put_together(member, tensors) for member in form.members)
+    if form.kind in ("tuple", "record"):
+        members = tuple(put_together(member, tensors) for member in form.members)
+        if form.kind == "tuple":
+            return members
+        return SimpleNamespace(**dict(zip(form.names, members, strict=True)))
     if form.kind not in (JOINT, TWICE):
         return _whole(form, next(tensors))
     first, second = next(tensors), next(tensors)

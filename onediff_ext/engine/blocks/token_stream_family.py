@@ -27,6 +27,8 @@ from onediff_ext.engine.blocks.family import (
     Tensors,
 )
 
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 # The widest projection inside of a block, as a multiple of the tokens' width.
 _WIDENING = 9  # Flux.2's query, key, value and the two halves of its SwiGLU
 
@@ -105,7 +107,7 @@ class TokenStreamBlocks(BlockFamily):
         given, forms = iter(tensors), statics["arguments"]
         arguments = {name: put_together(form, given) for name, form in forms}  # type: ignore[attr-defined]
         for name, parameter in inspect.signature(block.forward).parameters.items():
-            if parameter.default is parameter.empty:
+            if parameter.default is parameter.empty and parameter.kind not in _REST:
                 arguments.setdefault(name, None)
         with RealArithmetic():
             return block.forward(**arguments)

@@ -23,6 +23,9 @@ FORGE = ForgePackage(
     dynamic_weight_attrs=("forge_online_loras",),
     per_image=(
         "backend.nn.unet.IntegratedUNet2DConditionModel",
+        "backend.nn.flux.IntegratedFluxTransformer2DModel",
+        "backend.nn.chroma.IntegratedChromaTransformer2DModel",
+        "backend.nn.mmditx.MMDiTX",
         "backend.nn.vae.Encoder",
         "backend.nn.vae.Decoder",
     ),

@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from onediff_ext.core.components import ComponentId, Role
+from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.forge_blocks import forge_families
 from onediff_ext.hosts.forge_host import ForgeFamilyHost, forge_objects
+from onediff_ext.hosts.forge_token_blocks import token_families
 from onediff_ext.hosts.neo.attention import neo_attention
+from onediff_ext.hosts.neo.denoisers import NEO_DENOISERS
 from onediff_ext.hosts.neo.eager_reasons import eager_reason
 from onediff_ext.hosts.neo.package import NEO
+from onediff_ext.hosts.neo.token_blocks import NEO_TOKEN_BLOCKS
 from onediff_ext.hosts.neo.weight_loads import WeightLoads
 
 _KNOWN_VAE = "IntegratedAutoencoderKL"
@@ -24,13 +27,18 @@ class NeoHost(ForgeFamilyHost):
     """Neo: as Forge, with transformers, a compiler of its own, and a refiner without a load."""
 
     name = "neo"
+    denoisers = NEO_DENOISERS
 
     def __init__(self) -> None:
         super().__init__()
         self._weight_loads = WeightLoads()
 
     def families(self) -> Sequence[BlockFamily]:
-        return forge_families(NEO, neo_attention())
+        attention = neo_attention()
+        return (
+            *forge_families(NEO, attention),
+            *token_families(NEO_TOKEN_BLOCKS, NEO, attention),
+        )
 
     def refusal_reason(self, job: Any) -> str | None:
         from backend.args import dynamic_args
@@ -42,7 +50,7 @@ class NeoHost(ForgeFamilyHost):
 
     def attach(self, patches: Patches, model: nn.Module, component: ComponentId) -> None:
         super().attach(patches, model, component)
-        if component.role is Role.UNET:
+        if component.role.is_denoiser:
             self._weight_loads.watch(patches)
 
     def state(self) -> Hashable:

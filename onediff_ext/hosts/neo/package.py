@@ -24,6 +24,9 @@ NEO = ForgePackage(
     dynamic_weight_attrs=("weight_function", "bias_function"),
     per_image=(
         "backend.nn.unet.IntegratedUNet2DConditionModel",
+        "backend.nn.flux.IntegratedFluxTransformer2DModel",
+        "backend.nn.chroma.IntegratedChromaTransformer2DModel",
+        "backend.nn.lumina.NextDiT",
         "backend.nn.vae.Encoder",
         "backend.nn.vae.Decoder",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -87,3 +88,26 @@ def test_rotation_in_real_numbers() -> None:
     with RealArithmetic():
         found = rotate(x, ComplexPair(torch.view_as_real(table)))
     torch.testing.assert_close(found, rotate(x, table))
+
+
+@dataclass
+class Shift:
+    """Such as a modulation that is computed ahead of the blocks."""
+
+    shift: torch.Tensor
+    gate: torch.Tensor
+
+
+def test_dataclasses_come_back_as_namespaces() -> None:
+    made = tuple(Shift(noise(2, 1, 5), noise(2, 1, 5)) for _ in range(2))
+    form, parts = take_apart(made, ("batch", None, None), TEXT) or pytest.fail("refused")
+    assert [part.dims for part in parts] == [("batch", None, None)] * 4
+    assert repr(form) == "((shift=tensor, gate=tensor), (shift=tensor, gate=tensor))"
+    back = put_together(form, iter(part.tensor for part in parts))
+    for one, other in zip(back, made, strict=True):
+        assert one.shift is other.shift
+        assert one.gate is other.gate
+
+
+def test_a_dataclass_with_something_else_is_refused() -> None:
+    assert take_apart(Shift(noise(2, 1, 5), 0.5), ("batch", None, None), TEXT) is None  # type: ignore[arg-type]

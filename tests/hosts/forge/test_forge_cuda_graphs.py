@@ -17,7 +17,7 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
-from onediff_ext.hosts.timestep_embedding import TimestepEmbedding
+from onediff_ext.hosts.timestep_embedding import EmbeddedCounts, TimestepEmbedding
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_blocks_stand_in import embed_from_the_cpu
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
@@ -191,3 +191,23 @@ def test_nothing_is_left_behind(
         settle(host)
         assert host.attributes() != before
     assert host.attributes() == before
+
+
+def test_counts_are_embedded_once_and_lie_where_the_model_is() -> None:
+    calls: list[int] = []
+
+    def own(counts: torch.Tensor, dim: int) -> torch.Tensor:
+        calls.append(dim)
+        return counts[:, None].float().expand(-1, dim)
+
+    elsewhere = torch.device("meta")
+    ours = EmbeddedCounts(own, elsewhere)
+    first = ours(torch.arange(5), 4)
+    assert first.device == elsewhere
+    assert ours(torch.arange(5), 4) is first
+    assert ours(torch.arange(5) + 1, 4) is not first
+    assert ours(torch.arange(6), 4).shape == (6, 4)
+    assert calls == [4, 4, 4]
+    # Timesteps lie there already, and change at each step.
+    assert ours(torch.zeros(2, device="meta"), 4).shape == (2, 4)
+    assert calls == [4, 4, 4, 4]

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.detect import host_name
 from onediff_ext.hosts.neo.host import NeoHost
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+from tests.support.forge_transformers.draws import TRANSFORMERS, noise
+from tests.support.strict_recorder import StrictRecorder
 
 
 @pytest.fixture
@@ -110,3 +113,32 @@ def test_a_vae_of_another_form_is_not_warmed_up(host: ForgeStandIn) -> None:
     """Its blocks are unknown, and it may take videos."""
     host.engine.forge_objects.vae.first_stage_model = type("WanVAE", (torch.nn.Module,), {})()
     NeoHost().vae_step()
+
+
+def test_pictures_to_edit_are_no_part_of_a_recording(host: ForgeStandIn, tmp_path: Path) -> None:
+    """Neo's transformers read them from a global of the process, which no argument shows."""
+    flux, recorder, p = TRANSFORMERS["neo flux"], StrictRecorder(), FakeProcessing()
+    host.load(0, transformer=flux.make)
+    graphs = GraphsForJobs(NeoHost())
+    graphs.begin(p, CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1))
+    assert graphs.session is not None
+    graphs.session.cuda_graphs = CudaGraphCache(recorder)
+    graphs.before_sampling(p)
+    for seed in range(7):
+        flux.draw(host.unet, seed=seed)
+    assert recorder.recorded == 1
+    arguments = sys.modules["backend.args"].dynamic_args
+    drawn = [flux.draw(host.unet)]
+    for picture in (noise(1, 16, 6, 8), noise(1, 16, 6, 8, seed=2), noise(1, 16, 8, 8)):
+        arguments.ref_latents = [picture]
+        drawn += [flux.draw(host.unet) for _ in range(7)][-1:]
+    graphs.end(p)
+    for found, picture in zip(
+        drawn,
+        (None, noise(1, 16, 6, 8), noise(1, 16, 6, 8, seed=2), noise(1, 16, 8, 8)),
+        strict=True,
+    ):
+        arguments.ref_latents = None if picture is None else [picture]
+        assert torch.allclose(found, flux.draw(host.unet), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(drawn[1], drawn[2], atol=1e-3)
+    graphs.close()

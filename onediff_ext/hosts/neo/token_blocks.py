@@ -1,0 +1,102 @@
+"""The blocks of Neo's transformer models (DiT).
+
+Source: backend/nn/flux.py, lumina.py and qwen.py of Neo 2.26.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping
+
+from onediff_ext.engine.blocks.argument_parts import JOINT, Members
+from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Dims
+from onediff_ext.engine.quantization import EightBitLinears
+from onediff_ext.hosts.forge_token_blocks import FluxDouble, FluxSingle, ForgeTokenBlocks
+
+# A RoPE table has a 2x2 matrix for each pair of channels: [B, N, 1, D/2, 2, 2].
+_TABLE: Dims = ("batch", "tokens", None, None, None, None)
+_JOINT_TABLE: Dims = ("batch", JOINT, None, None, None, None)
+
+
+class _NeoBlocks(ForgeTokenBlocks):
+    """Blocks of Neo, whose models read pictures to edit from a global of the process."""
+
+    def global_settings(self) -> Hashable:
+        arguments = getattr(sys.modules.get("backend.args"), "dynamic_args", None)
+        # A CUDA graph would go on reading the pictures that it was recorded with.
+        return object() if getattr(arguments, "ref_latents", None) else None
+
+
+class NeoDouble(FluxDouble, _NeoBlocks):
+    """Neo's block with two streams: of Flux.1, Flux.2 and Chroma."""
+
+    mutates_inputs = True
+    arguments = (
+        "img",
+        "txt",
+        "vec",
+        "pe",
+        "attn_mask",
+        "modulation_dims_img",
+        "modulation_dims_txt",
+        "transformer_options",
+    )
+    neglected = ("transformer_options",)
+
+
+class NeoSingle(FluxSingle, _NeoBlocks):
+    """Neo's block on the tokens of text and image: of Flux.1, Flux.2 and Chroma."""
+
+    mutates_inputs = True
+    arguments = ("x", "vec", "pe", "attn_mask", "modulation_dims", "transformer_options")
+    neglected = ("transformer_options",)
+
+
+class LuminaBlock(_NeoBlocks):
+    """The block of Lumina 2 and Z-Image: of the model, and of the refiners of image and text."""
+
+    home = attends_in = "backend.nn.lumina"
+    class_name = "JointTransformerBlock"
+    arguments = ("x", "x_mask", "freqs_cis", "adaln_input", "transformer_options")
+    neglected = ("transformer_options",)
+    streams: Mapping[str, Dims] = {"x": TOKENS}
+    dims: Mapping[str, Dims | Members] = {"freqs_cis": _TABLE, "adaln_input": VECTOR}
+    outputs = ("x",)
+    redundant_attrs = frozenset({"layer_id"})
+    eight_bits = EightBitLinears(
+        together=(("feed_forward.w1", "feed_forward.w3"),),
+        exact=("adaLN_modulation.0", "adaLN_modulation.1"),
+    )
+
+
+class QwenImageBlock(_NeoBlocks):
+    """Qwen-Image's block. It does not read its mask."""
+
+    home = attends_in = "backend.nn.qwen"
+    class_name = "QwenImageTransformerBlock"
+    arguments = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "temb",
+        "image_rotary_emb",
+    )
+    neglected = ("encoder_hidden_states_mask",)
+    streams: Mapping[str, Dims] = {"hidden_states": TOKENS, "encoder_hidden_states": CONTEXT}
+    dims: Mapping[str, Dims | Members] = {"temb": VECTOR, "image_rotary_emb": _JOINT_TABLE}
+    outputs = ("encoder_hidden_states", "hidden_states")
+    eight_bits = EightBitLinears(
+        together=(
+            ("attn.to_q", "attn.to_k", "attn.to_v"),
+            ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        ),
+        exact=("img_mod.1", "txt_mod.1"),
+    )
+
+
+NEO_TOKEN_BLOCKS: tuple[type[ForgeTokenBlocks], ...] = (
+    NeoDouble,
+    NeoSingle,
+    LuminaBlock,
+    QwenImageBlock,
+)

@@ -1,0 +1,276 @@
+"""The transformers (DiT) of Forge and Neo through graphs, on stand-ins of either host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+from onediff_ext.webui.warm_up_jobs import WarmUpJobs
+from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+from tests.support.forge_transformers.draws import TRANSFORMERS, Transformer
+from tests.support.strict_recorder import StrictRecorder
+
+SIZES: tuple[dict[str, int], ...] = (
+    {},
+    {"height": 17, "width": 25},
+    {"batch": 3, "tokens": 1},
+    {"tokens": 512, "batch": 2},
+    {"height": 64, "width": 6, "tokens": 77},
+    {"height": 32, "width": 64, "tokens": 256},
+)
+
+
+@pytest.fixture(params=list(TRANSFORMERS))
+def transformer(request: pytest.FixtureRequest) -> Transformer:
+    return TRANSFORMERS[request.param]
+
+
+@pytest.fixture
+def host(transformer: Transformer) -> Iterator[ForgeStandIn]:
+    with running(transformer.host) as stand_in:
+        stand_in.load(0, transformer=transformer.make)
+        yield stand_in
+
+
+@pytest.fixture
+def graphs(host: ForgeStandIn) -> GraphsForJobs:
+    return GraphsForJobs(ADAPTERS[host.name]())
+
+
+@pytest.fixture(scope="session")
+def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
+    """One store for all tests, so that each kind is built once."""
+    store = tmp_path_factory.getbasetemp() / "forge-transformers-store"
+    return CompileOptions(backend="eager", build="wait", store=store, workers=1)
+
+
+@pytest.fixture
+def job(graphs: GraphsForJobs, options: CompileOptions) -> Callable[[], FakeProcessing]:
+    """A job that has come as far as sampling."""
+
+    def start() -> FakeProcessing:
+        p = FakeProcessing()
+        graphs.begin(p, options)
+        graphs.before_sampling(p)
+        return p
+
+    return start
+
+
+@pytest.fixture
+def built(host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, job: Any) -> None:
+    """Every kind has a graph that was compared with eager."""
+    p = job()
+    for _ in range(2):
+        transformer.draw(host.unet)
+    graphs.end(p)
+    assert graphs.session.fallbacks() == []
+    assert len(graphs.session.kinds) == transformer.kinds
+    assert {kind.state.value for kind in graphs.session.kinds} == {"ready"}
+
+
+@pytest.fixture
+def drawn(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, job: Any, built: None
+) -> Callable[..., tuple[torch.Tensor, int]]:
+    """Draws as a job; gives the result and how many blocks ran as graphs."""
+
+    def draw(**options: Any) -> tuple[torch.Tensor, int]:
+        p = job()
+        before = sum(kind.calls for kind in graphs.session.kinds)
+        result = transformer.draw(host.unet, **options)
+        calls = sum(kind.calls for kind in graphs.session.kinds) - before
+        graphs.end(p)
+        return result, calls
+
+    return draw
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(torch.allclose(one, other, atol=1e-5, rtol=1e-4))
+
+
+def test_any_size_batch_and_prompt_without_a_further_kind(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, drawn: Any
+) -> None:
+    for size in SIZES:
+        expected = transformer.draw(host.unet, **size)
+        found, calls = drawn(**size)
+        assert calls == transformer.blocks, size
+        assert close(found, expected), size
+    assert len(graphs.session.kinds) == transformer.kinds
+    assert graphs.session.fallbacks() == []
+
+
+def test_merged_loras_are_seen_without_a_build(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, drawn: Any
+) -> None:
+    plain = transformer.draw(host.unet)
+    for strength in (0.5, 0.2, 0.0):
+        host.merge_lora(strength)
+        expected = transformer.draw(host.unet)
+        found, calls = drawn()
+        assert calls == transformer.blocks
+        assert close(found, expected)
+        assert close(found, plain) is (strength == 0.0)
+    assert len(graphs.session.kinds) == transformer.kinds
+
+
+def test_a_lora_that_is_applied_at_each_call(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, drawn: Any
+) -> None:
+    layer = host.unet.get_submodule(transformer.layer)
+    addition = torch.full_like(layer.weight, 0.01)
+    if host.name == "forge":
+        layer.forge_online_loras = {"weight": addition}
+    else:
+        layer.weight_function = [lambda weight: weight + addition]
+    expected = transformer.draw(host.unet)
+    found, calls = drawn()
+    assert close(found, expected)
+    assert calls == transformer.blocks - 1
+    assert any("change at each call" in f.reason for f in graphs.session.fallbacks())
+
+
+def test_checkpoints_of_a_unet_and_of_a_transformer_in_turn(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, drawn: Any, job: Any
+) -> None:
+    expected, seen = transformer.draw(host.unet), []
+    for number in range(3):
+        host.load(0)
+        unet = host.draw()
+        p = job()
+        for _ in range(2):
+            assert close(host.draw(), unet)
+        graphs.end(p)
+        seen.append(len(graphs.session.kinds))
+        host.load(0, transformer=transformer.make)
+        found, calls = drawn()
+        assert calls == transformer.blocks, number
+        assert close(found, expected)
+        seen.append(len(graphs.session.kinds))
+    assert len(set(seen)) == 1
+    assert graphs.session.fallbacks() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_weights_that_layers_cast_at_each_call(
+    host: ForgeStandIn,
+    transformer: Transformer,
+    graphs: GraphsForJobs,
+    job: Any,
+    dtype: torch.dtype,
+) -> None:
+    with torch.inference_mode():
+        for module in host.unet.modules():
+            if hasattr(module, "parameters_manual_cast"):
+                module.parameters_manual_cast = True
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = torch.nn.Parameter(weight.to(dtype), False)
+    p = job()
+    for _ in range(3):
+        found = transformer.draw(host.unet)
+    assert graphs.session.fallbacks() == []
+    graphs.end(p)
+    assert close(found, transformer.draw(host.unet))
+
+
+def test_an_attention_that_is_not_the_hosts_own(
+    host: ForgeStandIn,
+    transformer: Transformer,
+    graphs: GraphsForJobs,
+    drawn: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not transformer.attends_in:
+        pytest.skip("its blocks call PyTorch's kernel themselves")
+    home = host.classes.modules[transformer.attends_in]
+    own = home.attention_function
+
+    def attention_sage(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) * 0.9
+
+    monkeypatch.setattr(home, "attention_function", attention_sage)
+    expected = transformer.draw(host.unet)
+    found, calls = drawn()
+    assert close(found, expected)
+    assert calls == 0
+    assert any("attention_sage" in f.reason for f in graphs.session.fallbacks())
+
+
+def test_a_block_with_further_arguments_has_no_family(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, job: Any
+) -> None:
+    block = type(host.unet.get_submodule(".".join(transformer.layer.split(".")[:2])))
+    own = block.forward
+
+    def forward(self: Any, *given: Any, extra: Any = None, **named: Any) -> Any:
+        return own(self, *given, **named)
+
+    block.forward = forward
+    expected = transformer.draw(host.unet)
+    p = job()
+    for _ in range(2):
+        assert close(transformer.draw(host.unet), expected)
+    graphs.end(p)
+    # SD3's blocks have one class, Flux' have two.
+    left = 0 if type(host.unet).__name__ == "MMDiTX" else 1
+    assert len(graphs.session.kinds) == left
+
+
+def test_nothing_is_left_behind(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, built: None, job: Any
+) -> None:
+    before = host.attributes()
+    p = job()
+    transformer.draw(host.unet)
+    assert host.attributes() != before
+    graphs.end(p)
+    assert host.attributes() == before
+
+
+def test_warming_up_makes_everything_ready(
+    host: ForgeStandIn,
+    transformer: Transformer,
+    graphs: GraphsForJobs,
+    options: CompileOptions,
+    job: Any,
+) -> None:
+    WarmUpJobs(graphs).run([BatchShape(64, 136), BatchShape(72, 64, 2)], options)
+    status = graphs.status()
+    assert (status.kinds_ready, status.kinds_failed) == (status.kinds_needed, 0)
+    found = list(graphs.session.kinds)
+    p = job()
+    transformer.draw(host.unet)
+    graphs.end(p)
+    assert list(graphs.session.kinds) == found
+
+
+def test_the_forward_is_recorded_and_replayed(
+    host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, tmp_path: Path
+) -> None:
+    recorder, p = StrictRecorder(), FakeProcessing()
+    graphs.begin(p, CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1))
+    assert graphs.session is not None
+    graphs.session.cuda_graphs = CudaGraphCache(recorder)
+    graphs.before_sampling(p)
+    for seed in range(7):
+        transformer.draw(host.unet, seed=seed)
+    attachment = next(a for a in graphs.models.attached if a.component.name == "transformer")
+    assert attachment.component.captured.reason == ""
+    assert recorder.recorded == 1
+    found = transformer.draw(host.unet, seed=50, control_model=object())
+    with attachment.component.paused():
+        expected = transformer.draw(host.unet, seed=50)
+    assert close(found, expected)
+    assert recorder.recorded == 1
+    graphs.end(p)
