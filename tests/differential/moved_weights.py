@@ -73,6 +73,7 @@ def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
             was given back, or the fault is put in and the CUDA graph is not replayed afterwards.
     """
     import pytest
+    import torch
 
     from onediff_ext.engine.cuda_graphs import staleness
 
@@ -93,10 +94,13 @@ def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
         places = {id(weight): weight.data_ptr() for weight in weights}
         sizes = {weight.data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
         copies = [weight.data.clone() for weight in weights]  # before any memory is free again
+        old = [weight.untyped_storage() for weight in weights]
         for weight, copy in zip(weights, copies, strict=True):
             weight.data = copy
-    gc.collect()
-    given_back = _given_back_bytes(sizes, world)
+        gc.collect()
+        holders = Counter(torch._C._storage_Use_Count(storage._cdata) - 1 for storage in old)
+        del old
+    given_back = _given_back_bytes(sizes, holders, world)
     replay, replayed = graph.recording.replay, list[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph.recording, "replay", lambda: (replayed.append(1), replay()))
@@ -129,11 +133,12 @@ def _lying_apart(weights: Sequence[torch.Tensor], world: World) -> Iterator[None
     del pool
 
 
-def _given_back_bytes(sizes: Mapping[int, int], world: World) -> int:
+def _given_back_bytes(sizes: Mapping[int, int], holders: Mapping[int, int], world: World) -> int:
     """Give free memory back to the GPU's driver.
 
     Args:
         sizes: Of memory that should be free now, by address.
+        holders: How many weights still have so many tensors in their old memory.
         world: Of whose device it is.
 
     Returns:
@@ -154,7 +159,8 @@ def _given_back_bytes(sizes: Mapping[int, int], world: World) -> int:
     if not found:
         segment = next(iter(holding.values()))
         raise NothingToFindError(
-            f"torch keeps the memory of all {len(sizes)} weights that moved, such as {segment}"
+            f"torch keeps the memory of all {len(sizes)} weights that moved, such as {segment}."
+            f" Weights by tensors that still lie there: {dict(holders)}"
         )
     return found
 
