@@ -6,6 +6,10 @@ stay when the extension is off. One that no code of the model can read decides n
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 import types
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +27,7 @@ _WALKS = frozenset(
         *("__dict__", "vars", "dir", "__getattribute__"),
     }
 )
+_GETATTR = "getattr"
 # What descriptors of functions hold.
 _PARTS = ("fget", "fset", "__func__", "func")
 # Where a call of a module, or of an attention processor, begins.
@@ -68,9 +73,12 @@ class MentionedNames:
 
     @property
     def walk(self) -> bool:
-        """Whether a method that a forward may call goes through whatever a module holds."""
+        """Whether a method that a forward may call goes through whatever a module holds, or reads
+        an attribute whose name it computes."""
         if self._walks is None:
-            self._walks = any(_WALKS & _mentioned(f.__code__) for f in self._called())
+            self._walks = any(
+                _WALKS & _mentioned(f.__code__) or _computes_names(f) for f in self._called()
+            )
         return self._walks
 
     def _called(self) -> Iterator[types.FunctionType]:
@@ -90,8 +98,8 @@ class LeftOvers:
     """What an extension left on the modules of a model, and that no code reads.
 
     Modules: of unknown classes, without weights. Attributes: of any kind. Their name stands in no
-    code of the other modules' classes, and no forward goes through all that a module holds. A
-    method that builds a name from parts is not seen through.
+    code of the other modules' classes, no forward goes through all that a module holds, and none
+    reads an attribute whose name it computes.
 
     Args:
         root: A block or a model.
@@ -186,6 +194,23 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
                 each.__dict__.get("__wrapped__"),
                 *map(content_of_cell, each.__closure__ or ()),
             ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _computes_names(function: types.FunctionType) -> bool:
+    """Whether a function may read attributes whose names do not stand in it."""
+    if _GETATTR not in _mentioned(function.__code__):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1)
+    named = [node.func for node in calls if isinstance(node.args[1], ast.Constant)]
+    return any(
+        isinstance(node, ast.Name) and node.id == _GETATTR and node not in named
+        for node in ast.walk(tree)
+    )
 
 
 def _mentioned(code: types.CodeType) -> set[str]:

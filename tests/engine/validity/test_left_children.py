@@ -113,6 +113,25 @@ class GoesThroughAllElsewhere(Layer):
         return x
 
 
+class ReadsByAComputedName(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return getattr(self, f"bl{'ur'}")(x)
+
+
+NAMES = ("blur",)
+
+
+class ReadsByAListOfNames(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return [getattr(self, name)(x) for name in NAMES]
+
+
+class ReadsWithAnotherGetattr(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        read = getattr
+        return read(self, NAMES[0])(x)
+
+
 class Processor:
     def __call__(self, layer: Any, x: torch.Tensor) -> Any:
         return layer.blur(x)
@@ -152,6 +171,9 @@ def test_modules_within_are_left_over_too() -> None:
             ReadsInAHelperOfItsBase,
             GoesThroughAll,
             GoesThroughAllElsewhere,
+            ReadsByAComputedName,
+            ReadsByAListOfNames,
+            ReadsWithAnotherGetattr,
         ),
     ],
 )
