@@ -28,6 +28,7 @@ def transformer(
     if not found:
         pytest.skip("ONEDIFF_WEBUI_TRANSFORMERS names no checkpoint")
     webui.set_options(sd_model_checkpoint=found[0])
+    webui.draw(False, **{**JOB, "steps": 1})  # Neo loads a checkpoint only when it draws
     yield found[0]
     webui.set_options(sd_model_checkpoint=checkpoints[0])
 

@@ -113,7 +113,7 @@ def neo_layers() -> type:
             bias_function: list[Any] = []  # noqa: RUF012
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                weight, bias = self.weight, self.bias
+                weight, bias = self.weight, getattr(self, "bias", None)
                 if self.parameters_manual_cast and weight.dtype != x.dtype:
                     weight = weight.to(x)
                     bias = None if bias is None else bias.to(x)
@@ -124,7 +124,8 @@ def neo_layers() -> type:
         Layer.__name__ = base.__name__
         return Layer
 
-    for base, compute in _COMPUTATIONS.items():
+    norms = {nn.RMSNorm: lambda m, x, w, _: F.rms_norm(x, m.normalized_shape, w, m.eps)}
+    for base, compute in {**_COMPUTATIONS, **norms}.items():
         setattr(ForgeOperations, base.__name__, layer(base, compute))
     return ForgeOperations
 

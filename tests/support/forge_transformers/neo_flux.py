@@ -51,7 +51,7 @@ class EmbedND(nn.Module):
 class QKNorm(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.query_norm, self.key_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.query_norm, self.key_norm = ops.RMSNorm(dim), ops.RMSNorm(dim)
 
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         return self.query_norm(q).to(v), self.key_norm(k).to(v)

@@ -20,7 +20,7 @@ class JointAttention(nn.Module):
         self.head_dim = WIDTH // HEADS
         self.qkv = ops.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * self.head_dim, bias=False)
         self.out = ops.Linear(WIDTH, WIDTH, bias=False)
-        self.q_norm, self.k_norm = nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)
+        self.q_norm, self.k_norm = ops.RMSNorm(self.head_dim), ops.RMSNorm(self.head_dim)
 
     def forward(self, x: Any, x_mask: Any, freqs_cis: Any, transformer_options: Any = None) -> Any:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -52,7 +52,7 @@ class JointTransformerBlock(nn.Module):
         super().__init__()
         self.layer_id, self.modulation = layer_id, modulation
         self.attention, self.feed_forward = JointAttention(), FeedForward()
-        self.attention_norm1, self.ffn_norm1 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention_norm1, self.ffn_norm1 = ops.RMSNorm(WIDTH), ops.RMSNorm(WIDTH)
         if modulation:
             self.adaLN_modulation = nn.Sequential(nn.SiLU(), ops.Linear(WIDTH, 4 * WIDTH))
 
@@ -81,7 +81,7 @@ class NextDiT(nn.Module):
         super().__init__()
         self.in_channels = 16
         self.x_embedder = ops.Linear(64, WIDTH)
-        self.cap_embedder = nn.Sequential(nn.RMSNorm(24), ops.Linear(24, WIDTH))
+        self.cap_embedder = nn.Sequential(ops.RMSNorm(24), ops.Linear(24, WIDTH))
         self.t_embedder = ops.Linear(1, WIDTH)
         self.context_refiner = nn.ModuleList([JointTransformerBlock(0, modulation=False)])
         self.noise_refiner = nn.ModuleList([JointTransformerBlock(0)])

@@ -26,7 +26,7 @@ class Attention(nn.Module):
         for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
             setattr(self, name, ops.Linear(WIDTH, WIDTH))
         for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
-            setattr(self, name, nn.RMSNorm(WIDTH // HEADS))
+            setattr(self, name, ops.RMSNorm(WIDTH // HEADS))
         self.to_out = nn.ModuleList([ops.Linear(WIDTH, WIDTH), nn.Dropout(0.0)])
         self.to_add_out = ops.Linear(WIDTH, WIDTH)
 
