@@ -176,7 +176,7 @@ def test_a_disabled_lora_frees_its_merged_weights(twins: Twins) -> None:
     add_lora(twins)
     twins.settle()
     merged = [
-        slot._merged
+        slot.merged
         for runner in compiled_state(twins.pipe).components[0].runners
         for slot in runner.weights.wrapped_slots
     ]
