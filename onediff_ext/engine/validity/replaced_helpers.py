@@ -35,14 +35,14 @@ def replaced_helper_reason(
         One line for people with the names of both modules. None when each global is what the
         module's own source makes it, or when the source is unavailable.
     """
-    module = str(namespace.get("__name__", ""))
+    module, file = str(namespace.get("__name__", "")), str(namespace.get("__file__", ""))
     own = module.partition(".")[0] + "."
     for name in names:
         value = namespace.get(name)
         home = _home(value)
         if not is_foreign(home, (own, *trusted)) and not isinstance(value, types.SimpleNamespace):
             continue
-        if _home_is_standard(home, value) or _is_bound_so(module, name, value):
+        if _home_is_standard(home, value) or _is_bound_so(module, file, name, value):
             continue
         return f"{module}.{name} is replaced by {home}"
     return None
@@ -60,9 +60,9 @@ def _home_is_standard(home: str, value: object) -> bool:
     return home.partition(".")[0] in sys.stdlib_module_names
 
 
-def _is_bound_so(module: str, name: str, value: object) -> bool:
+def _is_bound_so(module: str, file: str, name: str, value: object) -> bool:
     """Whether a module's source may have given a name this value."""
-    bindings = _bindings(module)
+    bindings = _bindings(module, file)
     if bindings is None or "*" in bindings:
         return True  # nothing is known
     for kind, source, attribute in bindings.get(name, ()):
@@ -80,8 +80,16 @@ def _is_bound_so(module: str, name: str, value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _bindings(module: str) -> Mapping[str, Sequence[_Binding]] | None:
-    """How a module's source binds each of its globals; None without a source."""
+def _bindings(
+    module: str,
+    file: str,  # noqa: ARG001
+) -> Mapping[str, Sequence[_Binding]] | None:
+    """How a module's source binds each of its globals; None without a source.
+
+    Args:
+        module: Its name.
+        file: Where it is. Another module of this name may be loaded later.
+    """
     try:
         spec = importlib.util.find_spec(module)
         source = spec.loader.get_source(module) if spec and spec.loader else None  # type: ignore[attr-defined]
