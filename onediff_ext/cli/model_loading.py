@@ -112,7 +112,7 @@ def read_weights_ahead(arguments: argparse.Namespace) -> TensorReadAhead | None:
     try:
         device = find_device(arguments.device)
     except OptionError:
-        return None  # whoever opens the session tells
+        return None  # the session reports it when it is opened
     dtype = find_dtype(arguments.dtype, device)
     return TensorReadAhead(arguments.model, dtype, device, without_vae=arguments.vae is not None)
 

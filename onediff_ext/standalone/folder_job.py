@@ -6,14 +6,13 @@ import queue
 import threading
 from collections.abc import Iterator
 
-from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.hosts.diffusers.jobs.run_img2img import BatchDone, run_img2img
 from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.batch.planning import check_found
 from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
-from onediff_ext.standalone.folder_progress import FolderProgress
+from onediff_ext.standalone.folder_progress import FolderProgress, plan_folder
 
 
 def run_folder(
@@ -26,11 +25,8 @@ def run_folder(
             Written results stay, and the same job goes on there.
     """
     report = SkipReport()
-    plan = plan_job(job, report)
-    progress = FolderProgress(needed=len(plan.todo), already_done=len(plan.already_done))
-    progress.skipped = [str(entry) for entry in report.failures]
+    plan, progress = plan_folder(job, report)
     if not plan.todo:
-        check_found(plan, job.batch.inputs, report)
         yield progress
         return
     plan.make_folders()

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from onediff_ext.core.errors import OneDiffError, OptionError
-from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.panel.choices import Choices
-from onediff_ext.pictures.batch.planning import check_found
 from onediff_ext.pictures.skipped import SkipReport
 from onediff_ext.standalone.app import StandaloneApp
-from onediff_ext.standalone.folder_progress import FolderProgress
+from onediff_ext.standalone.folder_progress import FolderProgress, plan_folder
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +69,8 @@ def run_folder_on_gpus(
             results stay, and the same job goes on there.
     """
     command = img2img_command(standalone_app, choices, job, gpus)
-    skipped = SkipReport()
-    plan = plan_job(job, skipped)
-    progress = FolderProgress(needed=len(plan.todo), already_done=len(plan.already_done))
-    progress.skipped = [str(entry) for entry in skipped.failures]
+    plan, progress = plan_folder(job, SkipReport())
     if not plan.todo:
-        check_found(plan, job.batch.inputs, skipped)
         yield progress
         return
     events: queue.SimpleQueue[dict[str, Any] | BaseException | None] = queue.SimpleQueue()

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
 from onediff_ext.panel import html
 from onediff_ext.panel.phrases import Phrases
+from onediff_ext.pictures.batch.planning import Plan, check_found
+from onediff_ext.pictures.skipped import SkipReport
 
 
 @dataclass
@@ -33,6 +36,25 @@ class FolderProgress:
     already_done: int = 0
     titles: list[str] = field(default_factory=list)
     workers: list[list[object]] = field(default_factory=list)
+
+
+def plan_folder(job: Img2ImgJob, report: SkipReport) -> tuple[Plan, FolderProgress]:
+    """Make a job's plan, and its progress before anything is drawn.
+
+    Args:
+        job: What to do.
+        report: Gets the inputs that are left out.
+
+    Raises:
+        OneDiffError: A setting cannot be used, or there is no input at all.
+    """
+    plan = plan_job(job, report)
+    if not plan.todo:
+        check_found(plan, job.batch.inputs, report)
+    skipped = [str(entry) for entry in report.failures]
+    return plan, FolderProgress(
+        needed=len(plan.todo), already_done=len(plan.already_done), skipped=skipped
+    )
 
 
 def progress_html(progress: FolderProgress, words: Phrases) -> str:

@@ -55,19 +55,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> CompileOptions:
 
 
 @pytest.fixture
-def job(graphs: GraphsForJobs, options: CompileOptions) -> Callable[[], FakeProcessing]:
-    """A job that has come as far as sampling."""
-
-    def start() -> FakeProcessing:
-        p = FakeProcessing()
-        graphs.begin(p, options)
-        graphs.before_sampling(p)
-        return p
-
-    return start
-
-
-@pytest.fixture
 def built(host: ForgeStandIn, transformer: Transformer, graphs: GraphsForJobs, job: Any) -> None:
     """Every kind has a graph that was compared with eager."""
     p = job()

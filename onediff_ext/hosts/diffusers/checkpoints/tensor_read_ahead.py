@@ -22,8 +22,8 @@ _PREFIXES = ("cond_stage_model.", "conditioner.embedders.", VAE_PREFIX, UNET_PRE
 class TensorReadAhead:
     """Tensors of a single-file checkpoint, read before somebody asks for them.
 
-    It is a speed-up only: after any error it has no tensors, and whoever needs them reads the file
-    and meets the error there.
+    It is a speed-up only: after any error it has no tensors. The loader then reads the file itself
+    and reports the error.
 
     Args:
         path: A .safetensors file in the original (LDM) layout.
@@ -88,7 +88,7 @@ class TensorReadAhead:
         try:
             self._read_all()
         except Exception as exc:
-            # Whoever reads the file again reports the error; without memory the tensors must go.
+            # The loader reads the file again and reports the error. The tensors free their memory.
             logger.debug("Weights were not read ahead: %s", exc)
             with self._change:
                 self._read.clear()
