@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
             was given back, or the fault is put in and the CUDA graph is not replayed afterwards.
     """
     import pytest
-    import torch
 
     from onediff_ext.engine.cuda_graphs import staleness
 
@@ -98,7 +98,7 @@ def read_moved_weights(world: World, *, planted: bool = True) -> Seen:
         for weight, copy in zip(weights, copies, strict=True):
             weight.data = copy
         gc.collect()
-        holders = Counter(torch._C._storage_Use_Count(storage._cdata) - 1 for storage in old)
+        holders = Counter(_holders_of(old, i) for i in range(len(old)))
         del old
     given_back = _given_back_bytes(sizes, holders, world)
     replay, replayed = graph.recording.replay, list[int]()
@@ -125,6 +125,8 @@ def _lying_apart(weights: Sequence[torch.Tensor], world: World) -> Iterator[None
     if not world.on_gpu:
         yield
         return
+    # Who allocated what still lies there.
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
     pool = torch.cuda.MemPool()
     with torch.cuda.device(world.device), torch.cuda.use_mem_pool(pool):
         for weight in weights:
@@ -133,12 +135,28 @@ def _lying_apart(weights: Sequence[torch.Tensor], world: World) -> Iterator[None
     del pool
 
 
-def _given_back_bytes(sizes: Mapping[int, int], holders: Mapping[int, int], world: World) -> int:
+def _holders_of(storages: list[torch.UntypedStorage], i: int) -> str:
+    """Who else holds a storage: tensors, and Python's own containers."""
+    import torch
+
+    tensors = torch._C._storage_Use_Count(storages[i]._cdata) - 1
+    found = [each for each in gc.get_referrers(storages[i]) if each is not storages]
+    names = [_name_of(each) for each in found if not isinstance(each, FrameType)]
+    return f"{tensors} tensors, {sys.getrefcount(storages[i]) - 2} references {names}"
+
+
+def _name_of(holder: object) -> str:
+    """A container's type and that of what holds it."""
+    above = [each for each in gc.get_referrers(holder) if not isinstance(each, FrameType)]
+    return f"{type(holder).__qualname__} of {sorted({type(e).__qualname__ for e in above})[:6]}"
+
+
+def _given_back_bytes(sizes: Mapping[int, int], holders: Mapping[str, int], world: World) -> int:
     """Give free memory back to the GPU's driver.
 
     Args:
         sizes: Of memory that should be free now, by address.
-        holders: How many weights still have so many tensors in their old memory.
+        holders: How many weights' old memory is held so.
         world: Of whose device it is.
 
     Returns:
@@ -160,7 +178,7 @@ def _given_back_bytes(sizes: Mapping[int, int], holders: Mapping[int, int], worl
         segment = next(iter(holding.values()))
         raise NothingToFindError(
             f"torch keeps the memory of all {len(sizes)} weights that moved, such as {segment}."
-            f" Weights by tensors that still lie there: {dict(holders)}"
+            f" Who holds it: {dict(holders)}"
         )
     return found
 
@@ -169,9 +187,16 @@ def _segment_of(at: int, kept: Sequence[dict[str, Any]]) -> dict[str, Any] | Non
     """What torch keeps there: memory from the driver, without the list of its parts."""
     for segment in kept:
         if at in range(segment["address"], segment["address"] + segment["total_size"]):
-            parts = Counter(part["state"] for part in segment["blocks"])
+            parts = Counter(
+                (part["state"], *(_place_of(frame) for frame in part.get("frames", ())[:3]))
+                for part in segment["blocks"]
+            )
             return {**segment, "blocks": dict(parts)}
     return None
+
+
+def _place_of(frame: Mapping[str, Any]) -> str:
+    return f"{Path(frame['filename']).name}:{frame['line']}"
 
 
 def _captured(world: World) -> Any:

@@ -32,9 +32,11 @@ def eager(pipe: Any, seed: int = 0, **size: int) -> torch.Tensor:
 
 def settle(pipe: Any, **size: int) -> None:
     """Until the size is replayed: kinds built, checked, recorded, checked twice."""
+    reasons = []
     for seed in range(6):
         step(pipe, seed, **size)
-    assert captured(pipe).reason == ""
+        reasons.append(captured(pipe).reason)
+    assert not reasons[-1], reasons
 
 
 def assert_right(pipe: Any, seed: int = 99, **size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -34,7 +35,11 @@ class FakeGraph:
 
     cuda: FakeCuda
 
-    def capture_begin(self, *_: Any, **__: Any) -> None:
+    def capture_begin(self, pool: object, **_: Any) -> None:
+        alive = self.cuda.pools.get(pool)
+        if alive is not None and not alive:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.cuda.pools.setdefault(pool, WeakSet()).add(self)
         self.stream, self.launched, self.is_invalid = self.cuda.stream_of(), 0, False
         self.cuda.recording = self
 
@@ -72,6 +77,8 @@ class FakeCuda:
         current: The current device.
         recording: The graph that is being recorded.
         graphs: All graphs.
+        pools: By handle, the graphs of a memory pool that are alive. Once they are all gone, torch
+            records into this pool no more.
         streams: The current stream of each device.
     """
 
@@ -79,6 +86,7 @@ class FakeCuda:
         self.current = torch.device("cuda:0")
         self.recording: FakeGraph | None = None
         self.graphs: list[FakeGraph] = []
+        self.pools: dict[object, WeakSet[FakeGraph]] = {}
         stream = type("Stream", (FakeStream,), {"cuda": self})
         self.streams = {torch.device("cuda", i): stream(torch.device("cuda", i)) for i in (0, 1)}
         graph = type("Graph", (FakeGraph,), {"cuda": self})

@@ -7,6 +7,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -76,7 +77,7 @@ class CudaRecorder(Recorder):
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, Any] = {}
+        self._pools: dict[torch.device, _Pool] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -91,16 +92,12 @@ class CudaRecorder(Recorder):
     ) -> Recording:
         # A recording that fails leaves its own stream as the current one.
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-            pool = None if lasting else self._pools.get(device)
-            if pool is None:
-                pool = torch.cuda.graph_pool_handle()
-            if not lasting:
-                self._pools[device] = pool
+            pool = _Pool() if lasting else self._shared_pool(device)
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
             recording = torch.cuda.graph(
-                graph, pool, self._stream(device), capture_error_mode="thread_local"
+                graph, pool.handle, self._stream(device), capture_error_mode="thread_local"
             )
             try:
                 with recording:
@@ -113,7 +110,20 @@ class CudaRecorder(Recorder):
                 lines = [line for line in str(exc).splitlines() if line.strip()]
                 raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
             size_bytes = max(0, torch.cuda.memory_reserved(device) - before)
-        return _CudaRecording(graph, output, size_bytes)
+        made = _CudaRecording(graph, output, size_bytes)
+        pool.recordings.add(made)
+        return made
+
+    def _shared_pool(self, device: torch.device) -> _Pool:
+        """The pool of a device's recordings; a new one where none of them is left.
+
+        CUDA cannot record again into a pool whose graphs are all gone. That happens while another
+        device still has recordings, so that nobody calls `forget`: a model has moved there.
+        """
+        pool = self._pools.get(device)
+        if pool is None or not pool.recordings:
+            pool = self._pools[device] = _Pool()
+        return pool
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream to record on: one for each device, since recordings share a pool."""
@@ -122,22 +132,29 @@ class CudaRecorder(Recorder):
             self._streams[device] = make_stream(device)
         return self._streams[device]
 
-    def _abandon(self, device: torch.device, pool: Any) -> None:
+    def _abandon(self, device: torch.device, pool: _Pool) -> None:
         """Leave the pool of a recording that failed: the allocator still records into it.
 
         Earlier CUDA graphs in this pool stay alive and valid.
         """
-        if self._pools.get(device) == pool:
+        if self._pools.get(device) is pool:
             del self._pools[device]
         index = device.index if device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
-            end_recording_to_pool(index, pool)
+            end_recording_to_pool(index, pool.handle)
 
     def forget(self) -> None:
-        # CUDA cannot record again into a pool whose graphs are all gone, so the next pool is new.
         self._pools.clear()
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+
+
+class _Pool:
+    """A memory pool of CUDA graphs, and the recordings in it that are still in use."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.recordings: WeakSet[_CudaRecording] = WeakSet()
 
 
 class _CudaRecording(Recording):

@@ -35,3 +35,18 @@ def test_a_failed_recording_leaves_each_device_its_stream(cuda: FakeCuda) -> Non
         recorder.record(cuda.wait, DEVICES[1])
     assert [cuda.stream_of(device) for device in DEVICES] == before
     assert cuda.current == DEVICES[0]
+
+
+def test_a_device_whose_recordings_are_gone_records_into_a_new_pool(cuda: FakeCuda) -> None:
+    """A model that moves to another GPU and back, while that GPU's recordings are alive."""
+    recorder = CudaRecorder()
+    first, other = (recorder.record(lambda: None, device) for device in DEVICES)
+    second = recorder.record(lambda: None, DEVICES[0])
+    assert len(cuda.pools) == 2  # both of the first device share one
+    del first, second, cuda.graphs[:]
+    kept = recorder.record(lambda: None, DEVICES[0])
+    assert len(cuda.pools) == 3
+    recorder.record(lambda: None, DEVICES[0])
+    recorder.record(lambda: None, DEVICES[1])
+    assert len(cuda.pools) == 3
+    del other, kept
