@@ -146,6 +146,7 @@ class BuildRun:
             self._start_exports()
             self._submit_waiting()
             self._prepare_loads()
+            self._context.graph_loader.use_due()
             if self._machine_error is not None:
                 if not self._stop.is_set():
                     self._context.outcomes.postpone_all(self._machine_error, jobs.unfinished_kinds)

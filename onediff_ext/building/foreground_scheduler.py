@@ -23,11 +23,12 @@ SHARE_WHILE_DRAWING = 0.04
 # Nobody says when a bare module has drawn its picture. It has after so long without a forward.
 QUIET_S = 0.3
 # Between two pictures in direct succession, other work may take this share of the earlier picture's
-# time. The next picture waits for it, at most for `GAP_TURN_S`.
-SHARE_BETWEEN_PICTURES = 0.2
+# time. The next picture waits for it, at most for `GAP_TURN_S`. Before a picture with new graphs,
+# which compares them with eager, it gets nothing.
+SHARE_BETWEEN_PICTURES = 0.15
 GAP_TURN_S = 0.4
 # Work that exceeds its estimate leaves at most this debt to later work.
-DEBT_S = 0.2
+DEBT_S = 0.5
 _POLL_S = 0.02
 
 
@@ -292,6 +293,8 @@ class ForegroundScheduler:
             self._changed.wait(_POLL_S)
 
     def _catch_up(self) -> None:
+        if self._waiting:  # the next picture has new graphs
+            self._gap_left_s = min(0.0, self._gap_left_s)
         while self._waiting:
             action = self._waiting.popleft()
             try:

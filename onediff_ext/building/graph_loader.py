@@ -19,7 +19,8 @@ _STEP_S = 0.2
 _FIRST_LOAD_S = 0.05
 # The first loads also import modules. Later loads must not wait for turns of that length.
 _LONG_LOAD_S = 0.15
-_USE_EVERY_S = 5.0
+# On a GPU several graphs are used at a time, those that come within so long.
+_USE_TOGETHER_S = 5.0
 
 
 class GraphLoader:
@@ -44,7 +45,7 @@ class GraphLoader:
         self._load_s = _FIRST_LOAD_S
         self._ready: list[tuple[BlockKind, Graph, str]] = []
         self._lock = threading.Lock()
-        self._used_at = 0.0
+        self._first_ready_at = 0.0
         self._steps: dict[torch.device, deque[Callable[[], object]]] = {}  # not done yet
 
     def prepare(self, device: torch.device, stop: threading.Event) -> None:
@@ -102,19 +103,25 @@ class GraphLoader:
             self._load_s = min(_LONG_LOAD_S, time.monotonic() - start)
         kind.is_coming = True
         with self._lock:
+            if not self._ready:
+                self._first_ready_at = time.monotonic()
             self._ready.append((kind, graph, source))
-            waited_s = time.monotonic() - self._used_at
-        # On a GPU several graphs at a time: each change costs the next picture a comparison with
-        # eager and new CUDA graphs, some 0.4 s.
-        if kind.device.type == "cpu" or waited_s >= _USE_EVERY_S:
+        if kind.device.type == "cpu":
             self.use_ready()
         return True
+
+    def use_due(self) -> None:
+        """Use the loaded graphs from the next picture on, if the first of them has waited enough.
+
+        Each change costs pictures on a GPU a comparison with eager and new CUDA graphs, some 0.4 s.
+        """
+        if self._ready and time.monotonic() - self._first_ready_at >= _USE_TOGETHER_S:
+            self.use_ready()
 
     def use_ready(self) -> None:
         """Use the loaded graphs from the next picture on."""
         with self._lock:
             ready, self._ready = self._ready, []
-            self._used_at = time.monotonic()
 
         def accept() -> None:
             for kind, graph, source in ready:

@@ -58,6 +58,19 @@ def test_a_picture_waits_for_no_more_than_is_allowed() -> None:
     assert done
 
 
+def test_a_picture_with_new_graphs_waits_for_no_other_work() -> None:
+    foreground, done = ForegroundScheduler(), list[float]()
+    with foreground.picture():
+        foreground.between_pictures(lambda: None)
+        time.sleep(0.3)
+        thread = work(foreground, 0.025, 1, done)
+    assert draw(foreground, 0.3) < 0.015
+    assert not done or done[0] > QUIET_S
+    draw(foreground, 0.3)
+    thread.join(5)
+    assert done
+
+
 def test_nobody_waits_when_there_is_no_other_work() -> None:
     foreground = ForegroundScheduler()
     assert statistics.median(draw(foreground, 0.02) for _ in range(5)) < 0.02

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from onediff_ext.building import graph_loader
 from onediff_ext.building.build_jobs import Job
 from onediff_ext.building.build_share import BuildShare
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
@@ -72,3 +73,45 @@ def test_what_the_first_load_needs_is_done_once_in_turns_of_its_own(monkeypatch:
     for _ in range(2):
         loader.prepare(CPU, stop)
         assert len(backend.turns) == 3
+
+
+class Kind:
+    """A kind on a GPU, as far as a loader knows it."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.is_coming = self.is_used = False
+
+    def accept(self, graph: Any, source: str) -> None:
+        self.is_used = True
+
+
+def test_graphs_for_a_gpu_are_used_together(monkeypatch: Any) -> None:
+    """Each change costs a picture a comparison with eager and new CUDA graphs."""
+    seconds = 100.0
+    monkeypatch.setattr(graph_loader.time, "monotonic", lambda: seconds)
+    foreground = ForegroundScheduler()
+    backend: Any = Steps(foreground, threading.Event())
+    monkeypatch.setattr(backend, "loading_steps", lambda device: [])
+    loader = GraphLoader(backend, foreground, lambda *_: "a graph", BuildShare(foreground))
+    kinds: list[Any] = [Kind() for _ in range(3)]
+
+    def take(kind: Any) -> None:
+        loader.take(kind, b"", "built", in_background=True, stop=threading.Event())
+
+    take(kinds[0])
+    seconds += 4
+    take(kinds[1])
+    loader.use_due()
+    assert [kind.is_used for kind in kinds] == [False, False, False]
+    assert kinds[1].is_coming
+    seconds += 1
+    loader.use_due()
+    assert [kind.is_used for kind in kinds] == [True, True, False]
+    seconds += 60
+    take(kinds[2])  # others may come at once
+    loader.use_due()
+    assert not kinds[2].is_used
+    loader.use_ready()  # the builds have ended
+    assert kinds[2].is_used

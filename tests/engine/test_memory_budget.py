@@ -86,9 +86,10 @@ class SizedRecorder(FrozenRecorder):
 
     def __init__(self, gpu: FakeGpu, size_bytes: int) -> None:
         super().__init__()
-        self._gpu, self._size_bytes = gpu, size_bytes
+        self._gpu, self._size_bytes, self._may_release = gpu, size_bytes, False
 
     def record(self, *args: Any, **kwargs: Any) -> Any:
+        self.release_memory()
         recording = super().record(*args, **kwargs)
         recording.size_bytes = 0 if kwargs.get("lasting") else self._size_bytes
         self._gpu.pools += recording.size_bytes
@@ -96,7 +97,11 @@ class SizedRecorder(FrozenRecorder):
 
     def forget(self) -> None:
         super().forget()
-        self._gpu.pools = 0
+        self._may_release = True
+
+    def release_memory(self) -> None:
+        if self._may_release:
+            self._gpu.pools, self._may_release = 0, False
 
 
 @pytest.fixture

@@ -119,6 +119,9 @@ class FrozenRecorder(Recorder):
     def forget(self) -> None:
         self.forgotten += 1
 
+    def release_memory(self) -> None:
+        pass  # what nobody holds is free already
+
 
 class FrozenRecording(Recording):
     """The recording of one call.

@@ -50,6 +50,7 @@ class BlockTree:
         trusted_patchers: As `BlockFamily.trusted_patchers`.
         redundant_attrs: As `BlockFamily.redundant_attrs`.
         code: Watches the code of this process.
+        moment, epoch: As for `PythonCode.current_generation`.
 
     Attributes:
         refusal_reason: Why no graph may replace this block, or None.
@@ -69,6 +70,8 @@ class BlockTree:
         trusted_patchers: tuple[str, ...] = (),
         redundant_attrs: frozenset[str] = frozenset(),
         code: PythonCode | None = None,
+        moment: Hashable = None,
+        epoch: Hashable = None,
     ) -> None:
         self.refusal_reason: str | None = None
         self._parts, self._ignored_attrs = parts, ignored_attrs
@@ -97,6 +100,8 @@ class BlockTree:
             dynamic_weight_attrs=dynamic_weight_attrs,
             bare=self._wrappers,
             left=self._left,
+            moment=moment,
+            epoch=epoch,
         )
         reason = self._state.foreign_code_reason(trusted_patchers)
         if reason is not None:
@@ -110,6 +115,8 @@ class BlockTree:
         family: BlockFamily,
         rules: Sequence[WrapperRule] = (),
         code: PythonCode | None = None,
+        moment: Hashable = None,
+        epoch: Hashable = None,
     ) -> BlockTree:
         """Return the tree of a block of this family, as the block is now.
 
@@ -118,6 +125,7 @@ class BlockTree:
             family: The family of the block's class.
             rules: Wrappers around layers that weights can express.
             code: Watches the code of this process.
+            moment, epoch: As for `PythonCode.current_generation`.
         """
         return cls(
             block,
@@ -129,6 +137,8 @@ class BlockTree:
             family.trusted_patchers,
             family.redundant_attrs,
             code,
+            moment,
+            epoch,
         )
 
     def holds(self, moment: Hashable = None, epoch: Hashable = None) -> bool:

@@ -194,6 +194,8 @@ class CudaGraphCache:
     def drop(self, key: Hashable, reason: str) -> None:
         """Drop one CUDA graph; nothing happens if there is none of this key.
 
+        This happens within a picture, and the next recording releases the memory.
+
         Args:
             key: As `record` had it.
             reason: For the log.
@@ -201,7 +203,7 @@ class CudaGraphCache:
         if self._alive.pop(key, None) is not None:
             self._note(1, reason)
         if not self._alive:
-            self._release_memory()
+            self._forget()
 
     def drop_snapshot(self, snapshot: Snapshot, reason: str) -> None:
         """Drop all CUDA graphs of one model state.
@@ -214,13 +216,15 @@ class CudaGraphCache:
             self.drop(key, reason)
 
     def drop_model(self, model_id: int) -> None:
-        """Drop all CUDA graphs of one model.
+        """Drop all CUDA graphs of one model, and release their memory if there are no others.
 
         Args:
             model_id: The id with which their keys begin.
         """
         for key in [k for k in self._alive if isinstance(k, tuple) and k[0] == model_id]:
             self.drop(key, "their model is no longer in use")
+        if not self._alive:
+            self._recorder.release_memory()
 
     def drop_all(self, reason: str) -> int:
         """Drop all CUDA graphs and release their memory.
@@ -234,7 +238,8 @@ class CudaGraphCache:
         with self.lock:
             count = len(self._alive)
             self._alive.clear()
-            self._release_memory()
+            self._forget()
+            self._recorder.release_memory()
             if count:
                 self._note(count, reason)
             return count
@@ -295,7 +300,7 @@ class CudaGraphCache:
     def _shares(self) -> float:
         return sum(captured.share for captured in self._alive.values())
 
-    def _release_memory(self) -> None:
+    def _forget(self) -> None:
         self.static_buffers.release()
         self._recorder.forget()
 

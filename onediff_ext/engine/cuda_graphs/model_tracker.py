@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from onediff_ext.engine.backend_port import Graph
-from onediff_ext.engine.blocks.block_kind import BlockKind
+from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.cuda_graphs.derived_stamp import DerivedStamp
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
@@ -120,14 +120,16 @@ class ModelTracker:
         return snapshot.refusal_reason
 
     def is_still(self, state: FrozenState) -> bool:
-        """Whether the model is in this state. If not, all snapshots are made again.
+        """Whether the model is in this state.
+
+        If more than the graphs of its blocks has changed, all snapshots are made again.
 
         Args:
             state: From `frozen`, kept by a CUDA graph.
         """
-        if self.has_graphs_of(state) and (
-            self._is_private or state.snapshot.holds(epoch_of(self._runners))
-        ):
+        if not self.has_graphs_of(state):
+            return False  # `snapshot` compares the rest
+        if self._is_private or state.snapshot.holds(epoch_of(self._runners)):
             return True
         self._snapshots.clear()
         return False
@@ -152,6 +154,13 @@ class ModelTracker:
             and runner.tree is tree
             and (runner.used is None if used is None else _is_graph_of(used, graph, runner))
             for runner, (active, tree, used, graph) in zip(self._runners, state.graphs, strict=True)
+        )
+
+    def has_missing_graphs(self) -> bool:
+        """Whether a block ran eager in its last call because its kind has no graph yet."""
+        return any(
+            runner.used is not None and runner.used.state is KindState.MISSING
+            for runner in self._runners
         )
 
     def comparisons(self) -> int:

@@ -63,7 +63,14 @@ class Recorder(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Release the memory of all recordings; none of them may be replayed again."""
+        """Never record into the memory of earlier recordings again; none may be replayed again.
+
+        It goes back to the GPU with the next recording, or with `release_memory`.
+        """
+
+    @abstractmethod
+    def release_memory(self) -> None:
+        """Give the memory of recordings that nobody holds any more back to the GPU at once."""
 
 
 class CudaRecorder(Recorder):
@@ -78,6 +85,7 @@ class CudaRecorder(Recorder):
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, _Pool] = {}
+        self._forgotten: list[_Pool] = []  # with recordings that somebody still held
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -93,6 +101,7 @@ class CudaRecorder(Recorder):
         # A recording that fails leaves its own stream as the current one.
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
             pool = _Pool() if lasting else self._shared_pool(device)
+            torch.cuda.empty_cache()  # as `torch.cuda.graph` does, before the memory is counted
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
@@ -144,8 +153,14 @@ class CudaRecorder(Recorder):
             end_recording_to_pool(index, pool.handle)
 
     def forget(self) -> None:
+        self._forgotten = [
+            pool for pool in (*self._forgotten, *self._pools.values()) if pool.recordings
+        ]
         self._pools.clear()
-        gc.collect()
+
+    def release_memory(self) -> None:
+        if any(pool.recordings for pool in (*self._forgotten, *self._pools.values())):
+            gc.collect()  # half a second in a large process
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
 
 

@@ -355,7 +355,10 @@ class BlockRunner:
 
     def _read_block(self) -> BlockTree:
         """Read the block's modules again."""
-        tree = BlockTree.of(self.block, self.family, self._registry.rules, self._registry.code)
+        registry = self._registry
+        tree = BlockTree.of(
+            self.block, self.family, registry.rules, registry.code, registry.moment, self.epoch
+        )
         self._found.clear()
         self._must_compare = tree.has_left_wrappers
         self.weights.use(tree)

@@ -34,6 +34,7 @@ class ModelState:
         bare: As for `ModuleAttributes`.
         parameters: Whether a replaced Parameter counts.
         left: Wrappers that an extension left on methods; whether they pass calls through counts.
+        moment, epoch: As for `PythonCode.current_generation`.
     """
 
     def __init__(
@@ -47,13 +48,15 @@ class ModelState:
         bare: Iterable[nn.Module] = (),
         parameters: bool = False,
         left: Sequence[LeftWrapper] = (),
+        moment: Hashable = None,
+        epoch: Hashable = None,
     ) -> None:
         self._left = [(wrapper, wrapper.passes()) for wrapper in left]
         self._code, self._modules = code, modules
         processors = attention_processors(modules)
         self._classes = {type(each) for each in (*modules, *processors)}
         code.watch(self._classes)
-        self._generation = code.current_generation()
+        self._generation = code.current_generation(moment, epoch)
         self._global_hook_reason = global_hook_reason()
         self._dynamic_weight_attrs = tuple(dynamic_weight_attrs)
         self._dynamic_weights = self._find_dynamic_weights()

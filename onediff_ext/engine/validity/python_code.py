@@ -25,6 +25,8 @@ from onediff_ext.engine.validity.replaced_helpers import replaced_helper_reason
 from onediff_ext.engine.validity.values import is_equal
 
 _KEPT_READINGS = 4
+# Python itself keeps these on a class, at the first copy of an instance and the first look at them.
+_KEPT_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 
 _names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
@@ -60,7 +62,7 @@ class PythonCode:
 
     def __init__(self) -> None:
         self._classes: set[type] = set()
-        self._getters: list[tuple[Mapping[str, Any], Callable[[Any], Any], int | None]] = []
+        self._getters: list[tuple[Mapping[str, Any], Callable[[Any], Any], bool]] = []
         self._readings: dict[int, list[Any]] = {}  # by generation, the latest last
         self._moment: Hashable = None
         self._epoch: Hashable = None  # the last one in which code objects were read
@@ -70,7 +72,7 @@ class PythonCode:
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
-        self._add(vars(torch.Tensor), list(vars(torch.Tensor)), whole=True)
+        self._add(vars(torch.Tensor), _names_of(torch.Tensor), whole=True)
         self._functions = self._python_functions()
         self._readings[0] = [*self._read(), self._codes()]
 
@@ -90,7 +92,7 @@ class PythonCode:
         modules = {base.__module__ for base in new} - {cls.__module__ for cls in self._classes}
         self._classes |= new
         for base in new:
-            self._add(vars(base), list(vars(base)), whole=True)
+            self._add(vars(base), _names_of(base), whole=True)
         for name in modules:
             namespace = getattr(sys.modules.get(name), "__dict__", {})
             self._add(namespace, [n for n, v in namespace.items() if callable(v)])
@@ -174,7 +176,7 @@ class PythonCode:
     ) -> None:
         if names:
             getter = operator.itemgetter(*names)
-            self._getters.append((namespace, getter, len(namespace) if whole else None))
+            self._getters.append((namespace, getter, whole))
 
     def _read(self) -> list[Any]:
         found: list[Any] = []
@@ -183,8 +185,8 @@ class PythonCode:
                 found.append(getter(namespace))
             except KeyError:  # a name was deleted
                 found.append(None)
-            if whole is not None:
-                found.append(len(namespace))
+            if whole:
+                found.append(len(namespace) - sum(map(namespace.__contains__, _KEPT_BY_PYTHON)))
         return found
 
     def _codes(self) -> list[Any]:
@@ -201,6 +203,10 @@ class PythonCode:
                 if isinstance(function, types.FunctionType):
                     found[function] = None
         return list(found)
+
+
+def _names_of(cls: type) -> list[str]:
+    return [name for name in vars(cls) if name not in _KEPT_BY_PYTHON]
 
 
 def _contents(function: types.FunctionType) -> tuple[Any, ...]:

@@ -292,6 +292,52 @@ def test_a_graph_that_comes_in_while_a_size_is_recorded_does_not_refuse_the_size
     assert_right(pipe, height=8, width=8)
 
 
+def test_graphs_that_come_in_change_nothing_else_of_a_model(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a whole model takes half a second in a large one, within a picture."""
+    settle(pipe)
+    read: list[object] = []
+    make = ModelTracker._new_snapshot
+    monkeypatch.setattr(
+        ModelTracker, "_new_snapshot", lambda *given: read.append(given) or make(*given)
+    )
+    for runner in compiled_state(pipe).components[0].runners:
+        runner.used.accept(runner.used.graph, "loaded")
+    settle(pipe)
+    assert_right(pipe)
+    assert not read
+    change_parameter(pipe.unet)
+    settle(pipe)
+    assert read
+
+
+def test_a_picture_that_compares_new_graphs_is_not_recorded_while_others_are_missing(
+    pipe: Any, session: Session, recorder: FrozenRecorder
+) -> None:
+    settle(pipe)
+    runners = compiled_state(pipe).components[0].runners
+    missing, new = runners[0].used, runners[-1].used
+    assert missing is not new
+    graph = missing.graph
+    missing.miss("it is being built")
+    missing.is_coming = True  # so nobody looks for it in the store
+    new.accept(new.graph, "loaded")
+    before = recorder.recorded
+    with session.picture():
+        for seed in range(4):
+            assert_right(pipe, seed)
+    assert captured(pipe).reason == "new graphs are being compared with eager"
+    assert recorder.recorded == before
+    with session.picture():
+        settle(pipe)
+    assert recorder.recorded == before + 1
+    missing.accept(graph, "loaded")
+    with session.picture():  # nothing is missing: at once
+        settle(pipe)
+    assert recorder.recorded == before + 2
+
+
 def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: FrozenRecorder) -> None:
     recorder.error = CaptureError("operation not permitted when stream is capturing")
     for seed in range(5):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -50,3 +52,22 @@ def test_a_device_whose_recordings_are_gone_records_into_a_new_pool(cuda: FakeCu
     recorder.record(lambda: None, DEVICES[1])
     assert len(cuda.pools) == 3
     del other, kept
+
+
+def test_garbage_is_collected_only_where_a_recording_is_held(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection takes half a second in a large process, within a picture."""
+    recorder, collected = CudaRecorder(), list[bool]()
+    held = [recorder.record(lambda: None, DEVICES[0])]
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(True))
+    recorder.forget()
+    held.clear()
+    recorder.release_memory()
+    assert not collected
+    held.append(recorder.record(lambda: None, DEVICES[0]))
+    held.append(held)  # type: ignore[arg-type]
+    recorder.forget()
+    del held
+    recorder.release_memory()
+    assert collected == [True]

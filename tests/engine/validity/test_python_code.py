@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -39,6 +40,23 @@ def test_replaced_code_is_another_generation_until_it_is_restored(
         assert code.torch_reason((__name__,)) is None
     assert code.current_generation() == first
     assert code.torch_reason() is None
+
+
+def test_what_python_keeps_on_a_class_is_no_other_code() -> None:
+    """The first copy of a processor made all blocks be read again: Python notes its slots then."""
+
+    class Processor:
+        pass
+
+    code = PythonCode()
+    code.watch([Processor])
+    first = code.current_generation()
+    copy.deepcopy(Processor())
+    assert Processor.__annotations__ == {}
+    assert "__slotnames__" in vars(Processor)
+    assert code.current_generation() == first
+    Processor.__call__ = lambda self, x: x
+    assert code.current_generation() != first
 
 
 @pytest.mark.parametrize("decorate", [torch.no_grad(), torch.inference_mode()])
