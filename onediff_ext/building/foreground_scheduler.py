@@ -278,8 +278,9 @@ class ForegroundScheduler:
         self._catch_up()
 
     def _let_others_go_first(self) -> None:
-        """Before a picture begins, wait for work that fits into the saved time."""
-        until = self._now() + GAP_TURN_S
+        """Before a picture begins, wait for work that fits into the saved time, and no longer."""
+        alone = any(alone for _, alone in self._wanted)
+        until = self._now() + (GAP_TURN_S if alone else self._gap_left_s)
         while self._in_gap or any(self._fits_in_gap(*wanted) for wanted in self._wanted):
             if not self._is_drawing() and not self._in_gap:
                 break  # the gap is over

@@ -136,19 +136,26 @@ def _lying_apart(weights: Sequence[torch.Tensor], world: World) -> Iterator[None
 
 
 def _holders_of(storages: list[torch.UntypedStorage], i: int) -> str:
-    """Who else holds a storage: tensors, and Python's own containers."""
+    """Who else holds a storage: how many tensors, and by what Python's own references."""
     import torch
 
     tensors = torch._C._storage_Use_Count(storages[i]._cdata) - 1
-    found = [each for each in gc.get_referrers(storages[i]) if each is not storages]
-    names = [_name_of(each) for each in found if not isinstance(each, FrameType)]
-    return f"{tensors} tensors, {sys.getrefcount(storages[i]) - 2} references {names}"
+    seen = {id(storages), id(sys._getframe())}
+    return f"{tensors} tensors, {_above(storages[i], seen, levels=6)}"
 
 
-def _name_of(holder: object) -> str:
-    """A container's type and that of what holds it."""
-    above = [each for each in gc.get_referrers(holder) if not isinstance(each, FrameType)]
-    return f"{type(holder).__qualname__} of {sorted({type(e).__qualname__ for e in above})[:6]}"
+def _above(held: object, seen: set[int], levels: int) -> str:
+    """The types of what refers to an object, of what refers to that, and so on."""
+    found = [each for each in gc.get_referrers(held) if id(each) not in seen]
+    seen.update((id(found), id(sys._getframe()), *map(id, found)))
+    if not found or not levels:
+        return ""
+    names = sorted(
+        each.f_code.co_name if isinstance(each, FrameType) else type(each).__qualname__
+        for each in found[:8]
+    )
+    above = next(filter(None, (_above(each, seen, levels - 1) for each in found[:8])), "")
+    return f"{names} < {above}"
 
 
 def _given_back_bytes(sizes: Mapping[int, int], holders: Mapping[str, int], world: World) -> int:

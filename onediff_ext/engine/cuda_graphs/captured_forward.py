@@ -30,7 +30,6 @@ from onediff_ext.engine.torch_versions import OutOfMemoryError
 logger = logging.getLogger(__name__)
 
 _NEVER = -1  # no epoch
-_COMPARING = "new graphs are being compared with eager"
 
 
 class CapturedForward:
@@ -82,7 +81,6 @@ class CapturedForward:
         self._recorder = ForwardRecorder(forward, runners, self._tracker)
         self._without_graphs = without_graphs
         self._short_in: int | None = _NEVER
-        self._compared_in: int | None = _NEVER
         eager = None if without_graphs is None else self._short_of_memory
         self._within_memory = OomFallback(forward, cuda_graphs, self._retry, eager)
         self.active = True
@@ -163,7 +161,7 @@ class CapturedForward:
             self._consider_recording(key, form, call, output)
         else:  # blocks that were compared returned eager's result, which a replay would not
             self._policy.note_seen(key)
-            self._compared_in, self.reason = epoch_of(self._runners), _COMPARING
+            self.reason = "new graphs are being compared with eager"
 
     def _distrust(self, key: Hashable, exc: Exception) -> None:
         """Run a size without a CUDA graph after an error while the model was looked at."""
@@ -284,10 +282,6 @@ class CapturedForward:
             return
         if not self._policy.has_seen(key) and not self._checks.knows(form):
             self._note_new(key)
-            return
-        if self._compared_in == epoch_of(self._runners) and self._tracker.has_missing_graphs():
-            # The rest comes soon, and this picture has been delayed by the comparison already.
-            self.reason = _COMPARING
             return
         reason = self._policy.pause_reason() or self._tracker.refusal_reason(self.variant)
         if reason is not None:

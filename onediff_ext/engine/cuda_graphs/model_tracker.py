@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from onediff_ext.engine.backend_port import Graph
-from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
+from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.cuda_graphs.derived_stamp import DerivedStamp
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
@@ -154,13 +154,6 @@ class ModelTracker:
             and runner.tree is tree
             and (runner.used is None if used is None else _is_graph_of(used, graph, runner))
             for runner, (active, tree, used, graph) in zip(self._runners, state.graphs, strict=True)
-        )
-
-    def has_missing_graphs(self) -> bool:
-        """Whether a block ran eager in its last call because its kind has no graph yet."""
-        return any(
-            runner.used is not None and runner.used.state is KindState.MISSING
-            for runner in self._runners
         )
 
     def comparisons(self) -> int:

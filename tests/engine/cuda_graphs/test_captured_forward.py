@@ -312,32 +312,6 @@ def test_graphs_that_come_in_change_nothing_else_of_a_model(
     assert read
 
 
-def test_a_picture_that_compares_new_graphs_is_not_recorded_while_others_are_missing(
-    pipe: Any, session: Session, recorder: FrozenRecorder
-) -> None:
-    settle(pipe)
-    runners = compiled_state(pipe).components[0].runners
-    missing, new = runners[0].used, runners[-1].used
-    assert missing is not new
-    graph = missing.graph
-    missing.miss("it is being built")
-    missing.is_coming = True  # so nobody looks for it in the store
-    new.accept(new.graph, "loaded")
-    before = recorder.recorded
-    with session.picture():
-        for seed in range(4):
-            assert_right(pipe, seed)
-    assert captured(pipe).reason == "new graphs are being compared with eager"
-    assert recorder.recorded == before
-    with session.picture():
-        settle(pipe)
-    assert recorder.recorded == before + 1
-    missing.accept(graph, "loaded")
-    with session.picture():  # nothing is missing: at once
-        settle(pipe)
-    assert recorder.recorded == before + 2
-
-
 def test_what_cannot_be_recorded_runs_as_it_is(pipe: Any, recorder: FrozenRecorder) -> None:
     recorder.error = CaptureError("operation not permitted when stream is capturing")
     for seed in range(5):
