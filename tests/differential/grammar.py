@@ -22,7 +22,8 @@ _RESTORING = 0.6
 # while there are replays: two operations that show a fault only together would rarely meet by
 # chance.
 _FOLLOWING, _CHANGING = 0.85, 0.4
-# How often a scene begins: all features end, an operation comes, replays, and one of its `then`.
+# How often a scene begins: all features end, an operation comes, replays, and one of its `then`,
+# twice.
 _SCENE = 0.07
 # How often a sequence begins with a LoRA, as many people load one first: otherwise it is rarely
 # loaded, replayed and changed within one sequence.
@@ -63,10 +64,13 @@ class Grammar:
             return
         if self._wants_scene:
             self._wants_scene = False
-            heads = [op for op in OPERATIONS.values() if op.then and op.fits(world)]
-            head = self._random.choices(heads, [1 / (1 + self._done[op.name]) for op in heads])[0]
-            shown = self._random.choice(head.then)
-            self._planned = [head.name, "again", shown]
+            scenes = [
+                (op.name, then) for op in OPERATIONS.values() if op.fits(world) for then in op.then
+            ]
+            rare = [1 / (1 + self._done[then]) for _, then in scenes]
+            head, shown = self._random.choices(scenes, rare)[0]
+            # There and back: a CUDA graph of the state before may be replayed again.
+            self._planned = [head, "again", shown, "again", shown, "again"]
         elif world.compiles and self._random.random() < _SCENE:
             self._wants_scene = True
             offs = [f"{name}_off" for name in reversed(world.on)]
