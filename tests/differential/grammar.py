@@ -22,6 +22,8 @@ _RESTORING = 0.6
 # while there are replays: two operations that show a fault only together would rarely meet by
 # chance.
 _FOLLOWING, _CHANGING = 0.85, 0.4
+# How often the next step, while there are replays, is something that this run has not done yet.
+_NEW = 0.4
 # How often a scene begins: all features end, an operation comes, replays, and one of its `then`,
 # twice.
 _SCENE = 0.07
@@ -90,8 +92,11 @@ class Grammar:
             for name in _begun(world):
                 then = _named(fitting, OPERATIONS[name].then)
                 changing += [op for op in then if not op.restores]
+        new = [op for op in fitting if not (op.restores or self._done[op.name])]
         if following and self._random.random() < _FOLLOWING:
             fitting = following
+        elif world.has_replayed and new and self._random.random() < _NEW:
+            fitting = new
         elif changing and self._random.random() < _CHANGING:
             fitting = changing
         elif world.compiles and not world.has_replayed and self._random.random() < _RESTORING:

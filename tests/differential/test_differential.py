@@ -157,9 +157,9 @@ def test_operations_that_show_a_fault_together_meet() -> None:
     pairs = Counter[tuple[str, str]]()
     with Driver(model="sd15")._world(5) as (world, _):
         for seed in range(60):
-            grammar, drawn = Grammar(Random(seed), Counter()), list[str]()
+            grammar, drawn = Grammar(Random(seed), Counter(OPERATIONS.keys())), list[str]()
             world.has_replayed = True
-            while len(drawn) < 20:  # none is done, so all that fits now goes on fitting
+            while len(drawn) < 20:  # none is carried out, so all that fits now goes on fitting
                 drawn.append(grammar.next(world).name)
             pairs.update(itertools.pairwise(drawn))
     assert pairs["no_memory_for_batches_on", "images_see_each_other_on"] > 3
@@ -173,9 +173,23 @@ def test_a_loaded_lora_is_often_changed_while_it_is_replayed() -> None:
         OPERATIONS["lora_add"].apply(world, Random(1))
         world.has_replayed = True
         for seed in range(60):
-            grammar = Grammar(Random(seed), Counter())
+            grammar = Grammar(Random(seed), Counter(OPERATIONS.keys()))
             changed.update(grammar.next(world).name for _ in range(10))
     assert changed["lora_weights"] + changed["lora_scaling_written"] > 50
+
+
+def test_each_operation_that_fits_comes_soon() -> None:
+    """A fault that one operation shows has to be found within 500 steps."""
+    with Driver(model="sd15", compiled=False)._world(5) as (world, _):
+        world.has_replayed = True
+        fitting = {op.name for op in OPERATIONS.values() if op.fits(world) and not op.restores}
+        done = Counter[str]()
+        while done.total() < 240:
+            grammar = Grammar(Random(done.total()), done)
+            for _ in range(20):
+                done[grammar.next(world).name] += 1
+    assert len(fitting) > 80
+    assert fitting <= done.keys()
 
 
 def test_a_seed_always_draws_the_same_steps() -> None:
