@@ -112,7 +112,7 @@ def dilation(world: World, random: Random) -> Callable[[], None]:
     return lambda: [each() for each in undo]  # type: ignore[return-value]
 
 
-@feature(lambda w: w.is_unet)
+@feature(lambda w: w.is_unet, weight=4)
 def conv_forward(world: World, random: Random) -> Callable[[], None]:
     """An instance's `_conv_forward`, as tiling extensions replace it."""
     names, undo = _modules(world, "Conv2d"), []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.validity.tensor_contents import version_of
 from tests.differential.registry import operation
 from tests.differential.world import World, cast
 
@@ -27,6 +28,12 @@ def _weight(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter]:
     return module, last, getattr(module, last)
 
 
+def counts_no_versions(weight: torch.Tensor) -> bool:
+    """Whether it was made under inference mode. A cast, also to another memory format, hides it from
+    `is_inference`."""
+    return version_of(weight) < 0
+
+
 def _factor(random: Random) -> float:
     return random.choice((0.5, -1.0, 1.3))
 
@@ -37,7 +44,7 @@ def weight_in_place(world: World, random: Random) -> None:
     for model in world.each_denoiser():
         weight = _weight(model, name)[2]
         # Leaving inference mode switches gradients on, so `no_grad` comes second.
-        with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        with torch.inference_mode(counts_no_versions(weight)), torch.no_grad():
             weight.mul_(factor)
 
 
@@ -104,8 +111,7 @@ def state_dict_loaded(world: World, random: Random) -> None:
     seed = random.randrange(1000)
     state = world.denoiser(world.make(seed)).state_dict()
     for model in world.each_denoiser():
-        has_inference = any(weight.is_inference() for weight in model.parameters())
-        with torch.inference_mode(has_inference):
+        with torch.inference_mode(any(map(counts_no_versions, model.parameters()))):
             model.load_state_dict(state, strict=False)  # without projections that were joined
 
 
@@ -148,7 +154,7 @@ def requires_grad(world: World, random: Random) -> None:
     wanted = random.random() < 0.6
     for model in world.each_denoiser():
         for weight in model.parameters():
-            if not weight.is_inference():
+            if not counts_no_versions(weight):
                 weight.requires_grad_(wanted)
 
 
@@ -156,7 +162,7 @@ def _can_be_cast(world: World) -> bool:
     """Whether eager can draw afterwards. A weight made under inference mode has no version counter,
     and after a cast torch refuses to make views of it, which its linear layers do on a GPU."""
     weights = world.twin_denoiser.parameters()
-    has_inference = world.on_gpu and any(weight.is_inference() for weight in weights)
+    has_inference = world.on_gpu and any(map(counts_no_versions, weights))
     return _plain(world) and "ip_adapter" not in world.on and not has_inference
 
 
