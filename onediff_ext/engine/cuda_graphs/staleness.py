@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -299,14 +297,16 @@ def _package(module: nn.Module) -> str:
 def _foreign_function(
     module: nn.Module, prefixes: tuple[str, ...], ignored: Collection[str]
 ) -> str | None:
-    """Name an attribute that holds a function of another extension, which may keep state.
+    """Name an attribute that holds a function, or an object to call, of another extension.
 
-    Replaced methods are left to `replaced_methods`.
+    It may keep state. Replaced methods are left to `replaced_methods`.
     """
     cls = type(module)
     for name, value in vars(module).items():
         if (
-            isinstance(value, (FunctionType, MethodType, partial))
+            callable(value)
+            and not isinstance(value, (nn.Module, type))
+            and name != "processor"  # `_processor_reason` knows these
             and name not in ignored
             and not hasattr(cls, name)
             and reads_attribute(cls, name)
