@@ -148,6 +148,19 @@ def test_a_patched_helper_of_a_helper(session: Session, monkeypatch: pytest.Monk
     assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
 
 
+def test_a_class_is_patched_after_it_has_lost_a_name(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls: Any = torch.nn.SiLU
+    cls.note = "an extension's"
+    twins = Twins(session)
+    del cls.note
+    assert max(twins.error(seed) for seed in range(10, 16)) < 1e-4
+    assert twins.captured.reason == ""
+    monkeypatch.setattr(cls, "forward", patched(cls))
+    assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4
+
+
 @pytest.mark.parametrize("name", ["ResnetBlock2D", "Downsample2D"])
 def test_code_that_is_replaced_in_place(
     session: Session, monkeypatch: pytest.MonkeyPatch, name: str
