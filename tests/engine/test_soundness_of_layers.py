@@ -298,6 +298,21 @@ def test_a_partial_function_of_torch_is_more_than_its_name(session: Session) -> 
     twins.assert_right_after(lambda unet: change(unet, 0.9))
 
 
+def test_what_a_module_calls_in_place_of_its_forward(session: Session) -> None:
+    """`Module.compile` puts torch's own there."""
+    factors = [1.5]
+
+    def change(unet: Any) -> None:
+        layer = unet.mid_block.resnets[0].conv1
+        own = layer._call_impl
+        layer._compiled_call_impl = lambda *args: own(*args) * factors[0]
+
+    twins = Twins(session)
+    twins.assert_right_after(change)
+    factors[0] = 0.4
+    assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
+
+
 @pytest.mark.parametrize("where", ["in a block", "in none"])
 def test_a_plain_tensor_in_the_place_of_a_parameter(session: Session, where: str) -> None:
     def layer(unet: Any) -> Any:

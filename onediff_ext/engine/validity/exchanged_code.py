@@ -21,6 +21,7 @@ from onediff_ext.engine.validity.foreign_code import (
     is_called_by_no_forward,
     is_foreign,
 )
+from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.values import is_equal
 
 # By function: its code, default values and keyword defaults. What a closure holds may change for
@@ -29,6 +30,7 @@ Contents = Mapping[types.FunctionType, tuple[Any, ...]]
 _Helpers = Iterable[tuple[Mapping[str, Any], Sequence[str]]]
 # Its owner's name, its globals or attributes, which of them count, what they were, its package.
 _Watched = tuple[str, Mapping[str, Any], Sequence[str], dict[str, Any | None], str]
+_PLAIN = (type(None), bool, int, float, str)
 _DESCRIPTORS = (staticmethod, classmethod, property)
 
 
@@ -41,6 +43,8 @@ class FirstCode:
 
     def __init__(self) -> None:
         self._of_classes: dict[type, dict[str, Any | None]] = {}
+        self._mros: dict[type, tuple[type, ...]] = {}
+        self._plain: dict[type, dict[str, Any]] = {}
         self._of_modules: dict[int, dict[str, Any | None]] = {}  # by id of their globals
         self._contents: dict[types.FunctionType, tuple[Any, ...]] = {}
 
@@ -53,6 +57,7 @@ class FirstCode:
         """
         if cls not in self._of_classes:
             self._of_classes[cls] = _known(vars(cls), _methods(cls), _own(cls.__module__))
+            self._mros[cls], self._plain[cls] = cls.__mro__, _plain_of(cls)
         for namespace, names in helpers:
             first = self._of_modules.setdefault(id(namespace), {})
             new = [name for name in names if name not in first]
@@ -94,8 +99,18 @@ class FirstCode:
         """
         for base in cls.__mro__[:-1]:
             first, own = self._of_classes.get(base, {}), _own(base.__module__)
-            # A method of its own where it had its base's.
-            new = [name for name in _methods(base) if name not in first and _inherits(base, name)]
+            if base.__mro__ != self._mros.get(base):
+                return f"{base.__qualname__} has other bases than it had"
+            plain, now = self._plain.get(base, {}), _plain_of(base)
+            for name in plain.keys() | now.keys():
+                if plain.get(name) != now.get(name) and reads_attribute(cls, name):
+                    return f"{base.__qualname__}.{name} is not what it was"
+            # Such as a method of its own where it had its base's.
+            new = [
+                name
+                for name in _methods(base)
+                if name not in first and (_inherits(base, name) or reads_attribute(cls, name))
+            ]
             if any(not _is_foreign(vars(base)[name], own) for name in new):
                 return f"{base.__qualname__}.{new[0]} is not what it was"
             found: list[_Watched] = [(base.__qualname__, vars(base), list(first), first, own)]
@@ -142,6 +157,10 @@ def _known(namespace: Mapping[str, Any], names: Iterable[str], own: str) -> dict
 def _methods(cls: type) -> list[str]:
     names: Iterable[str] = CALLING if cls is nn.Module else vars(cls)
     return [n for n in names if not is_called_by_no_forward(n) and _is_code(vars(cls).get(n))]
+
+
+def _plain_of(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if isinstance(value, _PLAIN)}
 
 
 def _inherits(cls: type, name: str) -> bool:

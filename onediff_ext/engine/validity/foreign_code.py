@@ -182,6 +182,10 @@ def replaced_methods(module: object) -> dict[str, object]:
     """
     cls, found = type(module), {}
     for name, value in getattr(module, "__dict__", {}).items():
+        if name == "_compiled_call_impl" and value is not None:  # `nn.Module` calls it instead
+            if is_foreign(defining_module(value), ()):
+                found[name] = value
+            continue
         if is_called_by_no_forward(name) or not callable(value):
             continue
         if isinstance(value, nn.Module) or not callable(getattr(cls, name, None)):

@@ -10,10 +10,8 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from onediff_ext.engine.validity.exchanged_code import FirstCode
 from onediff_ext.engine.validity.foreign_code import (
@@ -31,29 +29,6 @@ _KEPT_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
 _GONE = object()
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 
-_names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
-
-
-def reads_attribute(cls: type, name: str) -> bool:
-    """Whether the code of a class mentions an attribute.
-
-    Extensions keep notes of their own on modules; no code of the class reads these.
-
-    Args:
-        cls: Class of a module. Its bases count too, `nn.Module` does not.
-        name: The attribute's name.
-    """
-    if cls not in _names_read:
-        functions = [
-            value.__code__
-            for base in cls.__mro__[:-1]
-            if base is not nn.Module
-            for value in vars(base).values()
-            if isinstance(value, types.FunctionType)
-        ]
-        _names_read[cls] = frozenset(name for code in functions for name in code.co_names)
-    return name in _names_read[cls]
-
 
 class PythonCode:
     """Numbers the states of the code that models run, so that a replaced function is noticed.
@@ -64,8 +39,10 @@ class PythonCode:
 
     def __init__(self) -> None:
         self._classes: set[type] = set()
-        self._getters: list[tuple[Mapping[str, Any], Sequence[str], Callable[[Any], Any], bool]]
-        self._getters = []
+        # The names in each namespace, and those that count as known where all count.
+        self._getters: list[
+            tuple[Mapping[str, Any], Sequence[str], Callable[[Any], Any], set[str] | None]
+        ] = []
         self._readings: dict[int, list[Any]] = {}  # by generation, the latest last
         self._moment: Hashable = None
         self._epoch: Hashable = None  # the last one in which code objects were read
@@ -192,14 +169,18 @@ class PythonCode:
     ) -> None:
         if names:
             getter = operator.itemgetter(*names)
-            self._getters.append((namespace, names, getter, whole))
+            known = {*names, *_KEPT_BY_PYTHON} if whole else None
+            self._getters.append((namespace, names, getter, known))
 
     def _read(self) -> list[Any]:
         found: list[Any] = []
-        for namespace, names, getter, whole in self._getters:
+        for namespace, names, getter, known in self._getters:
             found.append(_values(namespace, names, getter))
-            if whole:
-                found.append(len(namespace) - sum(map(namespace.__contains__, _KEPT_BY_PYTHON)))
+            if known is not None and len(namespace) != len(names):  # others may have added more
+                added = [item for item in namespace.items() if item[0] not in known]
+                if added:
+                    found.append(added)
+        found.append([cls.__mro__ for cls in self._classes])
         return found
 
     def _codes(self) -> list[Any]:
