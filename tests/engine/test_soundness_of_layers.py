@@ -313,6 +313,23 @@ def test_what_a_module_calls_in_place_of_its_forward(session: Session) -> None:
     assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
 
 
+def test_hooks_that_patch_a_class_for_one_block(session: Session) -> None:
+    own = nn.SiLU.forward
+
+    def patch(*_: object) -> None:
+        nn.SiLU.forward = lambda self, x: own(self, x) * 2.0  # type: ignore[method-assign]
+
+    def put_back(*_: object) -> None:
+        nn.SiLU.forward = own  # type: ignore[method-assign]
+
+    def change(unet: Any) -> None:
+        hooked = unet.mid_block.resnets[0]
+        hooked.register_forward_pre_hook(patch)
+        hooked.register_forward_hook(put_back, always_call=True)
+
+    Twins(session).assert_right_after(change)
+
+
 @pytest.mark.parametrize("where", ["in a block", "in none"])
 def test_a_plain_tensor_in_the_place_of_a_parameter(session: Session, where: str) -> None:
     def layer(unet: Any) -> Any:
