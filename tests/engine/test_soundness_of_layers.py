@@ -5,6 +5,7 @@ As in `test_soundness.py`, each test compares a compiled pipe with an eager twin
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -252,6 +253,81 @@ def test_a_function_among_the_attributes_may_change_its_closure(session: Session
     twins.assert_right_after(change)
     factors[0] = 2.0
     assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
+
+
+class Scaled:
+    """Another extension's, in three forms: an object to call, a method, a partial function."""
+
+    def __init__(self) -> None:
+        self.activation = nn.functional.silu
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(x) * SCALES[-1]
+
+
+SCALES = [1.0]
+
+
+def scaled_by(x: torch.Tensor, power: int) -> torch.Tensor:
+    return nn.functional.silu(x) * SCALES[-1] ** power
+
+
+@pytest.mark.parametrize(
+    "make", [Scaled, lambda: Scaled().__call__, lambda: functools.partial(scaled_by, power=2)]
+)
+def test_what_is_called_among_the_attributes_may_keep_state(
+    session: Session, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
+) -> None:
+    def change(unet: Any) -> None:
+        del unet.mid_block.resnets[0].nonlinearity
+        unet.mid_block.resnets[0].nonlinearity = make()
+
+    twins = Twins(session)
+    twins.assert_right_after(change)
+    monkeypatch.setattr(sys.modules[__name__], "SCALES", [2.0])
+    assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
+
+
+def test_a_partial_function_of_torch_is_more_than_its_name(session: Session) -> None:
+    def change(unet: Any, slope: float) -> None:
+        del unet.mid_block.resnets[0].nonlinearity
+        leaky = functools.partial(nn.functional.leaky_relu, negative_slope=slope)
+        unet.mid_block.resnets[0].nonlinearity = leaky
+
+    twins = Twins(session, lambda unet: change(unet, 0.1))
+    twins.assert_right_after(lambda unet: change(unet, 0.9))
+
+
+def test_what_a_module_calls_in_place_of_its_forward(session: Session) -> None:
+    """`Module.compile` puts torch's own there."""
+    factors = [1.5]
+
+    def change(unet: Any) -> None:
+        layer = unet.mid_block.resnets[0].conv1
+        own = layer._call_impl
+        layer._compiled_call_impl = lambda *args: own(*args) * factors[0]
+
+    twins = Twins(session)
+    twins.assert_right_after(change)
+    factors[0] = 0.4
+    assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
+
+
+def test_hooks_that_patch_a_class_for_one_block(session: Session) -> None:
+    own = nn.SiLU.forward
+
+    def patch(*_: object) -> None:
+        nn.SiLU.forward = lambda self, x: own(self, x) * 2.0  # type: ignore[method-assign]
+
+    def put_back(*_: object) -> None:
+        nn.SiLU.forward = own  # type: ignore[method-assign]
+
+    def change(unet: Any) -> None:
+        hooked = unet.mid_block.resnets[0]
+        hooked.register_forward_pre_hook(patch)
+        hooked.register_forward_hook(put_back, always_call=True)
+
+    Twins(session).assert_right_after(change)
 
 
 @pytest.mark.parametrize("where", ["in a block", "in none"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -26,11 +27,12 @@ from onediff_ext.engine.validity.foreign_code import (
     is_own_method,
     replaced_methods,
 )
+from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper, left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.module_attributes import INTERNAL
-from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
+from onediff_ext.engine.validity.python_code import PythonCode
 
 # Attributes of torch that are not part of the key; the last one is computed from a layer's padding.
 _NOT_IN_KEY = INTERNAL | {"forward", "_reversed_padding_repeated_twice"}
@@ -341,7 +343,7 @@ class BlockTree:
                 continue
             if isinstance(value, torch.Tensor):
                 self._refuse(f"{what} holds a tensor that is no parameter ({name})")
-            elif isinstance(value, types.FunctionType) and not _is_known_function(
+            elif _is_called(value, module, name) and not _is_known_callable(
                 value, (own, *self._packages, *self._trusted_patchers)
             ):
                 self._refuse(f"{what} holds a function of {defining_module(value)} ({name})")
@@ -369,7 +371,23 @@ def _depends_on_training(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-def _is_known_function(function: types.FunctionType, packages: Sequence[str]) -> bool:
-    """Whether a function's name says what it computes; a closure's name does not."""
-    module = f"{defining_module(function)}."
-    return function.__closure__ is None and module.startswith(("torch.", *packages))
+def _is_called(value: object, module: nn.Module, name: str) -> bool:
+    """Whether an attribute may be called as a function; others judge modules and methods."""
+    if isinstance(value, types.FunctionType):
+        return True
+    is_judged = isinstance(value, nn.Module) or callable(getattr(type(module), name, None))
+    return callable(value) and not is_judged and not is_ours(value)
+
+
+def _is_known_callable(value: object, packages: Sequence[str]) -> bool:
+    """Whether the text in a kind's key says what a callable computes.
+
+    It has a function's name and a known object's attributes. A closure's name does not say it, and
+    neither is there anything of what a method is bound to or a partial function has been given.
+    """
+    if isinstance(value, (functools.partial, types.MethodType)):
+        return False
+    if isinstance(value, types.FunctionType) and value.__closure__ is not None:
+        return False
+    module = defining_module(value)
+    return not module or f"{module}.".startswith(("builtins.", "torch.", *packages))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,10 +13,11 @@ from torch import nn
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
-from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
+from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 # Packages with quantized tensors, whose operators have no state.
@@ -299,14 +298,16 @@ def _package(module: nn.Module) -> str:
 def _foreign_function(
     module: nn.Module, prefixes: tuple[str, ...], ignored: Collection[str]
 ) -> str | None:
-    """Name an attribute that holds a function of another extension, which may keep state.
+    """Name an attribute that holds a function, or an object to call, of another extension.
 
-    Replaced methods are left to `replaced_methods`.
+    It may keep state. Replaced methods are left to `replaced_methods`.
     """
     cls = type(module)
     for name, value in vars(module).items():
         if (
-            isinstance(value, (FunctionType, MethodType, partial))
+            callable(value)
+            and not isinstance(value, (nn.Module, type))
+            and name != "processor"  # `_processor_reason` knows these
             and name not in ignored
             and not hasattr(cls, name)
             and reads_attribute(cls, name)

@@ -124,6 +124,12 @@ class BlockRunner:
         """The epoch of the kinds; see `KindRegistry.epoch`."""
         return self._registry.epoch
 
+    @property
+    def _moment(self) -> Hashable:
+        """As `KindRegistry.moment`; None where a hook may replace code for this block alone."""
+        is_hooked = self.block._forward_pre_hooks or self.block._forward_hooks
+        return None if is_hooked else self._registry.moment
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model has weights of its own. Its blocks run their own forward, eager.
         return copy.deepcopy(self.eager, memo)
@@ -321,7 +327,7 @@ class BlockRunner:
         if self.replaced is not None and not (self._left is not None and self._left.passes()):
             return Refusal("it has a hook or a replaced forward of another extension")
         tree = self.tree
-        if tree is None or not tree.holds(self._registry.moment, self.epoch):
+        if tree is None or not tree.holds(self._moment, self.epoch):
             tree = self._read_block()
         if tree.is_training:
             return Refusal("the model is in training mode")
@@ -357,7 +363,7 @@ class BlockRunner:
         """Read the block's modules again."""
         registry = self._registry
         tree = BlockTree.of(
-            self.block, self.family, registry.rules, registry.code, registry.moment, self.epoch
+            self.block, self.family, registry.rules, registry.code, self._moment, self.epoch
         )
         self._found.clear()
         self._must_compare = tree.has_left_wrappers

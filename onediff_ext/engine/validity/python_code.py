@@ -10,11 +10,10 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
+from onediff_ext.engine.validity.exchanged_code import FirstCode
 from onediff_ext.engine.validity.foreign_code import (
     TORCH_OPERATORS,
     functional_names,
@@ -27,30 +26,8 @@ from onediff_ext.engine.validity.values import is_equal
 _KEPT_READINGS = 4
 # Python itself keeps these on a class, at the first copy of an instance and the first look at them.
 _KEPT_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
+_GONE = object()
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-
-_names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
-
-
-def reads_attribute(cls: type, name: str) -> bool:
-    """Whether the code of a class mentions an attribute.
-
-    Extensions keep notes of their own on modules; no code of the class reads these.
-
-    Args:
-        cls: Class of a module. Its bases count too, `nn.Module` does not.
-        name: The attribute's name.
-    """
-    if cls not in _names_read:
-        functions = [
-            value.__code__
-            for base in cls.__mro__[:-1]
-            if base is not nn.Module
-            for value in vars(base).values()
-            if isinstance(value, types.FunctionType)
-        ]
-        _names_read[cls] = frozenset(name for code in functions for name in code.co_names)
-    return name in _names_read[cls]
 
 
 class PythonCode:
@@ -62,19 +39,25 @@ class PythonCode:
 
     def __init__(self) -> None:
         self._classes: set[type] = set()
-        self._getters: list[tuple[Mapping[str, Any], Callable[[Any], Any], bool]] = []
+        # The names in each namespace, and those that count as known where all count.
+        self._getters: list[
+            tuple[Mapping[str, Any], Sequence[str], Callable[[Any], Any], set[str] | None]
+        ] = []
         self._readings: dict[int, list[Any]] = {}  # by generation, the latest last
         self._moment: Hashable = None
         self._epoch: Hashable = None  # the last one in which code objects were read
         self._torch_reasons: dict[Sequence[str], str | None] = {}
         self._helpers: dict[type, list[tuple[Mapping[str, Any], list[str]]]] = {}
         self._helper_reasons: dict[tuple[type, Sequence[str]], str | None] = {}
+        self._first = FirstCode()
+        self._contents: Mapping[types.FunctionType, tuple[Any, ...]] | None = None
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
         self._add(vars(torch.Tensor), _names_of(torch.Tensor), whole=True)
         self._functions = self._python_functions()
         self._readings[0] = [*self._read(), self._codes()]
+        self._first.note_contents(self._contents_now())
 
     def watch(self, classes: Iterable[type]) -> None:
         """Watch these classes too, with their bases and the functions of their modules.
@@ -99,12 +82,15 @@ class PythonCode:
         known: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}
         for base in new:
             self._helpers[base] = helpers_of([base])
+            self._first.note(base, self._helpers[base])
             for namespace, names in self._helpers[base]:
                 known.setdefault(id(namespace), (namespace, {}))[1].update(dict.fromkeys(names))
         for namespace, found in known.values():
             self._add(namespace, list(found))
         self._functions = self._python_functions()
         self._readings = {self._generation: [*self._read(), self._codes()]}
+        self._contents = None
+        self._first.note_contents(self._contents_now())
 
     def current_generation(self, moment: Hashable = None, epoch: Hashable = None) -> int:
         """Return the number of the code's present state.
@@ -126,23 +112,28 @@ class PythonCode:
             if not is_equal(found, self._readings[self._generation]):
                 self._torch_reasons.clear()
                 self._helper_reasons.clear()
+                self._contents = None
                 self._generation = self._generation_of(found)
             self._moment = moment
         return self._generation
 
     def torch_reason(self, trusted: Sequence[str] = ()) -> str | None:
-        """Return `replaced_torch_function_reason`, computed once for each generation.
+        """Return why torch's functions are not what they were, or None.
+
+        It is computed once for each generation.
 
         Args:
             trusted: Prefixes of modules whose patches are known.
         """
         key = tuple(trusted)
         if key not in self._torch_reasons:
-            self._torch_reasons[key] = replaced_torch_function_reason(key)
+            self._torch_reasons[key] = replaced_torch_function_reason(
+                key
+            ) or self._first.reason_of_torch(self._contents_now())
         return self._torch_reasons[key]
 
     def helper_reason(self, cls: type, trusted: Sequence[str] = ()) -> str | None:
-        """Return why what a class's methods call is another extension's, or None.
+        """Return why a class's methods, or what they call, are not what they were, or None.
 
         It is computed once for each generation.
 
@@ -157,7 +148,9 @@ class PythonCode:
                 for base in cls.__mro__[:-1]
                 for namespace, names in self._helpers.get(base, ())
             )
-            self._helper_reasons[key] = next(filter(None, found), None)
+            self._helper_reasons[key] = next(filter(None, found), None) or self._first.reason_of(
+                cls, self._helpers, self._contents_now()
+            )
         return self._helper_reasons[key]
 
     def _generation_of(self, found: list[Any]) -> int:
@@ -176,33 +169,50 @@ class PythonCode:
     ) -> None:
         if names:
             getter = operator.itemgetter(*names)
-            self._getters.append((namespace, getter, whole))
+            known = {*names, *_KEPT_BY_PYTHON} if whole else None
+            self._getters.append((namespace, names, getter, known))
 
     def _read(self) -> list[Any]:
         found: list[Any] = []
-        for namespace, getter, whole in self._getters:
-            try:
-                found.append(getter(namespace))
-            except KeyError:  # a name was deleted
-                found.append(None)
-            if whole:
-                found.append(len(namespace) - sum(map(namespace.__contains__, _KEPT_BY_PYTHON)))
+        for namespace, names, getter, known in self._getters:
+            found.append(_values(namespace, names, getter))
+            if known is not None and len(namespace) != len(names):  # others may have added more
+                added = [item for item in namespace.items() if item[0] not in known]
+                if added:
+                    found.append(added)
+        found.append([cls.__mro__ for cls in self._classes])
         return found
 
     def _codes(self) -> list[Any]:
         """The code, default values and closures of all functions, which change in place."""
         return list(map(_contents, self._functions))
 
+    def _contents_now(self) -> Mapping[types.FunctionType, tuple[Any, ...]]:
+        """`_codes` of the present generation, by function."""
+        if self._contents is None:
+            contents = self._readings[self._generation][-1]
+            self._contents = dict(zip(self._functions, contents, strict=True))
+        return self._contents
+
     def _python_functions(self) -> list[types.FunctionType]:
         """The watched functions that have Python code, each once."""
         found: dict[types.FunctionType, None] = {}
-        for namespace, getter, _ in self._getters:
-            values = getter(namespace)
+        for namespace, names, getter, _ in self._getters:
+            values = _values(namespace, names, getter)
             for value in values if isinstance(values, tuple) else (values,):
                 function = getattr(value, "fget", None) or getattr(value, "__func__", value)
                 if isinstance(function, types.FunctionType):
                     found[function] = None
         return list(found)
+
+
+def _values(
+    namespace: Mapping[str, Any], names: Sequence[str], getter: Callable[[Any], Any]
+) -> Any:
+    try:
+        return getter(namespace)
+    except KeyError:  # a name was deleted
+        return tuple([namespace.get(name, _GONE) for name in names])
 
 
 def _names_of(cls: type) -> list[str]:
