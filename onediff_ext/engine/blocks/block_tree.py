@@ -376,7 +376,8 @@ def _is_called(value: object, module: nn.Module, name: str) -> bool:
     if isinstance(value, types.FunctionType):
         return True
     is_judged = isinstance(value, nn.Module) or callable(getattr(type(module), name, None))
-    return callable(value) and not is_judged and not is_ours(value)
+    # A class, such as a host's choice of layers, is named in the key as a function is.
+    return callable(value) and not isinstance(value, type) and not (is_judged or is_ours(value))
 
 
 def _is_known_callable(value: object, packages: Sequence[str]) -> bool:
