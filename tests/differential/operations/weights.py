@@ -29,7 +29,7 @@ def _weight(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter]:
 
 
 def counts_no_versions(weight: torch.Tensor) -> bool:
-    """Whether it was made under inference mode. A cast, also to another memory format, hides it from
+    """Whether it was made under inference mode. A cast, also of its memory format, hides that from
     `is_inference`."""
     return version_of(weight) < 0
 
