@@ -98,6 +98,9 @@ class AgainRecorder(Recorder):
     def forget(self) -> None:
         """Nothing was kept."""
 
+    def release_memory(self) -> None:
+        """Nothing was kept."""
+
 
 def test_eager_is_captured(
     host: A1111StandIn, graphs: GraphsForJobs, options: CompileOptions

@@ -92,7 +92,7 @@ def global_pre_hook(world: World, random: Random) -> Callable[[], None]:
     return handle.remove
 
 
-@feature(weight=4)  # most layers belong to no graph
+@feature(weight=2)  # most layers belong to no graph
 def forward_replaced(world: World, random: Random) -> Callable[[], None]:
     """An instance's, around what is there."""
     name = _module(world, random)
