@@ -221,9 +221,10 @@ class CudaGraphCache:
         Args:
             model_id: The id with which their keys begin.
         """
-        for key in [k for k in self._alive if isinstance(k, tuple) and k[0] == model_id]:
+        keys = [k for k in self._alive if isinstance(k, tuple) and k[0] == model_id]
+        for key in keys:
             self.drop(key, "their model is no longer in use")
-        if not self._alive:
+        if keys and not self._alive:
             self._recorder.release_memory()
 
     def drop_all(self, reason: str) -> int:

@@ -84,8 +84,8 @@ class CudaRecorder(Recorder):
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, _Pool] = {}
-        self._forgotten: list[_Pool] = []  # with recordings that somebody still held
+        self._pools: dict[torch.device, Any] = {}
+        self._recordings: WeakSet[_CudaRecording] = WeakSet()  # those that somebody holds
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -100,13 +100,13 @@ class CudaRecorder(Recorder):
     ) -> Recording:
         # A recording that fails leaves its own stream as the current one.
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-            pool = _Pool() if lasting else self._shared_pool(device)
+            pool = torch.cuda.graph_pool_handle() if lasting else self._shared_pool(device)
             torch.cuda.empty_cache()  # as `torch.cuda.graph` does, before the memory is counted
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
             recording = torch.cuda.graph(
-                graph, pool.handle, self._stream(device), capture_error_mode="thread_local"
+                graph, pool, self._stream(device), capture_error_mode="thread_local"
             )
             try:
                 with recording:
@@ -119,19 +119,19 @@ class CudaRecorder(Recorder):
                 lines = [line for line in str(exc).splitlines() if line.strip()]
                 raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
             size_bytes = max(0, torch.cuda.memory_reserved(device) - before)
-        made = _CudaRecording(graph, output, size_bytes)
-        pool.recordings.add(made)
+        made = _CudaRecording(graph, output, size_bytes, pool)
+        self._recordings.add(made)
         return made
 
-    def _shared_pool(self, device: torch.device) -> _Pool:
+    def _shared_pool(self, device: torch.device) -> Any:
         """The pool of a device's recordings; a new one where none of them is left.
 
         CUDA cannot record again into a pool whose graphs are all gone. That happens while another
         device still has recordings, so that nobody calls `forget`: a model has moved there.
         """
         pool = self._pools.get(device)
-        if pool is None or not pool.recordings:
-            pool = self._pools[device] = _Pool()
+        if pool is None or not any(each.pool == pool for each in self._recordings):
+            pool = self._pools[device] = torch.cuda.graph_pool_handle()
         return pool
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -141,40 +141,30 @@ class CudaRecorder(Recorder):
             self._streams[device] = make_stream(device)
         return self._streams[device]
 
-    def _abandon(self, device: torch.device, pool: _Pool) -> None:
+    def _abandon(self, device: torch.device, pool: Any) -> None:
         """Leave the pool of a recording that failed: the allocator still records into it.
 
         Earlier CUDA graphs in this pool stay alive and valid.
         """
-        if self._pools.get(device) is pool:
+        if self._pools.get(device) == pool:
             del self._pools[device]
         index = device.index if device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
-            end_recording_to_pool(index, pool.handle)
+            end_recording_to_pool(index, pool)
 
     def forget(self) -> None:
-        self._forgotten = [
-            pool for pool in (*self._forgotten, *self._pools.values()) if pool.recordings
-        ]
         self._pools.clear()
 
     def release_memory(self) -> None:
-        if any(pool.recordings for pool in (*self._forgotten, *self._pools.values())):
+        if self._recordings:
             gc.collect()  # half a second in a large process
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
 
 
-class _Pool:
-    """A memory pool of CUDA graphs, and the recordings in it that are still in use."""
-
-    def __init__(self) -> None:
-        self.handle: Any = torch.cuda.graph_pool_handle()
-        self.recordings: WeakSet[_CudaRecording] = WeakSet()
-
-
 class _CudaRecording(Recording):
-    def __init__(self, graph: Any, output: Any, size_bytes: int) -> None:
+    def __init__(self, graph: Any, output: Any, size_bytes: int, pool: Any) -> None:
         self._graph, self.output, self.size_bytes = graph, output, size_bytes
+        self.pool = pool
 
     def replay(self) -> None:
         self._graph.replay()

@@ -13,11 +13,10 @@ from torch import nn
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
-from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
-from onediff_ext.engine.validity.python_code import PythonCode
+from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 # Packages with quantized tensors, whose operators have no state.

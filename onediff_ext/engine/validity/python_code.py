@@ -10,8 +10,10 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from onediff_ext.engine.validity.foreign_code import (
     TORCH_OPERATORS,
@@ -27,6 +29,29 @@ _KEPT_READINGS = 4
 _KEPT_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
 _GONE = object()
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+
+_names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def reads_attribute(cls: type, name: str) -> bool:
+    """Whether the code of a class mentions an attribute.
+
+    Extensions keep notes of their own on modules; no code of the class reads these.
+
+    Args:
+        cls: Class of a module. Its bases count too, `nn.Module` does not.
+        name: The attribute's name.
+    """
+    if cls not in _names_read:
+        functions = [
+            value.__code__
+            for base in cls.__mro__[:-1]
+            if base is not nn.Module
+            for value in vars(base).values()
+            if isinstance(value, types.FunctionType)
+        ]
+        _names_read[cls] = frozenset(name for code in functions for name in code.co_names)
+    return name in _names_read[cls]
 
 
 class PythonCode:
@@ -162,10 +187,11 @@ class PythonCode:
         found: list[Any] = []
         for namespace, names, getter, known in self._getters:
             found.append(_values(namespace, names, getter))
-            if known is not None and len(namespace) != len(names):  # others may have added more
-                added = [item for item in namespace.items() if item[0] not in known]
-                if added:
-                    found.append(added)
+            if known is None:
+                continue
+            kept = sum(map(namespace.__contains__, _KEPT_BY_PYTHON))
+            if len(namespace) - kept != len(names):  # somebody has added or deleted some
+                found.append([item for item in namespace.items() if item[0] not in known])
         found.append([cls.__mro__ for cls in self._classes])
         return found
 
