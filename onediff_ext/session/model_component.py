@@ -23,6 +23,7 @@ from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, f
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.engine.validity.surroundings import Surroundings
 from onediff_ext.session.foreign_blocks import ForeignBlocks
 from onediff_ext.session.model_forward import ModelForward, serving
 from onediff_ext.session.session import Session
@@ -118,8 +119,10 @@ class Component:
         if self.session.options.channels_last and self._channels_last:
             self.layouts.use_channels_last(self.model)
         if not (self.runners and self._put_back()):
+            around = Surroundings(self.model, self.known.names_and_patchers, self.session.code)
             for block, family in known_blocks(self.model, self.session.families):
-                runner = BlockRunner(block, family, getattr(block, family.method), self.session)
+                forward_now = getattr(block, family.method)
+                runner = BlockRunner(block, family, forward_now, self.session, around)
                 self._patches.set(block, family.method, runner)
                 self.runners.append(runner)
         self.foreign_blocks.find_replaced(self.model, self.session.families)

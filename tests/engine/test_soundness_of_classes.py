@@ -161,6 +161,37 @@ def test_a_class_is_patched_after_it_has_lost_a_name(
     assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4
 
 
+def test_a_class_gets_another_base(session: Session) -> None:
+    from diffusers.models.attention import FeedForward
+
+    class Scaled(torch.nn.Module):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs) * 1.5
+
+    twins, own = Twins(session), FeedForward.__bases__
+    FeedForward.__bases__ = (Scaled,)
+    try:
+        assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+    finally:
+        FeedForward.__bases__ = own
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+def test_a_class_has_an_attribute_that_its_instances_had(session: Session) -> None:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    twins, cls = Twins(session), ResnetBlock2D
+    try:
+        for unet in twins.unets:
+            del unet.mid_block.resnets[0].output_scale_factor
+        for value in (1.0, 1.7, property(lambda _: 2.5)):
+            cls.output_scale_factor = value
+            assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+    finally:
+        del cls.output_scale_factor
+
+
 @pytest.mark.parametrize("name", ["ResnetBlock2D", "Downsample2D"])
 def test_code_that_is_replaced_in_place(
     session: Session, monkeypatch: pytest.MonkeyPatch, name: str

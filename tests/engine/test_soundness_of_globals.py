@@ -5,6 +5,7 @@ As in `test_soundness.py`, each test compares a compiled pipe with an eager twin
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -95,6 +96,59 @@ def test_a_global_that_was_replaced_before(
         with pytest.raises(AssertionError):  # it never gets to a recording
             twins.__init__(session)  # type: ignore[misc]
         assert "is replaced by" in twins.captured.reason
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+def exchange_a_function(patch: Patch) -> None:
+    patch.setattr(functional, "silu", functional.mish)
+
+
+def give_a_function_an_argument(patch: Patch) -> None:
+    own = functional.scaled_dot_product_attention
+    scaled = functools.partial(own, scale=0.01)
+    patch.setattr(functional, "scaled_dot_product_attention", scaled)
+
+
+def exchange_a_method(patch: Patch) -> None:
+    patch.setattr(nn.SiLU, "forward", nn.Mish.forward)
+
+
+def exchange_the_code(patch: Patch) -> None:
+    patch.setattr(functional.silu, "__code__", functional.relu6.__code__)
+
+
+def hide_a_method(patch: Patch) -> None:
+    patch.setattr(nn.SiLU, "__call__", nn.Mish.forward, raising=False)
+
+
+EXCHANGES = [
+    exchange_a_function,
+    give_a_function_an_argument,
+    exchange_a_method,
+    exchange_the_code,
+    hide_a_method,
+]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_known_code_in_the_place_of_other_known_code(
+    session: Session, monkeypatch: Patch, exchange: Callable[[Patch], None]
+) -> None:
+    """No other extension's code, and nothing that the key of a kind tells."""
+    twins = Twins(session)
+    with monkeypatch.context() as patch:
+        exchange(patch)
+        assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+        assert "is not what it was" in twins.captured.reason
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+def test_no_graph_is_built_of_exchanged_code(session: Session, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        exchange_a_function(patch)
+        twins = Twins(session, reason="torch.nn.functional.silu is not what it was")
     assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
     assert twins.captured.reason == ""
 

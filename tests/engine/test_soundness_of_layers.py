@@ -313,7 +313,39 @@ def test_what_a_module_calls_in_place_of_its_forward(session: Session) -> None:
     assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
 
 
-def test_hooks_that_patch_a_class_for_one_block(session: Session) -> None:
+def _of_the_same_block(unet: Any) -> tuple[nn.Module, nn.Module]:
+    return unet.mid_block.resnets[0], unet.mid_block.resnets[0]
+
+
+def _around_a_block(unet: Any) -> tuple[nn.Module, nn.Module]:
+    return unet.mid_block, unet.mid_block
+
+
+def _before_and_behind_blocks(unet: Any) -> tuple[nn.Module, nn.Module]:
+    return unet.down_blocks[1].resnets[0], unet.mid_block.resnets[0]
+
+
+def _inside_of_blocks(unet: Any) -> tuple[nn.Module, nn.Module]:
+    return block(unet).attn1.to_v, unet.up_blocks[0].resnets[0].conv2
+
+
+def _of_layers_outside_of_blocks(unet: Any) -> tuple[nn.Module, nn.Module]:
+    return unet.time_embedding, unet.conv_norm_out
+
+
+@pytest.mark.parametrize(
+    "hooked",
+    [
+        _of_the_same_block,
+        _around_a_block,
+        _before_and_behind_blocks,
+        _inside_of_blocks,
+        _of_layers_outside_of_blocks,
+    ],
+)
+def test_hooks_that_patch_a_class_for_a_part_of_each_forward(
+    session: Session, hooked: Callable[[Any], tuple[nn.Module, nn.Module]]
+) -> None:
     own = nn.SiLU.forward
 
     def patch(*_: object) -> None:
@@ -323,9 +355,29 @@ def test_hooks_that_patch_a_class_for_one_block(session: Session) -> None:
         nn.SiLU.forward = own  # type: ignore[method-assign]
 
     def change(unet: Any) -> None:
-        hooked = unet.mid_block.resnets[0]
-        hooked.register_forward_pre_hook(patch)
-        hooked.register_forward_hook(put_back, always_call=True)
+        first, last = hooked(unet)
+        first.register_forward_pre_hook(patch)
+        last.register_forward_hook(put_back, always_call=True)
+
+    Twins(session).assert_right_after(change)
+
+
+def test_forwards_that_patch_a_class_for_a_part_of_each_forward(session: Session) -> None:
+    own = nn.SiLU.forward
+
+    def change(unet: Any) -> None:
+        first, last = unet.down_blocks[1], unet.mid_block
+        before, behind = first.forward, last.forward
+
+        def patch(*args: Any, **kwargs: Any) -> Any:
+            nn.SiLU.forward = lambda self, x: own(self, x) * 2.0  # type: ignore[method-assign]
+            return before(*args, **kwargs)
+
+        def put_back(*args: Any, **kwargs: Any) -> Any:
+            nn.SiLU.forward = own  # type: ignore[method-assign]
+            return behind(*args, **kwargs)
+
+        first.forward, last.forward = patch, put_back
 
     Twins(session).assert_right_after(change)
 

@@ -27,11 +27,12 @@ from onediff_ext.engine.validity.foreign_code import (
     is_own_method,
     replaced_methods,
 )
+from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper, left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.module_attributes import INTERNAL
-from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
+from onediff_ext.engine.validity.python_code import PythonCode
 
 # Attributes of torch that are not part of the key; the last one is computed from a layer's padding.
 _NOT_IN_KEY = INTERNAL | {"forward", "_reversed_padding_repeated_twice"}

@@ -13,10 +13,11 @@ from torch import nn
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
-from onediff_ext.engine.validity.python_code import PythonCode, reads_attribute
+from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 # Packages with quantized tensors, whose operators have no state.
@@ -54,6 +55,11 @@ class TrustedModules:
     def prefixes(self) -> tuple[str, ...]:
         """`sources`, torch's own modules and this package."""
         return ("torch.nn.modules", "onediff_ext.", *self.sources)
+
+    @property
+    def names_and_patchers(self) -> tuple[str, ...]:
+        """`prefixes`, and those of modules whose patches are known."""
+        return (*self.prefixes, *self.trusted_patchers)
 
     def patcher_of(self, module: nn.Module) -> str:
         """Return who replaced a method of a module, for people.

@@ -34,6 +34,7 @@ from onediff_ext.engine.running.kind_lookup import find_kind
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
+from onediff_ext.engine.validity.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class BlockRunner:
         family: The family of the block's class.
         forward: The method that the runner replaces, bound.
         registry: Holds the kinds of this process.
+        surroundings: What runs between the blocks of the model; None for a block by itself.
 
     Attributes:
         replaced: The method that another extension had put on the block before; None when it was
@@ -86,6 +88,7 @@ class BlockRunner:
         family: BlockFamily,
         forward: Callable[..., Any],
         registry: KindRegistry,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.block, self.family, self._registry = block, family, registry
         own = getattr(type(block), family.method)
@@ -98,6 +101,9 @@ class BlockRunner:
         self.weights = BlockWeights(registry)
         self.text_kv = BlockTextKv(block, family, self.weights, registry)
         self.done: Done | None = None
+        self._surroundings = surroundings
+        if surroundings is not None:
+            surroundings.add(block, family.method)
         self._check = GraphCheck(family, registry)
         self._found: dict[Hashable, BlockKind] = {}
         self._missing_in: int | None = None  # the epoch of the last call without a graph
@@ -124,12 +130,6 @@ class BlockRunner:
         """The epoch of the kinds; see `KindRegistry.epoch`."""
         return self._registry.epoch
 
-    @property
-    def _moment(self) -> Hashable:
-        """As `KindRegistry.moment`; None where a hook may replace code for this block alone."""
-        is_hooked = self.block._forward_pre_hooks or self.block._forward_hooks
-        return None if is_hooked else self._registry.moment
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # A copied model has weights of its own. Its blocks run their own forward, eager.
         return copy.deepcopy(self.eager, memo)
@@ -146,6 +146,7 @@ class BlockRunner:
         if isinstance(prepared, Refusal):
             self.used, self.eager_reason = None, prepared.reason
             self._registry.fell_back(self.family.label, prepared.reason)
+            self._registry.code.doubt()  # other extensions' code may run now
             return self.eager(*args, **kwargs)
         kind = self.used = prepared.kind
         kind.calls += 1
@@ -326,8 +327,12 @@ class BlockRunner:
             return Refusal("gradients are enabled")
         if self.replaced is not None and not (self._left is not None and self._left.passes()):
             return Refusal("it has a hook or a replaced forward of another extension")
-        tree = self.tree
-        if tree is None or not tree.holds(self._moment, self.epoch):
+        tree, moment = self.tree, self._registry.moment
+        if tree is None or tree.refusal_reason is None:
+            if self._surroundings is not None and self._surroundings.may_replace_code(moment):
+                self._registry.code.doubt()
+            self._registry.code.settle()
+        if tree is None or not tree.holds(moment, self.epoch):
             tree = self._read_block()
         if tree.is_training:
             return Refusal("the model is in training mode")
@@ -363,7 +368,7 @@ class BlockRunner:
         """Read the block's modules again."""
         registry = self._registry
         tree = BlockTree.of(
-            self.block, self.family, registry.rules, registry.code, self._moment, self.epoch
+            self.block, self.family, registry.rules, registry.code, registry.moment, self.epoch
         )
         self._found.clear()
         self._must_compare = tree.has_left_wrappers

@@ -43,7 +43,7 @@ _IGNORED = frozenset(
 )
 _IGNORED_PREFIXES = ("load_", "_load", "save_", "_save", "from_", "push_", "register_", "named_")
 # Of `nn.Module` only what runs when a module is called.
-_CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 # Descriptors of compiled code.
 _SLOTS = (
     types.MethodDescriptorType,
@@ -156,7 +156,7 @@ def patched_class_reason(cls: type, trusted: Sequence[str] = ()) -> str | None:
         One line for people, or None when every method is the class's own.
     """
     for base in cls.__mro__[:-1]:
-        names = _CALLING if base is nn.Module else vars(base)
+        names = CALLING if base is nn.Module else vars(base)
         own = base.__module__.partition(".")[0] + "."
         for name in names:
             method = vars(base).get(name)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from onediff_ext.engine.validity.foreign_code import is_called_by_no_forward
 
@@ -12,6 +15,8 @@ Namespace = Mapping[str, Any]
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _CONSTANT = (type(None), bool, int, float, str)
+
+_names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
 def helpers_of(
@@ -103,3 +108,24 @@ def content_of_cell(cell: Any) -> object:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return None
+
+
+def reads_attribute(cls: type, name: str) -> bool:
+    """Whether the code of a class mentions an attribute.
+
+    Extensions keep notes of their own on modules; no code of the class reads these.
+
+    Args:
+        cls: Class of a module. Its bases count too, `nn.Module` does not.
+        name: The attribute's name.
+    """
+    if cls not in _names_read:
+        functions = [
+            value.__code__
+            for base in cls.__mro__[:-1]
+            if base is not nn.Module
+            for value in vars(base).values()
+            if isinstance(value, types.FunctionType)
+        ]
+        _names_read[cls] = frozenset(name for code in functions for name in code.co_names)
+    return name in _names_read[cls]

@@ -10,11 +10,10 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
+from onediff_ext.engine.validity.exchanged_code import FirstCode
 from onediff_ext.engine.validity.foreign_code import (
     TORCH_OPERATORS,
     functional_names,
@@ -29,29 +28,6 @@ _KEPT_READINGS = 4
 _KEPT_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
 _GONE = object()
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
-
-_names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
-
-
-def reads_attribute(cls: type, name: str) -> bool:
-    """Whether the code of a class mentions an attribute.
-
-    Extensions keep notes of their own on modules; no code of the class reads these.
-
-    Args:
-        cls: Class of a module. Its bases count too, `nn.Module` does not.
-        name: The attribute's name.
-    """
-    if cls not in _names_read:
-        functions = [
-            value.__code__
-            for base in cls.__mro__[:-1]
-            if base is not nn.Module
-            for value in vars(base).values()
-            if isinstance(value, types.FunctionType)
-        ]
-        _names_read[cls] = frozenset(name for code in functions for name in code.co_names)
-    return name in _names_read[cls]
 
 
 class PythonCode:
@@ -69,16 +45,20 @@ class PythonCode:
         ] = []
         self._readings: dict[int, list[Any]] = {}  # by generation, the latest last
         self._moment: Hashable = None
+        self._is_in_doubt = False
         self._epoch: Hashable = None  # the last one in which code objects were read
         self._torch_reasons: dict[Sequence[str], str | None] = {}
         self._helpers: dict[type, list[tuple[Mapping[str, Any], list[str]]]] = {}
         self._helper_reasons: dict[tuple[type, Sequence[str]], str | None] = {}
+        self._first = FirstCode()
+        self._contents: Mapping[types.FunctionType, tuple[Any, ...]] | None = None
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
         self._add(vars(torch.Tensor), _names_of(torch.Tensor), whole=True)
         self._functions = self._python_functions()
         self._readings[0] = [*self._read(), self._codes()]
+        self._first.note_contents(self._contents_now())
 
     def watch(self, classes: Iterable[type]) -> None:
         """Watch these classes too, with their bases and the functions of their modules.
@@ -103,12 +83,27 @@ class PythonCode:
         known: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}
         for base in new:
             self._helpers[base] = helpers_of([base])
+            self._first.note(base, self._helpers[base])
             for namespace, names in self._helpers[base]:
                 known.setdefault(id(namespace), (namespace, {}))[1].update(dict.fromkeys(names))
         for namespace, found in known.values():
             self._add(namespace, list(found))
         self._functions = self._python_functions()
         self._readings = {self._generation: [*self._read(), self._codes()]}
+        self._contents = None
+        self._first.note_contents(self._contents_now())
+
+    def doubt(self) -> None:
+        """Note that other extensions' code has run, which may have replaced code of this process.
+
+        What was read before still says why blocks run eager, but no longer that they need not.
+        """
+        self._is_in_doubt = True
+
+    def settle(self) -> None:
+        """Read the code again at the next look if there is a doubt."""
+        if self._is_in_doubt:
+            self._moment, self._is_in_doubt = None, False
 
     def current_generation(self, moment: Hashable = None, epoch: Hashable = None) -> int:
         """Return the number of the code's present state.
@@ -130,23 +125,28 @@ class PythonCode:
             if not is_equal(found, self._readings[self._generation]):
                 self._torch_reasons.clear()
                 self._helper_reasons.clear()
+                self._contents = None
                 self._generation = self._generation_of(found)
             self._moment = moment
         return self._generation
 
     def torch_reason(self, trusted: Sequence[str] = ()) -> str | None:
-        """Return `replaced_torch_function_reason`, computed once for each generation.
+        """Return why torch's functions are not what they were, or None.
+
+        It is computed once for each generation.
 
         Args:
             trusted: Prefixes of modules whose patches are known.
         """
         key = tuple(trusted)
         if key not in self._torch_reasons:
-            self._torch_reasons[key] = replaced_torch_function_reason(key)
+            self._torch_reasons[key] = replaced_torch_function_reason(
+                key
+            ) or self._first.reason_of_torch(self._contents_now())
         return self._torch_reasons[key]
 
     def helper_reason(self, cls: type, trusted: Sequence[str] = ()) -> str | None:
-        """Return why what a class's methods call is another extension's, or None.
+        """Return why a class's methods, or what they call, are not what they were, or None.
 
         It is computed once for each generation.
 
@@ -161,7 +161,9 @@ class PythonCode:
                 for base in cls.__mro__[:-1]
                 for namespace, names in self._helpers.get(base, ())
             )
-            self._helper_reasons[key] = next(filter(None, found), None)
+            self._helper_reasons[key] = next(filter(None, found), None) or self._first.reason_of(
+                cls, self._helpers, self._contents_now()
+            )
         return self._helper_reasons[key]
 
     def _generation_of(self, found: list[Any]) -> int:
@@ -198,6 +200,13 @@ class PythonCode:
     def _codes(self) -> list[Any]:
         """The code, default values and closures of all functions, which change in place."""
         return list(map(_contents, self._functions))
+
+    def _contents_now(self) -> Mapping[types.FunctionType, tuple[Any, ...]]:
+        """`_codes` of the present generation, by function."""
+        if self._contents is None:
+            contents = self._readings[self._generation][-1]
+            self._contents = dict(zip(self._functions, contents, strict=True))
+        return self._contents
 
     def _python_functions(self) -> list[types.FunctionType]:
         """The watched functions that have Python code, each once."""

@@ -1,0 +1,67 @@
+"""Known code in the place of other known code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from onediff_ext.engine.validity.python_code import PythonCode
+
+
+class Asking(nn.Module):
+    """Asks for the reason while torch's tracer runs its forward."""
+
+    def __init__(self, code: PythonCode) -> None:
+        super().__init__()
+        self.layer, self.code = nn.SiLU(), code
+        self.replaced = False
+        self.reasons: list[str | None] = []
+
+    def forward(self, x: Any) -> Any:
+        self.replaced = nn.Module.__call__ is not self.own_call
+        self.code.current_generation()
+        self.reasons += [self.code.helper_reason(nn.SiLU), self.code.torch_reason()]
+        return self.layer(x)
+
+    own_call = nn.Module.__call__
+
+
+def test_torchs_tracer_is_no_other_code() -> None:
+    """It puts a wrapper in the place of `Module.__call__` for as long as it traces."""
+    code = PythonCode()
+    code.watch([nn.SiLU])
+    asking = Asking(code)
+    fx.symbolic_trace(asking)
+    assert asking.replaced
+    assert asking.reasons == [None, None]
+
+
+def test_classes_that_are_seen_first_while_torch_traces() -> None:
+    code = PythonCode()
+    asking = Asking(code)
+    asking.reasons.append("watched later")
+    asking.register_forward_pre_hook(lambda *_: code.watch([nn.SiLU]))
+    fx.symbolic_trace(nn.Sequential(asking))
+    assert asking.replaced
+    assert asking.reasons == ["watched later", None, None]
+    code.current_generation()
+    assert code.helper_reason(nn.SiLU) is None
+
+
+def test_a_method_and_its_return(monkeypatch: Any) -> None:
+    code = PythonCode()
+    code.watch([nn.SiLU])
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.SiLU, "forward", nn.Mish.forward)
+        code.current_generation()
+        assert code.helper_reason(nn.SiLU) == "SiLU.forward is not what it was"
+        assert code.torch_reason() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "sigmoid", torch.tanh)
+        code.current_generation()
+        assert code.torch_reason() == "torch.sigmoid is not what it was"
+    code.current_generation()
+    assert code.helper_reason(nn.SiLU) is None
+    assert code.torch_reason() is None
