@@ -32,13 +32,15 @@ _Helpers = Iterable[tuple[Mapping[str, Any], Sequence[str]]]
 _Watched = tuple[str, Mapping[str, Any], Sequence[str], dict[str, Any | None], str]
 _PLAIN = (type(None), bool, int, float, str)
 _DESCRIPTORS = (staticmethod, classmethod, property)
+_OURS = "onediff_ext."
 
 
 class FirstCode:
     """Functions of torch, of classes and of their helpers as they were when they were seen first.
 
     Other extensions' code is left to `foreign_code`: what it has replaced counts as seen when it
-    is put back.
+    is put back. This package's own stand-ins in a host, which come and go with its jobs, do not
+    count either.
     """
 
     def __init__(self) -> None:
@@ -172,7 +174,8 @@ def _is_code(value: object) -> bool:
 
 
 def _is_foreign(value: object, own: str) -> bool:
-    return is_foreign(defining_module(value), (own,))
+    module = defining_module(value)
+    return is_foreign(module, (own,)) or (own != _OURS and module.startswith(_OURS))
 
 
 def _traced(value: Any) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
+from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.validity.python_code import PythonCode
+from onediff_ext.hosts.forge_memory import share_with
 
 
 class Asking(nn.Module):
@@ -65,3 +70,45 @@ def test_a_method_and_its_return(monkeypatch: Any) -> None:
     code.current_generation()
     assert code.helper_reason(nn.SiLU) is None
     assert code.torch_reason() is None
+
+
+HOST = """
+from torch import nn
+
+import a_host.memory_management as memory_management
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return x if memory_management.get_free_memory(x.device) else -x
+"""
+
+
+@pytest.mark.parametrize("is_patched_at_first", [True, False])
+def test_our_own_stand_ins_in_a_host_are_no_other_code(
+    monkeypatch: pytest.MonkeyPatch, is_patched_at_first: bool
+) -> None:
+    """Forge's slicing attention asks for free memory, which we count anew in each job."""
+    names = ("a_host", "a_host.memory_management", "a_host.attention")
+    package, memory, attention = (ModuleType(name) for name in names)
+    for name, module in zip(names, (package, memory, attention), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    exec("def get_free_memory(device): return 1\ndef free_memory(*_): pass", vars(memory))
+    vars(package)["memory_management"] = memory
+    exec(HOST, vars(attention))
+    cls, code = attention.Attention, PythonCode()
+    if not is_patched_at_first:
+        code.watch([cls])
+    for _ in range(2):
+        with Patches() as patches:
+            share_with(memory, patches, lambda *_: None, lambda: 0)
+            code.watch([cls])
+            code.current_generation()
+            assert code.helper_reason(cls) is None
+        code.current_generation()
+        assert code.helper_reason(cls) is None
+    # What it stands for counts.
+    monkeypatch.setattr(memory, "get_free_memory", memory.free_memory)
+    code.current_generation()
+    reason = code.helper_reason(cls)
+    assert reason == "a_host.memory_management.get_free_memory is not what it was"
