@@ -101,3 +101,22 @@ def test_hires_fix_with_another_checkpoint(webui: WebUI, checkpoints: list[str])
     theirs = webui.draw(False, **job)
     for _ in range(2):
         assert_same(webui.draw(True, **job), theirs)
+
+
+def test_refiner_whose_weights_go_into_the_same_model(
+    webui: WebUI, checkpoints: list[str], request: pytest.FixtureRequest, same: Any
+) -> None:
+    """Neo's setting: in the middle of sampling, the model keeps its name and its parameters."""
+    if webui.option("refiner_fast_sd") is None:
+        pytest.skip("this WebUI has no such setting")
+    if not webui.option("show_refiner"):
+        pytest.skip("the refiner is hidden, so Neo never loads the checkpoint's own weights again")
+    plain, _ = same(steps=6)
+    request.addfinalizer(lambda: webui.set_options(refiner_fast_sd=False))
+    webui.set_options(refiner_fast_sd=True)
+    job = {"refiner_checkpoint": checkpoints[1], "refiner_switch_at": 0.5}
+    refined, _ = same(steps=6, **job)
+    assert_different(refined, plain)
+    again, _ = same(steps=6)
+    assert_same(again, plain)
+    same(steps=6, **job, width=136, height=200, batch_size=2)

@@ -133,11 +133,7 @@ def sdxl(seed: int) -> dict[str, Any]:
 
 def vae(seed: int, scaling_factor: float = 0.18215) -> Any:
     """A VAE of a quarter of the usual width."""
-    model = models.vae(VAE_WIDTHS, seed=seed, layers=2, scaling_factor=scaling_factor)
-    # Its norm has one channel in a group, so that it would make a number of the rounding alone of
-    # a picture in one colour, which WebUIs encode for text to image with an inpainting checkpoint.
-    model.encoder.down_blocks[0].resnets[0].norm1.weight.zero_()
-    return model
+    return models.vae(VAE_WIDTHS, seed=seed, layers=2, scaling_factor=scaling_factor)
 
 
 def to_ldm_controlnet(weights: Tensors, unet_config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
