@@ -114,7 +114,8 @@ def test_refiner_whose_weights_go_into_the_same_model(
     plain, _ = same(steps=6)
     request.addfinalizer(lambda: webui.set_options(refiner_fast_sd=False))
     webui.set_options(refiner_fast_sd=True)
-    job = {"refiner_checkpoint": checkpoints[1], "refiner_switch_at": 0.5}
+    # Neo counts in sigmas.
+    job = {"refiner_checkpoint": checkpoints[1], "refiner_switch_at": 3.0}
     refined, _ = same(steps=6, **job)
     assert_different(refined, plain)
     again, _ = same(steps=6)
