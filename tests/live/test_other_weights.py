@@ -64,8 +64,8 @@ def test_a_checkpoint_for_inpainting_and_back(
     drawn, _ = same("img2img", denoising_strength=0.8, **whole)
     part, _ = same("img2img", denoising_strength=0.8, inpaint_full_res=True, **painted)
     assert_different(part, drawn)
-    # Text to image is not compared: hosts encode a grey picture for it. The norms of a slim VAE have
-    # one channel, and what they leave of one colour is rounding.
+    # Text to image is not compared: hosts encode a grey picture for it. The norms of a slim VAE
+    # have one channel, and what they leave of one colour is rounding.
     webui.set_options(sd_model_checkpoint=checkpoints[0])
     # Not what it drew before: reForge keeps another VAE until a checkpoint is really loaded.
     same()
