@@ -120,6 +120,7 @@ def with_tables(text: str, results: Path) -> str:
         "deepcache": lambda: deepcache_table(
             [result("deepcache-sdxl-h200"), result("deepcache-sd15-h200")]
         ),
+        "throughput": lambda: throughput_table(result("throughput-sdxl-h100")),
         "webui": lambda: webui_table(
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
@@ -348,6 +349,18 @@ def deepcache_table(figures: list[Figures]) -> str:
     return _table(
         ["interval", "SDXL 1024x1024, s", "times faster", "SD1.5 512x512, s", "times faster"], lines
     )
+
+
+def throughput_table(figures: Figures) -> str:
+    """Pictures a second by the number of pictures in one call."""
+    rows = {(row["contender"], row["batch"]): row for row in figures["rows"]}
+    contenders = dict.fromkeys(contender for contender, _ in rows)
+    lines = [
+        [batch, *(f"{rows[c, batch]['pictures_per_s']:.2f}" for c in contenders)]
+        for batch in dict.fromkeys(batch for _, batch in rows)
+    ]
+    names = [{"plain": "exact", "plain-fp8": "fp8"}.get(c, c) for c in contenders]
+    return _table(["pictures in one call", *names], lines)
 
 
 def _rows_of_plain_calls(figures: Figures) -> list[Figures]:

@@ -239,3 +239,17 @@ def test_sizes_of_as_many_pixels_are_one_point() -> None:
 def test_failed_rows_are_not_drawn() -> None:
     failed = {"contender": "eager", "dtype": "float16", "width": 8, "height": 8, "failed": "x"}
     assert plot.series_of([failed], "float16") == {}
+
+
+def test_pictures_a_second() -> None:
+    rows = [
+        {"contender": contender, "batch": batch, "pictures_per_s": batch / 3}
+        for contender in ("plain", "plain-fp8")
+        for batch in (1, 4)
+    ]
+    assert tables.throughput_table({"rows": rows}).splitlines() == [
+        "| pictures in one call | exact | fp8 |",
+        "| --- | --- | --- |",
+        "| 1 | 0.33 | 0.33 |",
+        "| 4 | 1.33 | 1.33 |",
+    ]
