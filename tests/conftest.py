@@ -18,6 +18,7 @@ import pytest
 
 from onediff_ext.store.default_root import default_root
 from tests.support.kept_folders import EXPORT_SOURCES, EXPORTS_VARIABLE, kept_folder
+from tests.support.longest_files import longest_first
 
 _SETTINGS = {
     # Test models are tiny: more threads only wait for each other, and sums change with them.
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     vars(logging.getLogger("torch.__trace"))["addHandler"] = lambda handler: None
     # One for all processes and runs. Its content is checked at each use.
     os.environ["ONEDIFF_COMPILER_FILES"] = str(default_root() / "compiler-files")
+    # xdist would begin with the files of most tests: the longest ones have few.
+    config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):  # one for all processes of the run
         os.environ[EXPORTS_VARIABLE] = str(kept_folder("test-exports", EXPORT_SOURCES))
     os.environ["ONEDIFF_STORE"] = config.stash[_store] = tempfile.mkdtemp(prefix="onediff-tests-")
@@ -51,6 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if folder := config.stash.get(_store, ""):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
 
 
 def pytest_collection_finish() -> None:
@@ -70,6 +78,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> None:
     # Once more, since fixtures may have used random numbers, depending on the order of tests.
     _seed_torch(2)
+
+
+def pytest_runtest_logfinish() -> None:
+    # Between two tests. Each full collection takes half a second with the graphs of some files.
+    if builds := sys.modules.get("tests.support.quick_builds"):
+        builds.freeze_loaded()
 
 
 def _seed_torch(seed: int) -> None:

@@ -31,7 +31,9 @@ def test_thirty_random_sizes_without_a_recompile(make_session):
             "batch": chooser.randint(1, 3),
             "seed": seed,
         }
-        assert relative_error(draw_latents(pipe, **size), draw_latents(reference, **size)) < 1e-4
+        # One step shows a sixteenth of the error that three show, and for three 1e-4 is enough.
+        found, expected = (draw_latents(each, steps=1, **size) for each in (pipe, reference))
+        assert relative_error(found, expected) < 5e-6
     assert len(session.kinds) == kinds
     assert recompile_count() == recompiles
     assert session.fallbacks() == []

@@ -6,6 +6,7 @@ They are programs without state, so all tests may share them.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.kept_exports import kept_exports
 
 _BUILT: dict[str, bytes] = {}
 _LOADED: dict[tuple[bytes, torch.device], Graph] = {}
+_frozen = 0
 
 
 @contextlib.contextmanager
@@ -37,6 +39,19 @@ def quick_loads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagerBackend, "load", load)
         yield
+
+
+def freeze_loaded() -> None:
+    """Spare later garbage collections the loaded graphs, which stay to the end of the process.
+
+    A graph has ten thousand objects. What is no graph is collected first, so this is for the time
+    between two tests, when they have let go of theirs.
+    """
+    global _frozen
+    if _frozen != len(_LOADED):
+        _frozen = len(_LOADED)
+        gc.collect()
+        gc.freeze()
 
 
 @contextlib.contextmanager
