@@ -144,6 +144,19 @@ def functions_and_classes(patch: pytest.MonkeyPatch) -> None:
 
 
 @_plant
+def exchanged_code(patch: pytest.MonkeyPatch) -> None:
+    """Known code in the place of other known code, such as ``F.silu = F.mish``."""
+    patch.setattr(python_code.FirstCode, "reason_of", _always(None))
+    patch.setattr(python_code.FirstCode, "reason_of_torch", _always(None))
+
+
+@_plant
+def code_between_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Read code once per forward, whatever runs between its blocks."""
+    patch.setattr(python_code.PythonCode, "doubt", _always(None))
+
+
+@_plant
 def global_hooks(patch: pytest.MonkeyPatch) -> None:
     """Hooks that run in all modules."""
     patch.setattr(model_state, "global_hook_reason", _always(None))

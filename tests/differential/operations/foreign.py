@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -138,6 +139,74 @@ def class_patched(world: World, random: Random) -> Callable[[], None]:
         cls.forward = before
 
     return off
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute; the result puts back what was there."""
+    own, before = name in vars(owner) or name == "__code__", getattr(owner, name)
+    setattr(owner, name, value)
+
+    def off() -> None:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return off
+
+
+@feature(weight=2)
+def known_code_exchanged(world: World, random: Random) -> Callable[[], None]:
+    """Torch's own code in the place of other code of torch."""
+    attend = nn.functional.scaled_dot_product_attention
+    return _set(
+        *random.choice(
+            [
+                (nn.functional, "silu", nn.functional.mish),
+                (nn.functional, "scaled_dot_product_attention", partial(attend, scale=0.02)),
+                (nn.functional.silu, "__code__", nn.functional.relu6.__code__),
+                (nn.SiLU, "forward", nn.Mish.forward),
+                (nn.LayerNorm, "forward", nn.Identity.forward),
+            ]
+        )
+    )
+
+
+@feature(weight=2)
+def patched_for_a_part_of_each_forward(world: World, random: Random) -> Callable[[], None]:
+    """Hooks around some blocks put a function in, and take it back behind them."""
+    called = [
+        name
+        for name, module in world.twin_denoiser.named_modules()
+        if type(module).__name__ in _BLOCKS or "DownBlock" in type(module).__name__
+        or "UpBlock" in type(module).__name__ or "MidBlock" in type(module).__name__
+    ]  # fmt: skip
+    name = random.choice(called)
+    owner, attribute, replacement = random.choice(
+        [
+            (nn.functional, "silu", nn.functional.mish),
+            (nn.LayerNorm, "forward", nn.Identity.forward),
+            (nn.Linear, "forward", _louder_linear),
+        ]
+    )
+    takes_back: list[Callable[[], None]] = []
+
+    def put_in(*_: Any) -> None:
+        takes_back.append(_set(owner, attribute, replacement))
+
+    def take_back(*_: Any) -> None:
+        takes_back.pop()()
+
+    handles = []
+    for model in world.each_denoiser():
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(put_in))
+        handles.append(module.register_forward_hook(take_back, always_call=True))
+    return lambda: [handle.remove() for handle in handles]  # type: ignore[return-value]
+
+
+def _louder_linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return 1.1 * nn.functional.linear(x, layer.weight, layer.bias)
 
 
 class _Louder(TorchFunctionMode):
