@@ -126,7 +126,18 @@ def exchange_for_a_descriptor(patch: Patch) -> None:
     patch.setattr(nn.SiLU, "forward", functools.partialmethod(nn.Mish.forward))
 
 
+def exchange_an_operator_of_tensors(patch: Patch) -> None:
+    assert "__add__" not in vars(torch.Tensor)  # its base has it
+    patch.setattr(torch.Tensor, "__add__", torch.Tensor.__sub__)
+
+
+def exchange_a_compiled_function(patch: Patch) -> None:
+    patch.setattr(torch._C._nn, "silu", torch._C._nn.hardswish)
+
+
 EXCHANGES = [
+    exchange_a_compiled_function,
+    exchange_an_operator_of_tensors,
     exchange_for_a_descriptor,
     exchange_a_function,
     give_a_function_an_argument,
@@ -160,6 +171,12 @@ class Doubling:
 def test_a_descriptor_of_another_extension(session: Session, monkeypatch: Patch) -> None:
     twins = Twins(session)
     monkeypatch.setattr(nn.SiLU, "forward", Doubling())
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def test_a_compiled_function_of_another_extension(session: Session, monkeypatch: Patch) -> None:
+    twins = Twins(session)
+    monkeypatch.setattr(torch._C._nn, "silu", lambda x: torch.relu(x))
     assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
 
 

@@ -7,14 +7,17 @@ packages. So a graph may stand only for code that is what it was when it was see
 from __future__ import annotations
 
 import types
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from onediff_ext.engine.validity.foreign_code import (
     CALLING,
+    COMPILED_FUNCTIONS,
+    COMPILED_NAMES,
     TORCH_OPERATORS,
     defining_module,
     functional_names,
@@ -184,10 +187,12 @@ def _traced(value: Any) -> Any:
 
 
 def _torch_at_first() -> Iterable[_Watched]:
+    tensor = ChainMap(*(cast("dict[str, Any]", vars(cls)) for cls in torch.Tensor.__mro__[:-1]))
     for owner, namespace, names in (
         ("torch", vars(torch), TORCH_OPERATORS),
         ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
-        ("torch.Tensor", vars(torch.Tensor), list(vars(torch.Tensor))),
+        ("torch._C._nn", COMPILED_FUNCTIONS, COMPILED_NAMES),
+        ("torch.Tensor", tensor, list(tensor)),  # most operators are its base's
     ):
         yield owner, namespace, names, _known(namespace, names, "torch."), "torch."
 

@@ -59,6 +59,11 @@ _SLOTS = (
 TORCH_OPERATORS = sorted(set(dir(torch._C._VariableFunctions)) & set(vars(torch)))
 
 
+# What functions of `torch.nn.functional` call by this name.
+COMPILED_FUNCTIONS: Mapping[str, Any] = vars(torch._C._nn)  # type: ignore[attr-defined]
+COMPILED_NAMES = sorted(name for name, value in COMPILED_FUNCTIONS.items() if callable(value))
+
+
 def functional_names() -> list[str]:
     """The names of the callables in `torch.nn.functional` now."""
     return [name for name, value in vars(torch.nn.functional).items() if callable(value)]
@@ -230,6 +235,7 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
     tables: tuple[tuple[str, Mapping[str, Any], Sequence[str]], ...] = (
         ("torch", vars(torch), TORCH_OPERATORS),
         ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
+        ("torch._C._nn", COMPILED_FUNCTIONS, COMPILED_NAMES),
         ("torch.Tensor", vars(torch.Tensor), list(vars(torch.Tensor))),
     )
     for owner, namespace, names in tables:
