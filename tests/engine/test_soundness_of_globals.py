@@ -122,7 +122,23 @@ def hide_a_method(patch: Patch) -> None:
     patch.setattr(nn.SiLU, "__call__", nn.Mish.forward, raising=False)
 
 
+def exchange_for_a_descriptor(patch: Patch) -> None:
+    patch.setattr(nn.SiLU, "forward", functools.partialmethod(nn.Mish.forward))
+
+
+def exchange_an_operator_of_tensors(patch: Patch) -> None:
+    assert "__add__" not in vars(torch.Tensor)  # its base has it
+    patch.setattr(torch.Tensor, "__add__", torch.Tensor.__sub__)
+
+
+def exchange_a_compiled_function(patch: Patch) -> None:
+    patch.setattr(torch._C._nn, "silu", torch._C._nn.hardswish)
+
+
 EXCHANGES = [
+    exchange_a_compiled_function,
+    exchange_an_operator_of_tensors,
+    exchange_for_a_descriptor,
     exchange_a_function,
     give_a_function_an_argument,
     exchange_a_method,
@@ -141,6 +157,37 @@ def test_known_code_in_the_place_of_other_known_code(
         exchange(patch)
         assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
         assert "is not what it was" in twins.captured.reason
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+class Doubling:
+    """A descriptor that is neither callable nor a property."""
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        return lambda x: functional.silu(x) * 2.0
+
+
+def test_a_descriptor_of_another_extension(session: Session, monkeypatch: Patch) -> None:
+    twins = Twins(session)
+    monkeypatch.setattr(nn.SiLU, "forward", Doubling())
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def test_a_compiled_function_of_another_extension(session: Session, monkeypatch: Patch) -> None:
+    twins = Twins(session)
+    monkeypatch.setattr(torch._C._nn, "silu", lambda x: torch.relu(x))
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def test_how_modules_find_their_attributes(session: Session, monkeypatch: Patch) -> None:
+    def found(module: nn.Module, name: str) -> Any:
+        return 2.5 if name == "output_scale_factor" else object.__getattribute__(module, name)
+
+    twins = Twins(session)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "__getattribute__", found, raising=False)
+        assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
     assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
     assert twins.captured.reason == ""
 

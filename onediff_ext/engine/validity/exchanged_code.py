@@ -7,18 +7,22 @@ packages. So a graph may stand only for code that is what it was when it was see
 from __future__ import annotations
 
 import types
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from onediff_ext.engine.validity.foreign_code import (
     CALLING,
+    COMPILED_FUNCTIONS,
+    COMPILED_NAMES,
     TORCH_OPERATORS,
     defining_module,
     functional_names,
     is_called_by_no_forward,
+    is_code,
     is_foreign,
 )
 from onediff_ext.engine.validity.helper_functions import reads_attribute
@@ -31,7 +35,6 @@ _Helpers = Iterable[tuple[Mapping[str, Any], Sequence[str]]]
 # Its owner's name, its globals or attributes, which of them count, what they were, its package.
 _Watched = tuple[str, Mapping[str, Any], Sequence[str], dict[str, Any | None], str]
 _PLAIN = (type(None), bool, int, float, str)
-_DESCRIPTORS = (staticmethod, classmethod, property)
 _OURS = "onediff_ext."
 
 
@@ -136,7 +139,7 @@ class FirstCode:
     ) -> str | None:
         for name in names:
             value = _traced(namespace.get(name))
-            if value is not None and (not _is_code(value) or _is_foreign(value, own)):
+            if value is not None and (not is_code(value) or _is_foreign(value, own)):
                 continue
             if first.get(name) is None:
                 first[name] = value
@@ -153,12 +156,12 @@ class FirstCode:
 def _known(namespace: Mapping[str, Any], names: Iterable[str], own: str) -> dict[str, Any | None]:
     """The values of these names; None for what is no code, and for another extension's."""
     found = {name: _traced(namespace.get(name)) for name in names}
-    return {n: v if _is_code(v) and not _is_foreign(v, own) else None for n, v in found.items()}
+    return {n: v if is_code(v) and not _is_foreign(v, own) else None for n, v in found.items()}
 
 
 def _methods(cls: type) -> list[str]:
     names: Iterable[str] = CALLING if cls is nn.Module else vars(cls)
-    return [n for n in names if not is_called_by_no_forward(n) and _is_code(vars(cls).get(n))]
+    return [n for n in names if not is_called_by_no_forward(n) and is_code(vars(cls).get(n))]
 
 
 def _plain_of(cls: type) -> dict[str, Any]:
@@ -167,10 +170,6 @@ def _plain_of(cls: type) -> dict[str, Any]:
 
 def _inherits(cls: type, name: str) -> bool:
     return any(name in vars(base) for base in cls.__mro__[1:])
-
-
-def _is_code(value: object) -> bool:
-    return callable(value) or isinstance(value, _DESCRIPTORS)
 
 
 def _is_foreign(value: object, own: str) -> bool:
@@ -188,10 +187,12 @@ def _traced(value: Any) -> Any:
 
 
 def _torch_at_first() -> Iterable[_Watched]:
+    tensor = ChainMap(*(cast("dict[str, Any]", vars(cls)) for cls in torch.Tensor.__mro__[:-1]))
     for owner, namespace, names in (
         ("torch", vars(torch), TORCH_OPERATORS),
         ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
-        ("torch.Tensor", vars(torch.Tensor), list(vars(torch.Tensor))),
+        ("torch._C._nn", COMPILED_FUNCTIONS, COMPILED_NAMES),
+        ("torch.Tensor", tensor, list(tensor)),  # most operators are its base's
     ):
         yield owner, namespace, names, _known(namespace, names, "torch."), "torch."
 

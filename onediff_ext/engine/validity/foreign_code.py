@@ -42,8 +42,9 @@ _IGNORED = frozenset(
     }
 )
 _IGNORED_PREFIXES = ("load_", "_load", "save_", "_save", "from_", "push_", "register_", "named_")
+_WITH_FUNC = (functools.partial, functools.partialmethod, functools.cached_property)
 # Of `nn.Module` only what runs when a module is called.
-CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 # Descriptors of compiled code.
 _SLOTS = (
     types.MethodDescriptorType,
@@ -56,6 +57,11 @@ _SLOTS = (
 
 # The functions of torch that compute. The names are torch's own, whatever replaced them since.
 TORCH_OPERATORS = sorted(set(dir(torch._C._VariableFunctions)) & set(vars(torch)))
+
+
+# What functions of `torch.nn.functional` call by this name.
+COMPILED_FUNCTIONS: Mapping[str, Any] = vars(torch._C._nn)  # type: ignore[attr-defined]
+COMPILED_NAMES = sorted(name for name, value in COMPILED_FUNCTIONS.items() if callable(value))
 
 
 def functional_names() -> list[str]:
@@ -101,7 +107,7 @@ def written_function(value: Any) -> Any:
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
-        elif isinstance(value, (functools.partial, functools.cached_property)):
+        elif isinstance(value, _WITH_FUNC):
             value = value.func
         elif isinstance(value, types.FunctionType) and _decorates(value):
             value = value.__wrapped__  # type: ignore[attr-defined]
@@ -136,6 +142,16 @@ def is_called_by_no_forward(name: str) -> bool:
     return name in _IGNORED or name.startswith(_IGNORED_PREFIXES)
 
 
+def is_code(value: object) -> bool:
+    """Whether an attribute of a class runs code when it is read or called.
+
+    Args:
+        value: From the class's ``__dict__``. A descriptor need not be callable, such as a property
+            or a `functools.partialmethod`.
+    """
+    return callable(value) or hasattr(type(value), "__get__")
+
+
 def is_ours(value: object) -> bool:
     """Whether this package defines the value's class.
 
@@ -162,7 +178,7 @@ def patched_class_reason(cls: type, trusted: Sequence[str] = ()) -> str | None:
             method = vars(base).get(name)
             if method is None or is_called_by_no_forward(name):
                 continue
-            if not (callable(method) or isinstance(method, (staticmethod, classmethod, property))):
+            if not is_code(method):
                 continue
             module = defining_module(method)
             if is_foreign(module, (own, *trusted)):
@@ -219,6 +235,7 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
     tables: tuple[tuple[str, Mapping[str, Any], Sequence[str]], ...] = (
         ("torch", vars(torch), TORCH_OPERATORS),
         ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
+        ("torch._C._nn", COMPILED_FUNCTIONS, COMPILED_NAMES),
         ("torch.Tensor", vars(torch.Tensor), list(vars(torch.Tensor))),
     )
     for owner, namespace, names in tables:

@@ -15,6 +15,8 @@ import torch
 
 from onediff_ext.engine.validity.exchanged_code import FirstCode
 from onediff_ext.engine.validity.foreign_code import (
+    COMPILED_FUNCTIONS,
+    COMPILED_NAMES,
     TORCH_OPERATORS,
     functional_names,
     replaced_torch_function_reason,
@@ -55,6 +57,7 @@ class PythonCode:
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
         self._add(vars(torch.nn.functional), functional_names())
+        self._add(COMPILED_FUNCTIONS, COMPILED_NAMES)
         self._add(vars(torch.Tensor), _names_of(torch.Tensor), whole=True)
         self._functions = self._python_functions()
         self._readings[0] = [*self._read(), self._codes()]
