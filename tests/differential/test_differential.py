@@ -33,6 +33,8 @@ SHORTEST = {
     "writes-past-the-version-counter": (7, "lora_add:5 again:1 again:2 lora_hotswap:3"),
     "wrappers-outside-of-graphs": (7, "lora_add:5 again:1 again:2 lora_scaling_written:1"),
     "outputs-in-the-shared-pool": (7, "way:1 again:1"),
+    "exchanged-code": (7, "known_code_exchanged_on:1"),
+    "code-between-blocks": (7, "patched_for_a_part_of_each_forward_on:1"),
     "prompts-by-identity": (7, "prompt_between_steps:1"),
     "halves-of-what-depends-on-each-other": (
         7,
@@ -167,7 +169,7 @@ def test_operations_that_show_a_fault_together_meet() -> None:
 
 
 def test_a_loaded_lora_is_often_changed_while_it_is_replayed() -> None:
-    """Of 161 operations, few are a LoRA's; the strength of one that is replayed has to change."""
+    """Of 165 operations, few are a LoRA's; the strength of one that is replayed has to change."""
     changed = Counter[str]()
     with Driver(model="sd15", compiled=False)._world(5) as (world, _):
         OPERATIONS["lora_add"].apply(world, Random(1))

@@ -172,23 +172,17 @@ def known_code_exchanged(world: World, random: Random) -> Callable[[], None]:
     )
 
 
-@feature(weight=2)
+@feature(weight=3)
 def patched_for_a_part_of_each_forward(world: World, random: Random) -> Callable[[], None]:
     """Hooks around some blocks put a function in, and take it back behind them."""
-    called = [
-        name
-        for name, module in world.twin_denoiser.named_modules()
-        if type(module).__name__ in _BLOCKS or "DownBlock" in type(module).__name__
-        or "UpBlock" in type(module).__name__ or "MidBlock" in type(module).__name__
-    ]  # fmt: skip
-    name = random.choice(called)
-    owner, attribute, replacement = random.choice(
-        [
-            (nn.functional, "silu", nn.functional.mish),
-            (nn.LayerNorm, "forward", nn.Identity.forward),
-            (nn.Linear, "forward", _louder_linear),
-        ]
-    )
+    modules = world.twin_denoiser.named_modules()
+    # A hook inside of a block takes the block out of its graph.
+    around = ("DownBlock", "UpBlock", "MidBlock") if world.is_unet else ("TransformerBlock",)
+    name = random.choice([n for n, m in modules if any(a in type(m).__name__ for a in around)])
+    exchanges: list[tuple[Any, str, Any]] = [(nn.Linear, "forward", _louder_linear)]
+    if world.is_unet:
+        exchanges.append((nn.functional, "silu", nn.functional.mish))
+    owner, attribute, replacement = random.choice(exchanges)
     takes_back: list[Callable[[], None]] = []
 
     def put_in(*_: Any) -> None:
