@@ -18,6 +18,7 @@ from onediff_ext.engine.validity.foreign_code import (
     CALLING,
     COMPILED_FUNCTIONS,
     COMPILED_NAMES,
+    MODULES_OF_FUNCTIONAL,
     TORCH_OPERATORS,
     defining_module,
     functional_names,
@@ -139,7 +140,8 @@ class FirstCode:
     ) -> str | None:
         for name in names:
             value = _traced(namespace.get(name))
-            if value is not None and (not is_code(value) or _is_foreign(value, own)):
+            counts = _counts(value) or isinstance(first.get(name), types.ModuleType)
+            if value is not None and (not counts or _is_foreign(value, own)):
                 continue
             if first.get(name) is None:
                 first[name] = value
@@ -154,9 +156,14 @@ class FirstCode:
 
 
 def _known(namespace: Mapping[str, Any], names: Iterable[str], own: str) -> dict[str, Any | None]:
-    """The values of these names; None for what is no code, and for another extension's."""
+    """The values of these names; None for what does not count, and for another extension's."""
     found = {name: _traced(namespace.get(name)) for name in names}
-    return {n: v if is_code(v) and not _is_foreign(v, own) else None for n, v in found.items()}
+    return {n: v if _counts(v) and not _is_foreign(v, own) else None for n, v in found.items()}
+
+
+def _counts(value: object) -> bool:
+    """Whether a value is code, or a Python module in whose place another's functions may be."""
+    return is_code(value) or isinstance(value, types.ModuleType)
 
 
 def _methods(cls: type) -> list[str]:
@@ -187,10 +194,11 @@ def _traced(value: Any) -> Any:
 
 
 def _torch_at_first() -> Iterable[_Watched]:
+    functional = vars(torch.nn.functional)
     tensor = ChainMap(*(cast("dict[str, Any]", vars(cls)) for cls in torch.Tensor.__mro__[:-1]))
     for owner, namespace, names in (
         ("torch", vars(torch), TORCH_OPERATORS),
-        ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
+        ("torch.nn.functional", functional, [*functional_names(), *MODULES_OF_FUNCTIONAL]),
         ("torch._C._nn", COMPILED_FUNCTIONS, COMPILED_NAMES),
         ("torch.Tensor", tensor, list(tensor)),  # most operators are its base's
     ):
