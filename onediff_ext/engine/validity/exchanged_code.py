@@ -35,7 +35,7 @@ Contents = Mapping[types.FunctionType, tuple[Any, ...]]
 _Helpers = Iterable[tuple[Mapping[str, Any], Sequence[str]]]
 # Its owner's name, its globals or attributes, which of them count, what they were, its package.
 _Watched = tuple[str, Mapping[str, Any], Sequence[str], dict[str, Any | None], str]
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _OURS = "onediff_ext."
 
 
@@ -172,7 +172,11 @@ def _methods(cls: type) -> list[str]:
 
 
 def _plain_of(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in vars(cls).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 def _inherits(cls: type, name: str) -> bool:

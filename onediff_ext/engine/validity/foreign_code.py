@@ -245,7 +245,8 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
     for owner, namespace, names in tables:
         for name in names:
             value = namespace.get(name)
-            if callable(value) and is_foreign(module := defining_module(value), trusted):
+            computes = callable(value) or (is_code(value) and hasattr(torch._C.TensorBase, name))
+            if computes and is_foreign(module := defining_module(value), trusted):
                 return f"{owner}.{name} is replaced by {module}"
     return None
 
