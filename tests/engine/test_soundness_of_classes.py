@@ -192,6 +192,19 @@ def test_a_class_has_an_attribute_that_its_instances_had(session: Session) -> No
         del cls.output_scale_factor
 
 
+def test_a_class_has_tuples_that_its_instances_had(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(session)
+    for unet in twins.unets:
+        attributes = vars(unet.mid_block.resnets[0].conv1)
+        del attributes["padding"], attributes["dilation"]
+    for size in (2, 2), (1, 1):
+        monkeypatch.setattr(torch.nn.Conv2d, "padding", size, raising=False)
+        monkeypatch.setattr(torch.nn.Conv2d, "dilation", size, raising=False)
+        assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+
+
 @pytest.mark.parametrize("name", ["ResnetBlock2D", "Downsample2D"])
 def test_code_that_is_replaced_in_place(
     session: Session, monkeypatch: pytest.MonkeyPatch, name: str

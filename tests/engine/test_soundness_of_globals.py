@@ -135,7 +135,23 @@ def exchange_a_compiled_function(patch: Patch) -> None:
     patch.setattr(torch._C._nn, "silu", torch._C._nn.hardswish)
 
 
+def _copy_of(module: types.ModuleType, **changes: Any) -> types.ModuleType:
+    copied = types.ModuleType(module.__name__)
+    vars(copied).update({**vars(module), **changes})
+    return copied
+
+
+def exchange_a_module_of_torchs_layers(patch: Patch) -> None:
+    patch.setattr(nn.modules.activation, "F", _copy_of(functional, silu=functional.mish))
+
+
+def exchange_a_module_of_torchs_functions(patch: Patch) -> None:
+    patch.setattr(functional, "torch", _copy_of(torch, group_norm=lambda x, *_: x * 2.0))
+
+
 EXCHANGES = [
+    exchange_a_module_of_torchs_functions,
+    exchange_a_module_of_torchs_layers,
     exchange_a_compiled_function,
     exchange_an_operator_of_tensors,
     exchange_for_a_descriptor,
@@ -177,6 +193,13 @@ def test_a_descriptor_of_another_extension(session: Session, monkeypatch: Patch)
 def test_a_compiled_function_of_another_extension(session: Session, monkeypatch: Patch) -> None:
     twins = Twins(session)
     monkeypatch.setattr(torch._C._nn, "silu", lambda x: torch.relu(x))
+    assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
+
+
+def test_a_stand_in_for_a_module_of_torchs_layers(session: Session, monkeypatch: Patch) -> None:
+    twins = Twins(session)
+    stand_in = types.SimpleNamespace(**{**vars(functional), "silu": functional.mish})
+    monkeypatch.setattr(nn.modules.activation, "F", stand_in)
     assert max(twins.error(seed) for seed in range(10, 15)) < 1e-4
 
 

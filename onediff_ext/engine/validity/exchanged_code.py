@@ -18,6 +18,7 @@ from onediff_ext.engine.validity.foreign_code import (
     CALLING,
     COMPILED_FUNCTIONS,
     COMPILED_NAMES,
+    MODULES_OF_FUNCTIONAL,
     TORCH_OPERATORS,
     defining_module,
     functional_names,
@@ -34,7 +35,7 @@ Contents = Mapping[types.FunctionType, tuple[Any, ...]]
 _Helpers = Iterable[tuple[Mapping[str, Any], Sequence[str]]]
 # Its owner's name, its globals or attributes, which of them count, what they were, its package.
 _Watched = tuple[str, Mapping[str, Any], Sequence[str], dict[str, Any | None], str]
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _OURS = "onediff_ext."
 
 
@@ -139,7 +140,8 @@ class FirstCode:
     ) -> str | None:
         for name in names:
             value = _traced(namespace.get(name))
-            if value is not None and (not is_code(value) or _is_foreign(value, own)):
+            counts = _counts(value) or isinstance(first.get(name), types.ModuleType)
+            if value is not None and (not counts or _is_foreign(value, own)):
                 continue
             if first.get(name) is None:
                 first[name] = value
@@ -154,9 +156,14 @@ class FirstCode:
 
 
 def _known(namespace: Mapping[str, Any], names: Iterable[str], own: str) -> dict[str, Any | None]:
-    """The values of these names; None for what is no code, and for another extension's."""
+    """The values of these names; None for what does not count, and for another extension's."""
     found = {name: _traced(namespace.get(name)) for name in names}
-    return {n: v if is_code(v) and not _is_foreign(v, own) else None for n, v in found.items()}
+    return {n: v if _counts(v) and not _is_foreign(v, own) else None for n, v in found.items()}
+
+
+def _counts(value: object) -> bool:
+    """Whether a value is code, or a Python module in whose place another's functions may be."""
+    return is_code(value) or isinstance(value, types.ModuleType)
 
 
 def _methods(cls: type) -> list[str]:
@@ -165,7 +172,11 @@ def _methods(cls: type) -> list[str]:
 
 
 def _plain_of(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in vars(cls).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 def _inherits(cls: type, name: str) -> bool:
@@ -187,10 +198,11 @@ def _traced(value: Any) -> Any:
 
 
 def _torch_at_first() -> Iterable[_Watched]:
+    functional = vars(torch.nn.functional)
     tensor = ChainMap(*(cast("dict[str, Any]", vars(cls)) for cls in torch.Tensor.__mro__[:-1]))
     for owner, namespace, names in (
         ("torch", vars(torch), TORCH_OPERATORS),
-        ("torch.nn.functional", vars(torch.nn.functional), functional_names()),
+        ("torch.nn.functional", functional, [*functional_names(), *MODULES_OF_FUNCTIONAL]),
         ("torch._C._nn", COMPILED_FUNCTIONS, COMPILED_NAMES),
         ("torch.Tensor", tensor, list(tensor)),  # most operators are its base's
     ):

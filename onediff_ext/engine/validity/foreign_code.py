@@ -38,7 +38,7 @@ _IGNORED = frozenset(
         *("__reduce__", "__del__", "to", "cpu", "cuda", "xpu", "half", "float", "double"),
         *("bfloat16", "train", "eval", "apply", "state_dict", "load_state_dict", "extra_repr"),
         *("requires_grad_", "zero_grad", "share_memory", "type", "compile", "reset_parameters"),
-        *("_apply", "_init_weights", "set_attn_processor"),
+        *("_apply", "_init_weights", "set_attn_processor", "tie_weights"),
     }
 )
 _IGNORED_PREFIXES = ("load_", "_load", "save_", "_save", "from_", "push_", "register_", "named_")
@@ -60,8 +60,12 @@ TORCH_OPERATORS = sorted(set(dir(torch._C._VariableFunctions)) & set(vars(torch)
 
 
 # What functions of `torch.nn.functional` call by this name.
-COMPILED_FUNCTIONS: Mapping[str, Any] = vars(torch._C._nn)  # type: ignore[attr-defined]
+COMPILED_FUNCTIONS: Mapping[str, Any] = vars(torch._C._nn)
 COMPILED_NAMES = sorted(name for name, value in COMPILED_FUNCTIONS.items() if callable(value))
+
+MODULES_OF_FUNCTIONAL = sorted(
+    name for name, v in vars(torch.nn.functional).items() if isinstance(v, types.ModuleType)
+)
 
 
 def functional_names() -> list[str]:
@@ -241,7 +245,8 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
     for owner, namespace, names in tables:
         for name in names:
             value = namespace.get(name)
-            if callable(value) and is_foreign(module := defining_module(value), trusted):
+            computes = callable(value) or (is_code(value) and hasattr(torch._C.TensorBase, name))
+            if computes and is_foreign(module := defining_module(value), trusted):
                 return f"{owner}.{name} is replaced by {module}"
     return None
 

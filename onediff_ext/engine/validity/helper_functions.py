@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -58,6 +59,24 @@ def helpers_of(
             if isinstance(held, types.FunctionType):  # what a decorator has wrapped
                 waiting.append(held)
     return [(namespace, list(names)) for namespace, names in found.values()]
+
+
+def globals_of_torch(cls: type) -> list[tuple[Namespace, list[str]]]:
+    """Return the Python modules and functions that methods of a class of torch read by name.
+
+    Args:
+        cls: Any class. For those of other packages, `helpers_of` says more.
+
+    Returns:
+        As for `helpers_of`.
+    """
+    if _package({"__name__": cls.__module__}) != "torch" or cls is nn.Module:
+        return []
+    namespace = vars(sys.modules[cls.__module__])
+    mentioned = {name for function in _methods(cls) for name in _names(function.__code__)}
+    kinds = (types.ModuleType, types.FunctionType)
+    names = [name for name in mentioned if isinstance(namespace.get(name), kinds)]
+    return [(namespace, names)] if names else []
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:

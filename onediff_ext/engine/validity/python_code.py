@@ -17,11 +17,16 @@ from onediff_ext.engine.validity.exchanged_code import FirstCode
 from onediff_ext.engine.validity.foreign_code import (
     COMPILED_FUNCTIONS,
     COMPILED_NAMES,
+    MODULES_OF_FUNCTIONAL,
     TORCH_OPERATORS,
     functional_names,
     replaced_torch_function_reason,
 )
-from onediff_ext.engine.validity.helper_functions import content_of_cell, helpers_of
+from onediff_ext.engine.validity.helper_functions import (
+    content_of_cell,
+    globals_of_torch,
+    helpers_of,
+)
 from onediff_ext.engine.validity.replaced_helpers import replaced_helper_reason
 from onediff_ext.engine.validity.values import is_equal
 
@@ -56,7 +61,7 @@ class PythonCode:
         self._contents: Mapping[types.FunctionType, tuple[Any, ...]] | None = None
         self._newest = self._generation = 0
         self._add(vars(torch), TORCH_OPERATORS)
-        self._add(vars(torch.nn.functional), functional_names())
+        self._add(vars(torch.nn.functional), [*functional_names(), *MODULES_OF_FUNCTIONAL])
         self._add(COMPILED_FUNCTIONS, COMPILED_NAMES)
         self._add(vars(torch.Tensor), _names_of(torch.Tensor), whole=True)
         self._functions = self._python_functions()
@@ -85,7 +90,7 @@ class PythonCode:
             self._add(namespace, [n for n, v in namespace.items() if callable(v)])
         known: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}
         for base in new:
-            self._helpers[base] = helpers_of([base])
+            self._helpers[base] = helpers_of([base]) + globals_of_torch(base)
             self._first.note(base, self._helpers[base])
             for namespace, names in self._helpers[base]:
                 known.setdefault(id(namespace), (namespace, {}))[1].update(dict.fromkeys(names))

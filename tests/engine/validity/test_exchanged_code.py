@@ -55,6 +55,18 @@ def test_classes_that_are_seen_first_while_torch_traces() -> None:
     assert code.helper_reason(nn.SiLU) is None
 
 
+def test_a_property_of_tensors(monkeypatch: Any) -> None:
+    code = PythonCode()
+    monkeypatch.setattr(torch.Tensor, "for_people", property(lambda self: str(self)), raising=False)
+    code.current_generation()
+    assert code.torch_reason() is None  # an extension's own, which nothing else reads
+    monkeypatch.setattr(torch.Tensor, "ndim", property(lambda _: 4))
+    code.current_generation()
+    reason = code.torch_reason()
+    assert reason is not None
+    assert reason.startswith("torch.Tensor.ndim is replaced by")
+
+
 def test_a_method_and_its_return(monkeypatch: Any) -> None:
     code = PythonCode()
     code.watch([nn.SiLU])
