@@ -158,18 +158,16 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 @feature(weight=2)
 def known_code_exchanged(world: World, random: Random) -> Callable[[], None]:
     """Torch's own code in the place of other code of torch."""
-    attend = nn.functional.scaled_dot_product_attention
-    return _set(
-        *random.choice(
-            [
-                (nn.functional, "silu", nn.functional.mish),
-                (nn.functional, "scaled_dot_product_attention", partial(attend, scale=0.02)),
-                (nn.functional.silu, "__code__", nn.functional.relu6.__code__),
-                (nn.SiLU, "forward", nn.Mish.forward),
-                (nn.LayerNorm, "forward", nn.Identity.forward),
-            ]
-        )
-    )
+    exchanges: list[tuple[Any, str, Any]] = [
+        (nn.functional, "silu", nn.functional.mish),
+        (nn.functional.silu, "__code__", nn.functional.relu6.__code__),
+        (nn.SiLU, "forward", nn.Mish.forward),
+        (nn.LayerNorm, "forward", nn.Identity.forward),
+    ]
+    if world.is_unet:  # transformers say the scale themselves
+        scaled = partial(nn.functional.scaled_dot_product_attention, scale=0.02)
+        exchanges.append((nn.functional, "scaled_dot_product_attention", scaled))
+    return _set(*random.choice(exchanges))
 
 
 @feature(weight=3)
