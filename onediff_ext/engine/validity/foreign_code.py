@@ -59,6 +59,7 @@ _SLOTS = (
 TORCH_OPERATORS = sorted(set(dir(torch._C._VariableFunctions)) & set(vars(torch)))
 
 
+_TENSOR_BASE = torch.Tensor.__mro__[1]  # most operators are its methods; torch 2.1 has another name
 # What functions of `torch.nn.functional` call by this name.
 COMPILED_FUNCTIONS: Mapping[str, Any] = vars(torch._C._nn)
 COMPILED_NAMES = sorted(name for name, value in COMPILED_FUNCTIONS.items() if callable(value))
@@ -245,7 +246,7 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
     for owner, namespace, names in tables:
         for name in names:
             value = namespace.get(name)
-            computes = callable(value) or (is_code(value) and hasattr(torch._C.TensorBase, name))
+            computes = callable(value) or (is_code(value) and hasattr(_TENSOR_BASE, name))
             if computes and is_foreign(module := defining_module(value), trusted):
                 return f"{owner}.{name} is replaced by {module}"
     return None
