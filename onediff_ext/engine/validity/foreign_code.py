@@ -59,7 +59,7 @@ _SLOTS = (
 TORCH_OPERATORS = sorted(set(dir(torch._C._VariableFunctions)) & set(vars(torch)))
 
 
-_TENSOR_BASE = torch.Tensor.__mro__[1]  # most operators are its methods; torch 2.1 has another name
+_TENSOR_BASE = torch.Tensor.__mro__[1]  # most operators are its; older torch: `_TensorBase`
 # What functions of `torch.nn.functional` call by this name.
 COMPILED_FUNCTIONS: Mapping[str, Any] = vars(torch._C._nn)
 COMPILED_NAMES = sorted(name for name, value in COMPILED_FUNCTIONS.items() if callable(value))
