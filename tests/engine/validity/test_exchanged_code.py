@@ -100,7 +100,7 @@ class Attention(nn.Module):
 def test_our_own_stand_ins_in_a_host_are_no_other_code(
     monkeypatch: pytest.MonkeyPatch, is_patched_at_first: bool
 ) -> None:
-    """Forge's slicing attention asks for free memory, which we count anew in each job."""
+    """Forge's slicing attention calls `get_free_memory`. Each job replaces it by a new function."""
     names = ("a_host", "a_host.memory_management", "a_host.attention")
     package, memory, attention = (ModuleType(name) for name in names)
     for name, module in zip(names, (package, memory, attention), strict=True):
