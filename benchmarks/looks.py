@@ -3,7 +3,8 @@
 Around each replay the model is looked at, so that no stale CUDA graph draws (docs/soundness.md).
 Steps with and without these looks take turns, so that both meet the same clock of the GPU.
 ``before_ms`` is Python's time until a replay is launched, during which the GPU has nothing to do;
-``behind_ms`` is its time from there to the end of the call, while the GPU works.
+``behind_ms`` is its time from there to the end of the call, while the GPU works. With ``--lora``
+peft has a LoRA in each attention layer, whose layers are looked at too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,7 @@ from onediff_ext.core.shapes import parse_sizes
 from onediff_ext.engine.cuda_graphs.model_tracker import ModelTracker
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.hosts.diffusers.probe import unet_inputs
+from tests.support.adapter_weights import lora_tensors
 
 ROUNDS, STEPS, UNTIL_REPLAYED = 10, 20, 8
 
@@ -105,12 +108,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=("sd1", "sdxl"), default="sdxl")
     parser.add_argument("--sizes", default="512x512, 1024x1024")
+    parser.add_argument("--lora", action="store_true", help="with a LoRA that is not fused")
     parser.add_argument("--store", type=Path, help="keep graphs here")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device, rows = torch.device("cuda"), []
     with tempfile.TemporaryDirectory(prefix="onediff-looks-") as folder, torch.no_grad():
         unet = make_unet(given.model, device, DTYPES["fp16"]).to(memory_format=torch.channels_last)
+        if given.lora:
+            tensors = lora_tensors(SimpleNamespace(unet=unet), text=False)
+            tensors = {name: each.to(unet.dtype) for name, each in tensors.items()}
+            unet.load_lora_adapter(tensors, prefix="unet")
         # Comparisons at random would be counted as looks.
         ours = Ours("ours", build="wait", spot_checks=False)
         model = ours.make(unet, given.store or Path(folder))
@@ -126,7 +134,8 @@ def main() -> None:
             rows.append({"width": size.width_px, "height": size.height_px, **row})
             print(rows[-1], flush=True)
     if given.json is not None:
-        head = {"what": "looks at a UNet around a replay, CFG batch 2", "model": given.model}
+        what = f"looks at a UNet{' with a LoRA' * given.lora} around a replay, CFG batch 2"
+        head = {"what": what, "model": given.model}
         machine = {"fingerprint": fingerprint(device), "measured": now()}
         write_result(given.json, {**head, **machine, "rows": rows})
 

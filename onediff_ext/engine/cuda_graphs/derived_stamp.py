@@ -16,8 +16,7 @@ from onediff_ext.engine.validity.values import copy_of, is_equal, is_mutable, va
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 _CONTAINERS = (list, dict, set)
-_READ: Sequence[Callable[[torch.Tensor], Hashable]] = (
-    torch.Tensor.data_ptr,
+_LAYOUT: Sequence[Callable[[torch.Tensor], Hashable]] = (
     torch.Tensor.stride,
     torch.Tensor.numel,
     operator.attrgetter("dtype"),
@@ -45,19 +44,25 @@ class DerivedStamp:
         self._slots = [slot for each in weights for slot in each.wrapped_slots]
         self._parts, self._made_from = self._read_parts(), list(map(_MADE_FROM, self._slots))
         self._generation = self._read_generation()
-        tensors = {id(t): t for each in weights for t in each.derived_sources()}
-        self._sources = WeakTensors(tensors.values())
-        self._contents = _contents_of(list(tensors.values()))
+        tensors = list({id(t): t for each in weights for t in each.derived_sources()}.values())
+        self._sources = WeakTensors(tensors)
+        self._written, self._layouts = _writes_of(tensors), _layouts_of(tensors)
         around = {id(m): m for slot in self._slots for m in slot.wrapper_modules()}
         self._fields = [m.__dict__ for m in around.values() if not is_torchs(m)]
-        self._values = self._read_values()
+        self._names, self._values = self._read_names(), self._read_values()
         held = [v for fields in self._fields for v in _mutable_values(fields)]
         self._held = [value for value in held if type(value) in _CONTAINERS]
         self._copies = list(map(copy_of, self._held))
         self._objects = [(v, value_of(v)) for v in held if type(v) not in _CONTAINERS]
+        self._epoch: Hashable = None  # the last one in which layouts and names were read
 
-    def holds(self) -> bool:
-        """Return whether the derived weights would be made from the same things."""
+    def holds(self, epoch: Hashable = None) -> bool:
+        """Return whether the derived weights would be made from the same things.
+
+        Args:
+            epoch: Equal for the calls of one image; layouts of weights and names of attributes are
+                read once for them. None reads them each time.
+        """
         if not _are(self._parts, self._read_parts()):
             return False
         if not _are(self._made_from, list(map(_MADE_FROM, self._slots))):
@@ -66,17 +71,29 @@ class DerivedStamp:
         if tensors is None or self._read_generation() != self._generation:
             return False
         return (
-            _contents_of(tensors) == self._contents
+            _writes_of(tensors) == self._written
+            and self._have_their_form(tensors, epoch)
             and _are(self._values, self._read_values())
             and is_equal(self._held, self._copies)
             and all(is_equal(value_of(value), content) for value, content in self._objects)
         )
+
+    def _have_their_form(self, tensors: Sequence[torch.Tensor], epoch: Hashable) -> bool:
+        if epoch is None or epoch != self._epoch:
+            self._epoch = None
+            if _layouts_of(tensors) != self._layouts or self._read_names() != self._names:
+                return False
+            self._epoch = epoch
+        return True
 
     def _read_parts(self) -> list[object]:
         return list(chain.from_iterable(each.derived_parts() for each in self._weights))
 
     def _read_generation(self) -> int | None:
         return self._weights[0].generation if self._weights else None
+
+    def _read_names(self) -> list[str]:
+        return list(chain.from_iterable(self._fields))
 
     def _read_values(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._fields)))
@@ -87,14 +104,17 @@ def _are(ours: Sequence[object], theirs: Sequence[object]) -> bool:
     return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
 
 
-def _contents_of(tensors: Sequence[torch.Tensor]) -> list[list[Hashable]]:
-    """`content_of` the tensors and their dtypes."""
-    found = [list(map(read, tensors)) for read in _READ]
+def _writes_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Hashable]]:
+    """Where the tensors lie, and how often each was written."""
+    places = list(map(torch.Tensor.data_ptr, tensors))
     try:
-        found.append(list(map(_VERSION, tensors)))
+        return places, list(map(_VERSION, tensors))
     except RuntimeError:  # some count no writes
-        found.append(list(map(version_of, tensors)))
-    return found
+        return places, list(map(version_of, tensors))
+
+
+def _layouts_of(tensors: Sequence[torch.Tensor]) -> list[list[Hashable]]:
+    return [list(map(read, tensors)) for read in _LAYOUT]
 
 
 def _mutable_values(fields: dict[str, Any]) -> list[Any]:

@@ -180,7 +180,7 @@ class ModelTracker:
             state: One that `is_still` the model's.
         """
         stamp, current = self._stamps.get(state.snapshot, (None, set()))
-        if stamp is not None and not stamp.holds():
+        if stamp is not None and not stamp.holds(epoch_of(self._runners)):
             stamp = None
         if stamp is not None and form in current:
             return True

@@ -92,10 +92,14 @@ class ModelState:
             moment, epoch: As for `PythonCode.current_generation`.
         """
         is_same_code = self._code.current_generation(moment, epoch) == self._generation
-        return is_same_code and self.holds_but_for_code()
+        return is_same_code and self.holds_but_for_code(epoch)
 
-    def holds_but_for_code(self) -> bool:
-        """Return whether everything is what it was, whatever code the modules run now."""
+    def holds_but_for_code(self, epoch: Hashable = None) -> bool:
+        """Return whether everything is what it was, whatever code the modules run now.
+
+        Args:
+            epoch: As for `ModuleAttributes.hold`.
+        """
         return (
             global_hook_reason() == self._global_hook_reason
             and (
@@ -103,7 +107,7 @@ class ModelState:
                 or self._find_dynamic_weights() == self._dynamic_weights
             )
             and all(wrapper.passes() == passed for wrapper, passed in self._left)
-            and self._attributes.hold()
+            and self._attributes.hold(epoch)
         )
 
     def _find_dynamic_weights(self) -> list[bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 from torch import nn
 
-from onediff_ext.engine.validity.values import is_equal, is_mutable, value_of
+from onediff_ext.engine.validity.values import has_no_attributes, is_equal, is_mutable, value_of
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 # The attributes that torch itself keeps in every module.
@@ -22,6 +22,7 @@ _CONTAINERS_OF = operator.itemgetter(
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
 )
 _CHILDREN_OF = operator.itemgetter("_modules")
+_DICT_OF = operator.attrgetter("__dict__")
 # Their weights, children and methods decide all. Their attributes only tell of them.
 _SETTLED = (nn.Linear, nn.Identity)
 # What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
@@ -33,7 +34,8 @@ class ModuleAttributes:
     """Children, hooks and attributes of modules at one moment.
 
     `hold` compares the attributes of all modules as one list. Values that can change in place are
-    compared by content.
+    compared by content. A step takes about as many looks as it has objects to touch, so that each
+    object is touched as seldom as possible.
 
     Args:
         modules: The modules, in order.
@@ -57,7 +59,6 @@ class ModuleAttributes:
     ) -> None:
         self._modules, self._outer = list(modules), outer
         self._ignored = frozenset(ignored) | {"forward"}
-        self._types = list(map(type, self._modules))
         bare = list(bare)
         uncalled = {id(m) for m in bare if type(m) in _CONTAINERS}
         settled = {id(m) for m in bare if type(m) in _SETTLED}
@@ -87,15 +88,29 @@ class ModuleAttributes:
         weights = self._read_weights()
         self._weights = WeakTensors(each for each in weights if each is not None)
         self._absent_weights = _which_are_none(weights)
+        self._epoch: Hashable = None  # the last one in which the names were read
         self._names, self._values = self._read_names(), self._read()
+        self._other_names = self._read_other_names()
         held = self._mutable_attributes(skipped - {id(outer)})
         empty += [value for value in held if type(value) in (list, dict, set) and not value]
-        self._empty, known = empty, set(map(id, empty))
+        # Most attention processors. Their type and their dictionary say all that `value_of` does.
+        bare_objects = [value for value in held if has_no_attributes(value)]
+        empty += map(_DICT_OF, bare_objects)
+        self._empty, known = empty, set(map(id, [*empty, *bare_objects]))
         self._contents = [(value, value_of(value)) for value in held if id(value) not in known]
+        self._objects = [*self._modules, *bare_objects]
+        self._types, self._own = list(map(type, self._objects)), list(map(_DICT_OF, self._objects))
 
-    def hold(self) -> bool:
-        """Return whether they are what they were."""
-        if list(map(type, self._modules)) != self._types or any(self._empty):
+    def hold(self, epoch: Hashable = None) -> bool:
+        """Return whether they are what they were.
+
+        Args:
+            epoch: Equal for the calls of one image; names of attributes, of children and of weights
+                are read once for them. None reads them each time.
+        """
+        if list(map(type, self._objects)) != self._types or any(self._empty):
+            return False
+        if not all(map(operator.is_, map(_DICT_OF, self._objects), self._own)):
             return False
         if list(map(len, self._skipped)) != self._lengths:
             return False
@@ -104,17 +119,26 @@ class ModuleAttributes:
         if not self._has_its_weights():
             return False
         values = self._read()
-        if not is_equal(values, self._values) and not self._decides_the_same(values):
+        same = is_equal(values, self._values) and self._have_their_names(epoch)
+        if not same and not self._decides_the_same(values):
             return False
         return all(is_equal(value_of(value), content) for value, content in self._contents)
 
+    def _have_their_names(self, epoch: Hashable) -> bool:
+        if epoch is None or epoch != self._epoch:
+            self._epoch = None
+            if self._read_names() != self._names or self._read_other_names() != self._other_names:
+                return False
+            self._epoch = epoch
+        return True
+
     def _has_its_weights(self) -> bool:
-        kept, now = self._weights.alive(), self._read_weights()
-        if kept is None or _which_are_none(now) != self._absent_weights:
+        now = self._read_weights()
+        if _which_are_none(now) != self._absent_weights:
             return False
-        if len(now) != len(kept):
+        if len(now) != len(self._weights):
             now = [each for each in now if each is not None]
-        return all(map(operator.is_, kept, now))
+        return self._weights.are(now)
 
     def _read_containers(self) -> list[object]:
         called = chain.from_iterable(map(_CONTAINERS_OF, self._called))
@@ -137,11 +161,16 @@ class ModuleAttributes:
                 names += (name, name)
         return names
 
+    def _read_other_names(self) -> list[str]:
+        return list(chain.from_iterable([*self._weight_dicts, *self._skipped]))
+
     def _decides_the_same(self, values: list[Any]) -> bool:
         """Return whether everything except the ignored attributes is what it was.
 
         A host may rename each layer with every checkpoint, or note in a layer what it merged there.
         """
+        if self._read_other_names() != self._other_names:
+            return False
         names = self._read_names()
         ours, theirs = self._deciding(self._names, self._values), self._deciding(names, values)
         if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):

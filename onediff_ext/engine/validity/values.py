@@ -50,6 +50,20 @@ def is_mutable(value: object) -> bool:
     return True
 
 
+def has_no_attributes(value: object) -> bool:
+    """Return whether `value_of` an object reads a ``__dict__`` that is empty, and nothing else.
+
+    Args:
+        value: Mutable.
+    """
+    return (
+        not isinstance(value, (torch.Tensor, dict, Mapping, list, tuple, set, frozenset))
+        and not isinstance(value, (types.MethodType, functools.partial))
+        and not type(value).__module__.startswith("onediff_ext.")
+        and getattr(value, "__dict__", None) == {}
+    )
+
+
 def value_of(value: object, depth: int = _DEPTH) -> object:
     """Return an object that is equal for equal values, with the contents of containers and objects.
 

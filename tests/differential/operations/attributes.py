@@ -69,6 +69,44 @@ def norm_eps(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _one(world, random, cls), "eps", 0.5)
 
 
+@feature()
+def own_dictionary(world: World, random: Random) -> Callable[[], None]:
+    """Another ``__dict__`` for a norm, which has another ``eps``."""
+    cls, before = (
+        random.choice([c for c in ("GroupNorm", "LayerNorm", "RMSNorm") if world.has(c)]),
+        [],
+    )
+    name = _one(world, random, cls)[0]
+    for model in world.each_denoiser():
+        norm = model.get_submodule(name)
+        before.append((norm, norm.__dict__))
+        norm.__dict__ = {**norm.__dict__, "eps": 0.5}
+
+    def undo() -> None:
+        for norm, old in before:
+            norm.__dict__ = {**norm.__dict__, "eps": old["eps"]}
+
+    return undo
+
+
+@feature(lambda w: w.is_unet)
+def names_of_weights(world: World, random: Random) -> Callable[[], None]:
+    """A norm's weight is its bias now, and the reverse: the same tensors in the same order."""
+    name = _one(world, random, "GroupNorm")[0]
+    norms = [model.get_submodule(name) for model in world.each_denoiser()]
+
+    def exchange() -> None:
+        for norm in norms:
+            names, tensors = zip(*norm.named_parameters(recurse=False), strict=True)
+            for each in names:
+                delattr(norm, each)
+            for each, tensor in zip(reversed(names), tensors, strict=True):
+                setattr(norm, each, tensor)
+
+    exchange()
+    return exchange
+
+
 @feature(lambda w: w.is_unet)
 def attention_heads(world: World, random: Random) -> Callable[[], None]:
     """Twice as many heads, of half the width."""

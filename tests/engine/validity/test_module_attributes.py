@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,19 @@ def test_attributes_hooks_and_children_of_modules_count() -> None:
             "child": lambda m: setattr(m, "0", nn.Identity()),
             "class": lambda m: setattr(m[1], "__class__", nn.Identity),
             "own attribute": lambda m: setattr(m, "scale", 2),
+            "dictionary": lambda m: setattr(m[0], "__dict__", {**m[0].__dict__, "groups": 2}),
+            "own dictionary": lambda m: setattr(m, "__dict__", {**m.__dict__}),
+            "name of an attribute": lambda m: setattr(m[1], "widths", m[1].__dict__.pop("sizes")),
+            "names of children": lambda m: names_exchanged(m._modules),
+            "attribute of an object": lambda m: setattr(m[1].processor, "scale", 2),
+            "class of an object": lambda m: setattr(m[1].processor, "__class__", Other),
+            "dictionary of an object": lambda m: setattr(m[1].processor, "__dict__", {"scale": 2}),
         }
 
     for name, change in changes().items():
         model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Linear(2, 2))
-        model[1].sizes, model.scale, model[0].note = [2], 1, "a"
+        model.scale, model[0].note = 1, "a"
+        model[1].processor, model[1].sizes = Processor(), [2]
         state = ModuleAttributes(list(model.modules()), model, ignored={"note"})
         model[0].note = "b"  # decides nothing
         model[0].weight = nn.Parameter(torch.zeros(2, 2, 1, 1))  # read at each call
@@ -33,3 +42,30 @@ def test_attributes_hooks_and_children_of_modules_count() -> None:
         assert state.hold(), name
         change(model)
         assert not state.hold(), name
+
+
+def test_names_are_read_once_for_an_image() -> None:
+    model = nn.Sequential(nn.LayerNorm(2))
+    state = ModuleAttributes(list(model.modules()), model, parameters=True)
+    assert state.hold(epoch=1)
+    names_exchanged(model[0]._parameters)
+    assert state.hold(epoch=1)
+    assert not state.hold(epoch=2)
+    assert not state.hold(epoch=2)  # and again until they are right
+    names_exchanged(model[0]._parameters)
+    assert state.hold(epoch=2)
+
+
+class Processor:
+    """An object without attributes, as most attention processors are."""
+
+
+class Other(Processor):
+    """Another class."""
+
+
+def names_exchanged(parts: dict[str, Any]) -> None:
+    """Give the parts each other's names, in the order that they have."""
+    names, values = list(parts), list(parts.values())
+    parts.clear()
+    parts.update(zip(reversed(names), values, strict=True))
