@@ -40,6 +40,8 @@ _INNER_PATCHES = (
     "attn2_patch",
     "attn2_output_patch",
 )
+# The hosts' own token merging, by the module that its patches are written in.
+_TOKEN_MERGING = ("backend.misc.tomesd", "ldm_patched.contrib.nodes_tomesd")
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,12 @@ def forge_families(
 def _patch_reason(options: Mapping[str, Any]) -> str | None:
     """Why the transformer block that runs next is eager: the patch that concerns it, or None."""
     patches = options.get("patches") or {}
-    for name in _INNER_PATCHES:
-        if patches.get(name):
-            return f"another extension patches the transformer ({name})"
+    inner = [(name, patch) for name in _INNER_PATCHES for patch in patches.get(name) or ()]
+    foreign = [name for name, patch in inner if not _is_token_merging(patch)]
+    if foreign:
+        return f"another extension patches the transformer ({foreign[0]})"
+    if inner:
+        return f"token merging patches the transformer ({inner[0][0]})"
     replaced = options.get("patches_replace") or {}
     if not replaced:
         return None
@@ -211,3 +216,7 @@ def _patch_reason(options: Mapping[str, Any]) -> str | None:
         if any(key in replaced.get(name, ()) for key in keys):
             return f"another extension replaces attention ({name})"
     return None
+
+
+def _is_token_merging(patch: object) -> bool:
+    return getattr(patch, "__module__", None) in _TOKEN_MERGING

@@ -53,7 +53,7 @@ def _rule(pattern: str, why: str, advice: str) -> Rule:
 # The first one that fits counts. An extension that is known by name comes before all of them.
 RULES = (
     _rule(
-        r"tokenmerging|\btome|tomesd",
+        r"token ?merging|\btome|tomesd",
         "token merging is on",
         "Set its ratio to 0 in Settings → Optimizations, or turn off the extension that"
         " merges tokens.",

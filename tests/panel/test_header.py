@@ -136,6 +136,7 @@ def test_a_why_has_six_words_at_most() -> None:
         ("weights are on another device (offloading)", "weights move"),
         ("weights are stored as fp8", "stored in another format"),
         ("a BasicTransformerBlock is a ToMeBlock of tomesd.patch", "token merging is on"),
+        ("token merging patches the transformer (attn1_patch)", "token merging is on"),
         ("builds were cancelled; the next picture has its missing graphs built", "were cancelled"),
         ("builds are paused until Go on", "builds are paused"),
         ("graphs are missing, and none may be built", "on request only"),

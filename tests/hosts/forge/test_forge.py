@@ -261,6 +261,25 @@ def test_patches_within_the_transformer(
     assert any("attn2_patch" in f.reason for f in graphs.session.fallbacks())
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another extension"])
+def test_the_hosts_token_merging_has_its_name(
+    host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any, others: bool
+) -> None:
+    def merge(n: torch.Tensor) -> torch.Tensor:
+        return n * 0.5
+
+    home = "ldm_patched.contrib.nodes_tomesd" if host.name == "reforge" else "backend.misc.tomesd"
+    merge.__module__ = home
+    patches = [merge, *([lambda n: n * 0.5] if others else ())]
+    options = {"patches": {"attn2_patch": patches}}
+    expected = host.draw(**options)
+    found, _ = drawn(**options)
+    assert close(found, expected)
+    who = "another extension" if others else "token merging"
+    said = {f.reason for f in graphs.session.fallbacks()}
+    assert said == {f"{who} patches the transformer (attn2_patch)"}
+
+
 def test_patches_between_blocks_keep_graphs(host: ForgeStandIn, drawn: Any) -> None:
     options = {"patches": {"output_block_patch": [lambda h: h * 0.5]}}
     expected = host.draw(**options)
