@@ -125,8 +125,9 @@ def vae(
     layers: int = 1,
     scaling_factor: float = 0.18215,
     force_upcast: bool = True,
+    latent_channels: int = 4,
 ) -> Any:
-    """Narrow VAE: image [B, 3, H, W] <-> latent [B, 4, H/8, W/8]."""
+    """Narrow VAE: image [B, 3, H, W] <-> latent [B, C, H/8, W/8]."""
     model = build(
         AutoencoderKL,
         seed + 2,
@@ -134,7 +135,7 @@ def vae(
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=tuple(widths),
         layers_per_block=layers,
-        latent_channels=4,
+        latent_channels=latent_channels,
         norm_num_groups=32,
         sample_size=512,
         scaling_factor=scaling_factor,
@@ -153,11 +154,12 @@ def unet(
     heads: int | tuple[int, ...] = 4,
     depths: int | Sequence[int] = 1,
     in_channels: int = 4,
+    out_channels: int = 4,
     context_dim: int = TEXT_WIDTH,
     layers: int = 1,
     **config: Any,
 ) -> Any:
-    """Narrow UNet: latent [B, C, h, w], context [B, n, context_dim] -> [B, 4, h, w]."""
+    """Narrow UNet: latent [B, C, h, w], context [B, n, context_dim] -> [B, out_channels, h, w]."""
     down = [f"{'CrossAttnDown' if a else 'Down'}Block2D" for a in attention]
     up = [f"{'CrossAttnUp' if a else 'Up'}Block2D" for a in reversed(attention)]
     return build(
@@ -165,7 +167,7 @@ def unet(
         seed + 3,
         sample_size=64,
         in_channels=in_channels,
-        out_channels=4,
+        out_channels=out_channels,
         down_block_types=tuple(down),
         up_block_types=tuple(up),
         block_out_channels=tuple(widths),

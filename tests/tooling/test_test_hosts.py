@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import live_files as files
 from tests.support import models
@@ -19,7 +21,7 @@ from tools.hosts.checkout import (
     fit_to_slim_models,
     version_note,
 )
-from tools.hosts.models import to_ldm_controlnet
+from tools.hosts.models import to_ldm_controlnet, vae
 from tools.hosts.packages import requirements
 from tools.hosts.webuis import VAE_WIDTHS, WEBUIS, WebUI
 
@@ -81,6 +83,16 @@ def test_configs_fit_the_slim_models_and_stay_so(checkout: Path) -> None:
         assert (checkout / "sd.py").read_text() == "config = {'ch': 32, 'z': 4}\n"
 
 
+def test_a_file_that_is_missing_is_copied_and_one_that_is_there_stays(checkout: Path) -> None:
+    webui = dataclasses.replace(SMALL, copies={"vae/copy.json": "vae/config.json"})
+    fit_to_slim_models(webui, checkout)
+    copy = checkout / "vae" / "copy.json"
+    assert copy.read_bytes() == (checkout / "vae" / "config.json").read_bytes()
+    copy.write_text("the host's own")
+    fit_to_slim_models(webui, checkout)
+    assert copy.read_text() == "the host's own"
+
+
 def test_what_the_launcher_fetches_fits_once_it_is_there(checkout: Path) -> None:
     fit_to_slim_models(SMALL, checkout)
     fetched = checkout / "repositories" / "guess"
@@ -100,6 +112,12 @@ def test_a_file_of_another_version_is_named(checkout: Path) -> None:
     (checkout / "sd.py").unlink()
     with pytest.raises(CheckoutError, match=r"Is .* a checkout of Small"):
         fit_to_slim_models(SMALL, checkout)
+
+
+def test_a_picture_of_one_colour_passes_the_slim_vaes_norms() -> None:
+    norms = [m for m in vae(0).modules() if isinstance(m, torch.nn.GroupNorm)]
+    assert norms
+    assert all(norm.num_channels // norm.num_groups > 1 for norm in norms)
 
 
 def test_extensions_are_links_that_a_second_run_renews(checkout: Path, tmp_path: Path) -> None:

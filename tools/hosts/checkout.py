@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def fit_to_slim_models(webui: WebUI, checkout: Path) -> None:
 
     Args:
         webui: The WebUI.
-        checkout: Its folder; its own config files change. Repositories that its launcher has not
-            fetched yet are left out.
+        checkout: Its folder; its own config files change, and files that it lacks are added.
+            Repositories that its launcher has not fetched yet are left out.
 
     Raises:
         CheckoutError: A file or a text is not there.
@@ -47,6 +48,9 @@ def fit_to_slim_models(webui: WebUI, checkout: Path) -> None:
         path = _existing(webui, checkout, name)
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, **values}, indent=2) + "\n", encoding="utf-8")
+    for name, equal in webui.copies.items():
+        if not (checkout / name).exists():
+            shutil.copy(_existing(webui, checkout, equal), checkout / name)
     for name, replacements in webui.slim_sources.items():
         repository = Path(*Path(name).parts[:2])
         if repository.parts[0] == _FETCHED and not (checkout / repository).exists():

@@ -6,7 +6,7 @@ channels. Forge does not read these numbers from a checkpoint: `WebUI.slim_sourc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -33,13 +33,34 @@ def write_flux_models(folder: Path) -> None:
         folder: The WebUI's ``models``.
     """
     for seed, (name, shapes) in enumerate((("slim-flux", _flux()), ("slim-chroma", _chroma()))):
-        tensors = {f"model.diffusion_model.{k}": v for k, v in _random(shapes, seed + 5).items()}
+        tensors = {
+            f"model.diffusion_model.{k}": v for k, v in random_weights(shapes, seed + 5).items()
+        }
         tensors |= _text_encoders(seed, with_clip=name == "slim-flux") | _vae(seed)
-        _save(tensors, folder / "Stable-diffusion" / f"{name}.safetensors")
-    layers = ("img_attn_qkv", "txt_mlp_0", "img_attn_proj")
-    names = [f"double_blocks_{i}_{layer}" for i in range(FLUX.depth) for layer in layers]
-    names += [f"single_blocks_{i}_{layer}" for i in range(FLUX.depth) for layer in _SINGLE]
-    _save(_lora(names), folder / "Lora" / "random-flux.safetensors")
+        save_halves(tensors, folder / "Stable-diffusion" / f"{name}.safetensors")
+    write_block_lora(folder, "random-flux", _DOUBLE, _SINGLE)
+
+
+def write_block_lora(
+    folder: Path,
+    name: str,
+    double: Mapping[str, tuple[int, int]],
+    single: Mapping[str, tuple[int, int]],
+) -> None:
+    """Write a LoRA for three layers of each double block and all of each single block.
+
+    Args:
+        folder: The WebUI's ``models``.
+        name: The file's name without its ending.
+        double, single: The blocks' linear layers → shapes of their weights.
+    """
+    shapes = {}
+    for number in range(FLUX.depth):
+        for layer in ("img_attn.qkv", "txt_mlp.0", "img_attn.proj"):
+            shapes[f"double_blocks.{number}.{layer}"] = double[layer.partition("_")[2]]
+        for layer, shape in single.items():
+            shapes[f"single_blocks.{number}.{layer}"] = shape
+    save_halves(kohya_lora(shapes), folder / "Lora" / f"{name}.safetensors")
 
 
 _SINGLE = {
@@ -54,14 +75,14 @@ _DOUBLE = {
 }
 
 
-def _linear(name: str, outputs: int, inputs: int) -> Shapes:
+def linear(name: str, outputs: int, inputs: int) -> Shapes:
     yield f"{name}.weight", (outputs, inputs)
     yield f"{name}.bias", (outputs,)
 
 
-def _embedder(name: str, inputs: int, width: int) -> Shapes:
-    yield from _linear(f"{name}.in_layer", width, inputs)
-    yield from _linear(f"{name}.out_layer", width, width)
+def embedder(name: str, inputs: int, width: int) -> Shapes:
+    yield from linear(f"{name}.in_layer", width, inputs)
+    yield from linear(f"{name}.out_layer", width, width)
 
 
 def _blocks() -> Shapes:
@@ -69,11 +90,11 @@ def _blocks() -> Shapes:
         for stream in ("img", "txt"):
             prefix = f"double_blocks.{number}.{stream}_"
             for name, shape in _DOUBLE.items():
-                yield from _linear(prefix + name, *shape)
+                yield from linear(prefix + name, *shape)
             for norm in ("query", "key"):
                 yield f"{prefix}attn.norm.{norm}_norm.scale", (_HEAD,)
         for name, shape in _SINGLE.items():
-            yield from _linear(f"single_blocks.{number}.{name}", *shape)
+            yield from linear(f"single_blocks.{number}.{name}", *shape)
         for norm in ("query", "key"):
             yield f"single_blocks.{number}.norm.{norm}_norm.scale", (_HEAD,)
 
@@ -83,32 +104,32 @@ def _flux() -> Shapes:
     yield from _blocks()
     for number in range(FLUX.depth):
         for stream in ("img", "txt"):
-            yield from _linear(f"double_blocks.{number}.{stream}_mod.lin", 6 * width, width)
-        yield from _linear(f"single_blocks.{number}.modulation.lin", 3 * width, width)
-    yield from _linear("img_in", width, _LATENT)
-    yield from _linear("txt_in", width, FLUX.context)
-    yield from _embedder("time_in", 256, width)
-    yield from _embedder("guidance_in", 256, width)
-    yield from _embedder("vector_in", _CLIP_L, width)
-    yield from _linear("final_layer.linear", _LATENT, width)
-    yield from _linear("final_layer.adaLN_modulation.1", 2 * width, width)
+            yield from linear(f"double_blocks.{number}.{stream}_mod.lin", 6 * width, width)
+        yield from linear(f"single_blocks.{number}.modulation.lin", 3 * width, width)
+    yield from linear("img_in", width, _LATENT)
+    yield from linear("txt_in", width, FLUX.context)
+    yield from embedder("time_in", 256, width)
+    yield from embedder("guidance_in", 256, width)
+    yield from embedder("vector_in", _CLIP_L, width)
+    yield from linear("final_layer.linear", _LATENT, width)
+    yield from linear("final_layer.adaLN_modulation.1", 2 * width, width)
 
 
 def _chroma() -> Shapes:
     width, hidden = FLUX.width, FLUX.guidance_width
     yield from _blocks()
-    yield from _linear("img_in", width, _LATENT)
-    yield from _linear("txt_in", width, FLUX.context)
-    yield from _linear("final_layer.linear", _LATENT, width)
+    yield from linear("img_in", width, _LATENT)
+    yield from linear("txt_in", width, FLUX.context)
+    yield from linear("final_layer.linear", _LATENT, width)
     prefix = "distilled_guidance_layer"
-    yield from _linear(f"{prefix}.in_proj", hidden, _GUIDANCE_INPUTS)
+    yield from linear(f"{prefix}.in_proj", hidden, _GUIDANCE_INPUTS)
     for number in range(_GUIDANCE_LAYERS):
-        yield from _embedder(f"{prefix}.layers.{number}", hidden, hidden)
+        yield from embedder(f"{prefix}.layers.{number}", hidden, hidden)
         yield f"{prefix}.norms.{number}.scale", (hidden,)
-    yield from _linear(f"{prefix}.out_proj", width, hidden)
+    yield from linear(f"{prefix}.out_proj", width, hidden)
 
 
-def _random(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
     noise, found = files.Noise(seed), {}
     for name, shape in shapes:
         if name.endswith(".scale"):
@@ -140,20 +161,23 @@ def _vae(seed: int) -> dict[str, torch.Tensor]:
     return {f"vae.{key.removeprefix('first_stage_model.')}": v for key, v in renamed.items()}
 
 
-def _lora(names: list[str], rank: int = 4) -> dict[str, torch.Tensor]:
-    """A LoRA in kohya's layout."""
+def kohya_lora(shapes: Mapping[str, tuple[int, int]], rank: int = 4) -> dict[str, torch.Tensor]:
+    """A LoRA in kohya's layout.
+
+    Args:
+        shapes: Layer, such as ``"double_blocks.0.img_attn.qkv"`` → shape of its weight.
+        rank: Of each layer's difference.
+    """
     noise, found = files.Noise(9), {}
-    shapes = {**{k.replace(".", "_"): v for k, v in _DOUBLE.items()}, **_SINGLE}
-    for name in names:
-        layer = name.split("_", 3)[-1]
-        outputs, inputs = shapes[layer.removeprefix("img_").removeprefix("txt_")]
+    for layer, (outputs, inputs) in shapes.items():
+        name = layer.replace(".", "_")
         found[f"lora_unet_{name}.lora_down.weight"] = noise(rank, inputs, scale=inputs**-0.5)
         found[f"lora_unet_{name}.lora_up.weight"] = noise(outputs, rank, scale=0.3)
         found[f"lora_unet_{name}.alpha"] = torch.tensor(float(rank))
     return found
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save_halves(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     halves = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in tensors.items()}
     save_file(halves, str(path))

@@ -2,8 +2,8 @@
 
 A1111 loads the demo checkpoint. Forge and its descendants take a model's form from the shapes of
 its weights, if its first level is 320 wide and its prompts are as wide as SD1.5's or SDXL's. So
-all levels of these are 320 wide. The text encoders have few layers and the VAE has a quarter of
-the usual width; `WebUI.slim_configs` tells the host so.
+all levels of these are 320 wide. The text encoders have few layers and the VAE has about a
+quarter of the usual width; `WebUI.slim_configs` tells the host so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from tests.support import adapter_weights, models
 from tests.support import live_files as files
 from tools.hosts.flux_models import write_flux_models
+from tools.hosts.neo_models import LATENT, write_klein, write_mugen
 from tools.hosts.webuis import TEXT_LAYERS, VAE_WIDTHS
 
 _CLIP_L, _CLIP_G = 768, 1280
@@ -62,7 +63,7 @@ def write_demo_models(folder: Path) -> None:
 
 
 def write_slim_models(folder: Path) -> None:
-    """Write slim checkpoints of SD1.5, SD1.5 for inpainting, SDXL, Flux.1 and Chroma.
+    """Write slim checkpoints of SD1.5, SD1.5 for inpainting, SDXL, Mugen and transformers.
 
     LoRAs, a ControlNet and a VAE fit them.
 
@@ -79,6 +80,8 @@ def write_slim_models(folder: Path) -> None:
         path = folder / "Stable-diffusion" / f"{name}.safetensors"
         save_ldm(make(), path, dtype=torch.float16, with_yaml=False)
     write_flux_models(folder)
+    write_klein(folder)
+    write_mugen(folder, sdxl(5, LATENT))
     first = sd1(1)
     _write_loras(folder / "Lora", first)
     _write_vae(folder / "VAE", first["vae"])
@@ -107,8 +110,13 @@ def sd1(seed: int, in_channels: int = 4) -> dict[str, Any]:
     }
 
 
-def sdxl(seed: int) -> dict[str, Any]:
-    """The components of a slim SDXL, with a UNet of 283 M parameters."""
+def sdxl(seed: int, channels: int = 4) -> dict[str, Any]:
+    """The components of a slim SDXL, with a UNet of 283 M parameters.
+
+    Args:
+        seed: Of the weights.
+        channels: Of the UNet's latents.
+    """
     return _components(models.sdxl(seed)) | {
         "unet": models.unet(
             (_WIDTH,) * 3,
@@ -116,6 +124,8 @@ def sdxl(seed: int) -> dict[str, Any]:
             attention=(False, True, True),
             heads=5,
             depths=(1, 2, 10),
+            in_channels=channels,
+            out_channels=channels,
             context_dim=_CLIP_L + _CLIP_G,
             layers=2,
             use_linear_projection=True,
@@ -132,7 +142,7 @@ def sdxl(seed: int) -> dict[str, Any]:
 
 
 def vae(seed: int, scaling_factor: float = 0.18215) -> Any:
-    """A VAE of a quarter of the usual width."""
+    """A VAE of about a quarter of the usual width."""
     return models.vae(VAE_WIDTHS, seed=seed, layers=2, scaling_factor=scaling_factor)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 # A text in a Python file, and what takes its place.
@@ -20,8 +20,9 @@ OPENCV = "opencv-python-headless==4.10.0.84"
 JOBLIB = "joblib==1.5.3"
 # The slim checkpoints' text encoders, of which reForge reads the third last hidden states.
 TEXT_LAYERS = 3
-# Their VAE: a quarter of the usual width.
-VAE_WIDTHS = (32, 64, 128, 128)
+# Their VAE: a quarter of the usual width, but for the first level. Its norms have 32 groups, and a
+# group of one channel leaves nothing but rounding of a picture of one colour.
+VAE_WIDTHS = (64, 64, 128, 128)
 
 _TEXT = {"num_hidden_layers": TEXT_LAYERS}
 _VAE = {"block_out_channels": list(VAE_WIDTHS)}
@@ -41,6 +42,15 @@ _FORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
     f"{_SDXL}/text_encoder/config.json": _TEXT,
     f"{_SDXL}/text_encoder_2/config.json": _TEXT,
     f"{_SDXL}/vae/config.json": _VAE,
+}
+# reForge's VAE of SD1.5 and SDXL, in its code.
+_REFORGE_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
+    "ldm_patched/modules/sd.py": (
+        (
+            "'ch': 128, 'ch_mult': [1, 2, 4, 4],",
+            f"'ch': {VAE_WIDTHS[0]}, 'ch_mult': {[w // VAE_WIDTHS[0] for w in VAE_WIDTHS]},",
+        ),
+    )
 }
 _REFORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "ldm_patched/modules/sd1_clip_config.json": _TEXT,
@@ -122,6 +132,57 @@ _FLUX_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
         ("'guidance_hidden_dim': 5120", f"'guidance_hidden_dim': {FLUX.guidance_width}"),
     ),
 }
+# The text encoder of the slim Flux.2-klein. Its prompts are the hidden states of three layers.
+QWEN = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+QWEN_WORDS, QWEN_HEAD, QWEN_OUTPUTS = 151936, 128, 3
+_KLEIN, _MUGEN = (
+    f"backend/huggingface/{name}"
+    for name in ("black-forest-labs/FLUX.2-klein-4B", "CabalResearch/Mugen")
+)
+_NEO_CONFIGS: Mapping[str, Mapping[str, object]] = {
+    f"{_KLEIN}/text_encoder/config.json": QWEN,
+    f"{_KLEIN}/vae/config.json": _VAE,
+    f"{_MUGEN}/text_encoder/config.json": _TEXT,
+    f"{_MUGEN}/text_encoder_2/config.json": _TEXT,
+    f"{_MUGEN}/vae/config.json": _VAE,
+}
+# Neo knows one size of Chroma, two of klein and of its text encoder.
+_QWEN_4B = (2560, 9728, 36, 32, 8)
+
+
+def _qwen_fields(values: Iterable[int]) -> str:
+    fields = "".join(f"    {k}: int = {v}\n" for k, v in zip(QWEN, values, strict=True))
+    return f"class Qwen3_4BConfig:\n    vocab_size: int = {QWEN_WORDS}\n{fields}"
+
+
+_NEO_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
+    "modules_forge/packages/huggingface_guess/model_list.py": (
+        (
+            '"image_model": "flux2",\n        "hidden_size": 3072,',
+            f'"image_model": "flux2",\n        "hidden_size": {FLUX.width},',
+        ),
+    ),
+    "modules_forge/packages/huggingface_guess/detection.py": (
+        ('["out_dim"] = 3072\n', f'["out_dim"] = {FLUX.width}\n'),
+        ('["hidden_dim"] = 5120\n', f'["hidden_dim"] = {FLUX.guidance_width}\n'),
+    ),
+    "backend/loader.py": (
+        (
+            f'config["hidden_size"] == {_QWEN_4B[0]}:',
+            f'config["hidden_size"] == {QWEN["hidden_size"]}:',
+        ),
+    ),
+    "backend/nn/llm/llama.py": ((_qwen_fields(_QWEN_4B), _qwen_fields(QWEN.values())),),
+    "backend/text_processing/klein_engine.py": (
+        ("intermediate_output = [9, 18, 27]", "intermediate_output = [1, 2, 3]"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +203,7 @@ class WebUI:
         slim_configs: Its JSON files, by path, and the values that fit the slim checkpoints.
         slim_sources: The same in its Python files: texts that stand there, and the new ones. Those
             in ``repositories`` are there once its launcher has fetched them.
+        copies: Files that its checkout lacks, by path, and which of its files each is equal to.
     """
 
     title: str
@@ -155,6 +217,7 @@ class WebUI:
     checkpoints: Mapping[str, str] = field(default_factory=lambda: _SLIM_CHECKPOINTS)
     slim_configs: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     slim_sources: Mapping[str, tuple[Replacement, ...]] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 WEBUIS: Mapping[str, WebUI] = {
@@ -192,7 +255,7 @@ WEBUIS: Mapping[str, WebUI] = {
         # Its SDXL reads the 12th hidden state of a text encoder, which the slim one lacks.
         checkpoints={k: v for k, v in _SLIM_CHECKPOINTS.items() if k != "ONEDIFF_WEBUI_OTHER"},
         slim_configs=_REFORGE_CONFIGS,
-        slim_sources={"ldm_patched/modules/sd.py": (("'ch': 128,", f"'ch': {VAE_WIDTHS[0]},"),)},
+        slim_sources=_REFORGE_SOURCES,
     ),
     "neo": WebUI(
         title="Forge Neo 2.26",
@@ -201,7 +264,14 @@ WEBUIS: Mapping[str, WebUI] = {
         requirements="requirements.txt",
         packages=("gradio==4.40.0", "gradio_rangeslider==0.0.8"),
         flags=("--cpu", "--force-fp32", "--skip-prepare-environment"),
-        checkpoints={**_SLIM_CHECKPOINTS, **_TRANSFORMERS},
-        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS},
+        checkpoints={
+            **_SLIM_CHECKPOINTS,
+            "ONEDIFF_WEBUI_OTHER": "slim-xl,slim-mugen",
+            "ONEDIFF_WEBUI_TRANSFORMERS": "slim-flux,slim-chroma,slim-klein",
+        },
+        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS, **_NEO_CONFIGS},
+        slim_sources=_NEO_SOURCES,
+        # Forge has this file, and the two are one.
+        copies={f"{_CHROMA}/tokenizer/tokenizer.json": f"{_FLUX_DEV}/tokenizer_2/tokenizer.json"},
     ),
 }
