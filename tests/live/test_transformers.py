@@ -12,7 +12,6 @@ import pytest
 from tests.support.webui_client import PROMPT, WebUI, assert_different, assert_same
 
 _NAMES = [n.strip() for n in os.environ.get("ONEDIFF_WEBUI_TRANSFORMERS", "").split(",")]
-_LORA = "random-flux"
 
 # Flux.1-dev takes its guidance as an input; a CFG scale of 1 makes one call a step.
 JOB: dict[str, Any] = {"cfg_scale": 1, "sampler_name": "Euler", "scheduler": "Simple"}
@@ -65,14 +64,16 @@ def test_img2img_and_inpaint(same: Any, photo: np.ndarray, mask: np.ndarray) -> 
     same("img2img", mask=mask, inpaint_full_res=True, **pictures)
 
 
-@pytest.mark.usefixtures("transformer")
-def test_lora_on_off_and_other_strength(webui: WebUI, loras: list[str], same: Any) -> None:
-    if _LORA not in loras:
-        pytest.skip(f"the WebUI has no LoRA {_LORA}")
+def test_lora_on_off_and_other_strength(
+    webui: WebUI, loras: list[str], transformer: str, same: Any
+) -> None:
+    lora = "random-klein" if "klein" in transformer else "random-flux"
+    if lora not in loras:
+        pytest.skip(f"the WebUI has no LoRA {lora}")
     plain, _ = same(**JOB)
     found = kinds(webui)
-    full, _ = same(prompt=f"{PROMPT} <lora:{_LORA}:1>", **JOB)
-    half, _ = same(prompt=f"{PROMPT} <lora:{_LORA}:0.5>", **JOB)
+    full, _ = same(prompt=f"{PROMPT} <lora:{lora}:1>", **JOB)
+    half, _ = same(prompt=f"{PROMPT} <lora:{lora}:0.5>", **JOB)
     off, _ = same(**JOB)
     assert_different(full, plain)
     assert_different(half, plain)
