@@ -22,8 +22,10 @@ from tests.support.draw import relative_error
 from tests.support.held_builds import builds_on_hold
 from tests.support.ldm_stand_in import written_in
 from tests.support.session_fixtures import SmallUNet
+from tests.support.systems import needs_fork
 
 TIMEOUT_S = 240
+HERE_OR_FORKED = [0, pytest.param(2, marks=needs_fork)]
 FEW_KINDS = {"widths": (64, 64, 64), "heads": 1}  # each kind is traced here
 
 
@@ -42,7 +44,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-@pytest.mark.parametrize("children", [0, 2])
+@pytest.mark.parametrize("children", HERE_OR_FORKED)
 def test_a_patch_that_cannot_be_exported_is_not_remembered(
     open_session, small, instant_workers, monkeypatch, children
 ):
@@ -88,7 +90,7 @@ def test_a_block_that_cannot_be_exported_is_given_up_for_this_process(
     assert nothing_is_held_against_a_kind(session)
 
 
-@pytest.mark.parametrize("children", [0, 2])
+@pytest.mark.parametrize("children", HERE_OR_FORKED)
 def test_a_setting_that_changes_between_pictures(open_session, small, instant_workers, children):
     """A1111's "Tiling": kinds met with it are built once it is on again, and plain ones at once."""
     plain = small()
@@ -175,6 +177,7 @@ def test_without_children_a_long_picture_has_its_blocks_exported_between_its_ste
     assert relative_error(small(), expected) < 1e-4
 
 
+@needs_fork
 def test_a_fork_without_memory_exports_in_this_process(
     open_session, small, instant_workers, monkeypatch
 ):
@@ -189,6 +192,7 @@ def test_a_fork_without_memory_exports_in_this_process(
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
+@needs_fork
 def test_a_second_fork_without_memory_waits_for_the_first(
     open_session, small, instant_workers, monkeypatch
 ):
