@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 MODULES = ("fcntl", "resource", "termios")
 OF_OS = ("fork", "forkpty", "getpgid", "killpg", "memfd_create", "nice", "setpgid", "setsid")
@@ -41,8 +41,17 @@ def take_away() -> None:
 
 
 def add_what_windows_has() -> None:
-    """Add a figure that psutil reads on Windows only: the most memory that a process has used."""
+    """Add the locks of `msvcrt`, and the most memory of a process as psutil reads it on Windows."""
+    import fcntl  # before it is taken away
+
     import psutil
+
+    def locking(descriptor: int, mode: int, length: int) -> None:
+        assert (os.lseek(descriptor, 0, os.SEEK_CUR), mode, length) == (0, 2, 1)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    sys.modules["msvcrt"] = ModuleType("msvcrt")
+    vars(sys.modules["msvcrt"]).update(LK_NBLCK=2, locking=locking)
 
     memory_info = psutil.Process.memory_info
 
