@@ -73,6 +73,7 @@ class ForegroundScheduler:
         self._gap_turn = False
         self._threads = set[int]()  # that have drawn in the present picture
         self._is_halted = False  # the only one of them waits before a step, for one turn
+        self._waiting_threads = set[int]()  # see `waiting`
         self._wanted: list[_Wanted] = []
         self._in_gap = 0
         self._waiting: deque[Callable[[], None]] = deque()
@@ -151,6 +152,24 @@ class ForegroundScheduler:
                 if not self._is_busy():
                     self._last_end = self._now()
                 self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for other work within the ``with`` block: beside the thread's picture it may go on.
+
+        Otherwise work that must run alone would wait for the end of that picture, and the picture
+        for that work.
+        """
+        thread = threading.get_ident()
+        with self._changed:
+            self._waiting_threads.add(thread)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting_threads.discard(thread)
+                self._wait_for_exclusive()
 
     def between_pictures(self, action: Callable[[], None]) -> None:
         """Run an action now if nothing is being drawn, else at the end of the picture."""
@@ -231,11 +250,15 @@ class ForegroundScheduler:
     def _may_take(self, wanted: _Wanted) -> bool:
         if self._exclusive:
             return False
-        if not self._is_drawing():
+        if not self._is_drawing() or self._all_wait():
             return True
         if self._is_open():
             return (self._is_halted or not wanted.alone) and self._is_earned(wanted)
         return self._fits_in_gap(wanted)
+
+    def _all_wait(self) -> bool:
+        """Whether every thread that draws in the present picture waits for other work."""
+        return bool(self._waiting_threads) and self._threads <= self._waiting_threads
 
     def _is_earned(self, wanted: _Wanted) -> bool:
         return self._spent_s + wanted.cost_s <= wanted.share * self._clock()
