@@ -27,6 +27,9 @@ CPU_CONFIG: Mapping[str, Any] = {
     # Kernels read the number of threads at run time, so one graph serves any number.
     "cpp.dynamic_threads": True,
 }
+# Folder of a build's files in Inductor's cache. Its usual name has 52 characters, and so have two
+# more names below it: Windows allows 247 for the path of a folder.
+_OUTPUT = {"aot_inductor.output_path": "g"}
 _loads = itertools.count()
 _PREFIX, _SUFFIX = "onediff-graph-", ".so"
 _LEFT_AGE_S = 3600.0  # a younger file may be one that is about to be loaded
@@ -45,7 +48,7 @@ def build_library(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor])
     from torch._inductor import aot_compile, config
 
     with config.patch(dict(CPU_CONFIG)), reused_compiler_files():
-        library = aot_compile(graph_module, tuple(fakes))
+        library = aot_compile(graph_module, tuple(fakes), options=dict(_OUTPUT))
     if not isinstance(library, str):
         raise BackendError(f"AOTInductor returned {type(library).__name__} instead of a library.")
     return Path(library).read_bytes()

@@ -9,14 +9,18 @@ from __future__ import annotations
 from pathlib import Path, PureWindowsPath
 
 import pytest
+import torch
 
+from onediff_ext.backends.inductor.aot_library import build_library
 from onediff_ext.backends.inductor.standalone_artefact import cuda_config
 from onediff_ext.building.build_folder import BuildFolder
 from onediff_ext.building.worker_process import _environment
+from onediff_ext.core.errors import BackendError
 from onediff_ext.store.default_root import default_root
 from onediff_ext.store.folder import StoreFolder
 
 MAX_PATH = 259  # and a zero byte
+MAX_FOLDER = 247  # room for a file of 8 letters, a dot and 3 more
 USER = "x" * 20  # Windows allows no longer names of users
 LOCAL = PureWindowsPath(rf"C:\Users\{USER}\AppData\Local")
 KEY = "k" * 52  # of Triton, of Inductor's caches and of its files: SHA-256 in base 32
@@ -61,10 +65,23 @@ def test_tritons_files(below_temp: dict[str, PureWindowsPath], kernel: str, fits
         assert (len(str(path)) <= MAX_PATH) is fits
 
 
-def test_inductors_files(below_temp: dict[str, PureWindowsPath]) -> None:
-    """A CPU's build made no longer path than this one (torch 2.13): a graph's cache."""
-    longest = PureWindowsPath("fxgraph", "kk", f"f{KEY}", "s" * 64)
-    assert len(str(below_temp["TORCHINDUCTOR_CACHE_DIR"] / longest)) <= MAX_PATH
+def test_inductors_files(
+    below_temp: dict[str, PureWindowsPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest paths of builds for a CPU and for a GPU (torch 2.13)."""
+    asked: dict[str, str] = {}
+
+    def aot_compile(graph_module: object, inputs: object, *, options: dict[str, str]) -> None:
+        asked.update(options)
+
+    monkeypatch.setattr("torch._inductor.aot_compile", aot_compile)
+    with pytest.raises(BackendError):
+        build_library(torch.fx.GraphModule({}, torch.fx.Graph()), [])
+    cache = below_temp["TORCHINDUCTOR_CACHE_DIR"]
+    folder = cache / asked["aot_inductor.output_path"] / KEY / f"{KEY}.weights_CxxBuild"
+    assert len(str(folder)) <= MAX_FOLDER
+    assert len(str(cache / KEY / KEY / f"{KEY}.weights_CxxBuild")) > MAX_FOLDER  # its usual name
+    assert len(str(cache / "fxgraph" / "kk" / f"f{KEY}" / (64 * "s"))) <= MAX_PATH
 
 
 def test_the_stores_files() -> None:
