@@ -470,14 +470,14 @@ def _keeping(lock: int | None) -> dict[str, tuple[int, ...]]:
 
 def _try_lock(descriptor: int) -> bool:
     try:
-        if os.name == "nt":
+        try:
+            import fcntl
+        except ImportError:  # Windows
             import msvcrt
 
             os.lseek(descriptor, 0, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
         else:
-            import fcntl
-
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         if exc.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):

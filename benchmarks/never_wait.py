@@ -252,9 +252,8 @@ class Faults:
             os.kill(pids[0], signal.SIGKILL)
             self._note(number, "a worker was killed")
         else:  # the worker and its compilers get no more memory
-            used = (
-                int(Path(f"/proc/{pids[0]}/statm").read_text().split()[0]) * resource.getpagesize()
-            )
+            pages = Path(f"/proc/{pids[0]}/statm").read_text(encoding="ascii").split()[0]
+            used = int(pages) * resource.getpagesize()
             resource.prlimit(pids[0], resource.RLIMIT_AS, (used, used))
             self._note(number, "a worker ran out of memory")
         return True

@@ -64,7 +64,7 @@ def held_bytes(device: torch.device) -> int:
     """Return the memory in use now: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -5,7 +5,7 @@ it replaces `builtins.max` and `math.pow`, and `torch.compiler.is_compiling()` i
 thread (torch 2.13). A picture that is drawn at that moment waits, and may take other branches.
 
 On Linux forked children export (`forked_exporter.py`). Elsewhere, or when a child fails, this
-process exports while no picture is being drawn.
+process exports while no picture is being drawn, and between two steps of a picture that takes long.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def export_all(
             yield exported
         left = [kind for kind in left if id(kind) not in done]
     for kind in left:
-        with foreground.turn(_EXPORT_S, alone=True, stop=stop) as granted:
+        turn_share = share.of_turns(kind.device)
+        with foreground.turn(_EXPORT_S, alone=True, stop=stop, share=turn_share) as granted:
             if stop.is_set() or not granted:
                 return
             exported = _export_here(kind)

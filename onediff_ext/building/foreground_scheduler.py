@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from onediff_ext.building.picture_clock import ModelCall, PictureClock
 from onediff_ext.core.priority import quick_switches
@@ -30,6 +31,14 @@ GAP_TURN_S = 0.4
 # Work that exceeds its estimate leaves at most this debt to later work.
 DEBT_S = 0.5
 _POLL_S = 0.02
+
+
+class _Wanted(NamedTuple):
+    """A turn that some work waits for; the fields are those of `ForegroundScheduler.turn`."""
+
+    cost_s: float
+    alone: bool
+    share: float
 
 
 class ForegroundScheduler:
@@ -62,7 +71,10 @@ class ForegroundScheduler:
         self._last_end = -QUIET_S
         self._gap_left_s = 0.0
         self._gap_turn = False
-        self._wanted: list[tuple[float, bool]] = []
+        self._threads = set[int]()  # that have drawn in the present picture
+        self._is_halted = False  # the only one of them waits before a step, for one turn
+        self._waiting_threads = set[int]()  # see `waiting`
+        self._wanted: list[_Wanted] = []
         self._in_gap = 0
         self._waiting: deque[Callable[[], None]] = deque()
 
@@ -96,6 +108,7 @@ class ForegroundScheduler:
                 self._begin()
             elif not self._announced[thread]:
                 self.epoch += 1  # another thread draws too
+            self._threads.add(thread)
             self._announced[thread] += 1
 
     def end_picture(self) -> None:
@@ -121,13 +134,17 @@ class ForegroundScheduler:
                 the forward is a picture of its own.
         """
         with self._changed:
-            if not self._is_busy():
-                self._wait_for_exclusive()
-            if threading.get_ident() not in self._announced:
+            self._wait_for_exclusive()
+            thread = threading.get_ident()
+            if thread not in self._announced:
                 self._enter_unannounced(call)
+            self._threads.add(thread)
             self._forwards += 1
             self._moment += 1
         try:
+            if self._wanted:
+                with self._changed:
+                    self._halt()
             yield
         finally:
             with self._changed:
@@ -135,6 +152,24 @@ class ForegroundScheduler:
                 if not self._is_busy():
                     self._last_end = self._now()
                 self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for other work within the ``with`` block: beside the thread's picture it may go on.
+
+        Otherwise work that must run alone would wait for the end of that picture, and the picture
+        for that work.
+        """
+        thread = threading.get_ident()
+        with self._changed:
+            self._waiting_threads.add(thread)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting_threads.discard(thread)
+                self._wait_for_exclusive()
 
     def between_pictures(self, action: Callable[[], None]) -> None:
         """Run an action now if nothing is being drawn, else at the end of the picture."""
@@ -172,26 +207,28 @@ class ForegroundScheduler:
 
         Args:
             cost_s: Estimated time of the work, in seconds.
-            alone: It must not run beside a picture. A picture that begins meanwhile waits.
+            alone: It must not run beside a picture. A picture that begins meanwhile waits. Once
+                `share` allows it, a picture halts for it between two steps.
             stop: Ends the wait when set.
             share: Share of the drawing time that such work may take beside pictures.
 
         Yields:
             Whether the turn was granted; False after `stop`.
         """
+        wanted = _Wanted(cost_s, alone, share)
         with self._changed:
-            self._wanted.append((cost_s, alone))
-            while not self._may_take(cost_s, alone, share):
+            self._wanted.append(wanted)
+            while not self._may_take(wanted):
                 if stop is not None and stop.is_set():
                     break
                 self._changed.wait(_POLL_S)
-            self._wanted.remove((cost_s, alone))
-            granted = self._may_take(cost_s, alone, share)
+            self._wanted.remove(wanted)
+            granted = self._may_take(wanted)
             beside = self._is_open()
             in_gap = granted and not beside and self._is_drawing()
             self._in_gap += in_gap
             if granted and alone:
-                self._exclusive, self._gap_turn = True, False
+                self._exclusive, self._gap_turn, self._is_halted = True, False, False
         start = self._now()
         try:
             with quick_switches():
@@ -210,18 +247,49 @@ class ForegroundScheduler:
                         self._exclusive = False
                 self._changed.notify_all()
 
-    def _may_take(self, cost_s: float, alone: bool, share: float) -> bool:
+    def _may_take(self, wanted: _Wanted) -> bool:
         if self._exclusive:
             return False
-        if not self._is_drawing():
+        if not self._is_drawing() or self._all_wait():
             return True
         if self._is_open():
-            return not alone and self._spent_s + cost_s <= share * self._clock()
-        return self._fits_in_gap(cost_s, alone)
+            return (self._is_halted or not wanted.alone) and self._is_earned(wanted)
+        return self._fits_in_gap(wanted)
 
-    def _fits_in_gap(self, cost_s: float, alone: bool) -> bool:
+    def _all_wait(self) -> bool:
+        """Whether every thread that draws in the present picture waits for other work."""
+        return bool(self._waiting_threads) and self._threads <= self._waiting_threads
+
+    def _is_earned(self, wanted: _Wanted) -> bool:
+        return self._spent_s + wanted.cost_s <= wanted.share * self._clock()
+
+    def _fits_in_gap(self, wanted: _Wanted) -> bool:
         # Work that must run alone gets one turn per gap: it has no other chance between pictures.
-        return cost_s <= (GAP_TURN_S if alone and self._gap_turn else self._gap_left_s)
+        has_turn = wanted.alone and self._gap_turn
+        return wanted.cost_s <= (GAP_TURN_S if has_turn else self._gap_left_s)
+
+    def _halt(self) -> None:
+        """Before a step, wait for one turn of work that must run alone, if it has earned one.
+
+        Only where a single thread draws, and nowhere but here: so nothing of the picture runs
+        beside that work.
+        """
+        if self._forwards > 1 or self._threads != {threading.get_ident()}:
+            return
+        until = self._now() + GAP_TURN_S  # for its begin
+        self._is_halted = True
+        try:
+            while self._exclusive or self._is_wanted_in_halt(until):
+                self._changed.notify_all()
+                self._changed.wait(_POLL_S)
+        finally:
+            self._is_halted = False
+
+    def _is_wanted_in_halt(self, until: float) -> bool:
+        """Whether a halted picture has to wait for the begin of a turn."""
+        if not self._is_halted or self._now() >= until:
+            return False
+        return any(wanted.alone and self._is_earned(wanted) for wanted in self._wanted)
 
     def _is_busy(self) -> bool:
         """Whether a forward runs, or an announced picture is open."""
@@ -260,6 +328,7 @@ class ForegroundScheduler:
         if self._has_unannounced:
             self._close_unannounced()
         self.pictures_begun += 1
+        self._threads.clear()
         self._let_others_go_first()
         self._catch_up()
         self.epoch += 1
@@ -279,9 +348,9 @@ class ForegroundScheduler:
 
     def _let_others_go_first(self) -> None:
         """Before a picture begins, wait for work that fits into the saved time, and no longer."""
-        alone = any(alone for _, alone in self._wanted)
+        alone = any(wanted.alone for wanted in self._wanted)
         until = self._now() + (GAP_TURN_S if alone else self._gap_left_s)
-        while self._in_gap or any(self._fits_in_gap(*wanted) for wanted in self._wanted):
+        while self._in_gap or any(map(self._fits_in_gap, self._wanted)):
             if not self._is_drawing() and not self._in_gap:
                 break  # the gap is over
             left_s = until - self._now()

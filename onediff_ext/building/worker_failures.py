@@ -12,7 +12,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
+from collections.abc import Sequence
 
 from onediff_ext.building.build_jobs import Job
 from onediff_ext.building.event_log import EventLog
@@ -26,21 +30,51 @@ from onediff_ext.core.errors import (
 
 # Worker processes that must fail on a program before the program is to blame.
 FAULTS_TO_BLAME = 2
-_OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+# What Windows has in place of signals: exit codes of processes that were ended from outside.
+_OUTSIDE_CODES = {
+    0xC000013A: "Ctrl-C",
+    0xC0000017: "the system, which has no memory",
+    0xC000012D: "the system, which has no memory",
+}
+_ENDED = 1  # the Task Manager's and TerminateProcess's, but an exception's too
+_CRASHED = 0x80000000  # larger codes are those of crashes
+_ANOTHER = "another program"
+_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", _ANOTHER, *_OUTSIDE_CODES.values()}
 
 
-def worker_lost_error(last_words: str) -> WorkerLostError:
+def last_words(code: int, log: Sequence[str], windows: bool = os.name == "nt") -> str:
+    """Say how a worker process died.
+
+    Args:
+        code: Its exit code, or -9 for signal 9.
+        log: The lines that it has printed.
+        windows: Whether it ran on Windows.
+    """
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    if windows:
+        if code in _OUTSIDE_CODES:
+            return f"killed by {_OUTSIDE_CODES[code]}"
+        if code == _ENDED and not any(line.startswith("Traceback") for line in log):
+            return f"killed by {_ANOTHER}"
+        if code >= _CRASHED:
+            return f"crashed with {code:#010x}"
+    return log[-1] if log else f"exit code {code}"
+
+
+def worker_lost_error(words: str) -> WorkerLostError:
     """Return the error for a dead worker.
 
     Args:
-        last_words: ``"killed by SIGSEGV"``, or the last line of its log.
+        words: As `last_words` returns them.
 
     Returns:
         A `WorkerKilledError` when a signal from outside ended the worker.
     """
-    was_killed = any(last_words == f"killed by {name}" for name in _OUTSIDE_SIGNALS)
+    was_killed = any(words == f"killed by {name}" for name in _OUTSIDE)
     error = WorkerKilledError if was_killed else WorkerLostError
-    return error(f"The build worker died: {last_words}")
+    return error(f"The build worker died: {words}")
 
 
 class WorkerFailures:

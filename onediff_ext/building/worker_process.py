@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import onediff_ext
-from onediff_ext.building.worker_failures import worker_lost_error
+from onediff_ext.building.worker_failures import last_words, worker_lost_error
 from onediff_ext.core.errors import (
     BackendError,
     MachineError,
@@ -192,13 +192,14 @@ class WorkerProcess:
             self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
             self._answers = queue.SimpleQueue()
             command = _command(self.script)
-            with (self._scratch / "log").open("w") as log:
+            with (self._scratch / "log").open("wb") as log:
                 self._process = subprocess.Popen(
                     [*command, "background"] if self._in_background else command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    text=True,
+                    encoding="utf-8",  # of JSON, all of it ASCII
+                    errors="replace",
                     # Not the user's current folder: it may hold modules and programs of any kind.
                     cwd=self._scratch,
                     env=_environment(self._cache, self._scratch, self._compiler_files),
@@ -253,12 +254,10 @@ class WorkerProcess:
         if process is None:
             return "it was ended"
         code = process.wait()
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"killed by {signal.Signals(-code).name}"
         log = self._scratch / "log" if self._scratch else None
-        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
-        return lines[-1] if lines else f"exit code {code}"
+        # In the encoding of the system, in which the worker has written it.
+        said = log.read_text(encoding="locale", errors="replace") if log and log.exists() else ""
+        return last_words(code, said.splitlines())
 
 
 def _pump(process: subprocess.Popen[str], answers: queue.SimpleQueue[str | None]) -> None:

@@ -64,7 +64,7 @@ def _libc() -> str:
 def _driver_version() -> str:
     version = Path("/proc/driver/nvidia/version")
     if version.exists():
-        return version.read_text(errors="replace").splitlines()[0]
+        return version.read_text(encoding="utf-8", errors="replace").splitlines()[0]
     return "unknown"
 
 
@@ -81,7 +81,7 @@ def _cpu_flags_digest() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     described = platform.processor()
     if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(("flags", "Features")):
                 described = " ".join(sorted(line.split(":", 1)[1].split()))
                 break

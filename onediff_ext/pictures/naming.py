@@ -19,7 +19,9 @@ FIELDS = ("stem", "name", "index", "seed", "width", "height", "date")
 _KNOWN_FIELDS_HINT = "Known fields: " + ", ".join(f"{{{name}}}" for name in FIELDS) + "."
 _UNSAFE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f\ud800-\udfff]')
 _WIDE = re.compile(r"\d{3}")
-_WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])", re.IGNORECASE)
+_WINDOWS_DEVICE = re.compile(
+    r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *", re.IGNORECASE
+)
 # File systems allow 255 bytes; the rest is for "-2" and for the unfinished file's suffix.
 _MAX_NAME_BYTES = 200
 

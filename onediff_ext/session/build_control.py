@@ -134,7 +134,8 @@ class BuildControl:
             kind.met(_ANY_EPOCH)
 
     def _build_and_wait(self) -> None:
-        self.background.wait()
+        with self._context.foreground.waiting():
+            self.background.wait()
         missing = self._to_build()
         if missing:
             self._builder.build(missing, self.listener)

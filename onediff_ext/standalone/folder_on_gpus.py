@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -168,6 +169,8 @@ def _follow(
                 stderr=errors,
                 encoding="utf-8",
                 errors="replace",
+                # Redirected, Windows' Python would write in a code page.
+                env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace"},
             )
             assert process.stdout is not None
             reader = threading.Thread(

@@ -27,12 +27,12 @@ def open_exchange(address: str, *, trust: bool) -> FsspecExchange:
     exchange = FsspecExchange(address)
     if trust:
         return exchange
-    if "://" in address and not address.startswith("file://"):
+    if exchange.folder is None:
         raise UntrustedGraphError(
             f"Who may write to {address} cannot be seen from here, and graphs are native code.",
             "Add --trust if you trust everybody who may.",
         )
-    folder = Path(address.removeprefix("file://"))
+    folder = exchange.folder if "://" in address else Path(address)
     if not folder.is_absolute():
         raise OptionError(f"{address} is not a whole path.", "Name it from the root.")
     try:

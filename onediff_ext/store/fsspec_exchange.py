@@ -17,6 +17,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from onediff_ext.core.url_errors import opening
@@ -46,6 +47,13 @@ class FsspecExchange(GraphExchange):
         self._lease_s, self._clock = lease_s, clock
         self._tickets: dict[tuple[str, str, str], tuple[str, int]] = {}
         self._seen: dict[str, tuple[bytes, float]] = {}  # a ticket's file → counter, since when
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder where the URL is one of this machine, such as ``file:///C:/graphs``."""
+        protocols = self._files.protocol
+        protocols = (protocols,) if isinstance(protocols, str) else protocols
+        return Path(self._root) if "file" in protocols else None
 
     def digests(self, tag: str) -> set[str]:
         names = (path.rpartition("/")[2] for path in self._list(f"{self._root}/graphs/{tag}"))

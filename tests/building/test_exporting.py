@@ -6,11 +6,15 @@ import contextlib
 import errno
 import gc
 import os
+import random
+import time
 
+import numpy
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
+from onediff_ext.building import background_builds
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from tests.support.build_checks import draw_all, nothing_is_held_against_a_kind
@@ -18,8 +22,10 @@ from tests.support.draw import relative_error
 from tests.support.held_builds import builds_on_hold
 from tests.support.ldm_stand_in import written_in
 from tests.support.session_fixtures import SmallUNet
+from tests.support.systems import needs_fork
 
 TIMEOUT_S = 240
+HERE_OR_FORKED = [0, pytest.param(2, marks=needs_fork)]
 FEW_KINDS = {"widths": (64, 64, 64), "heads": 1}  # each kind is traced here
 
 
@@ -38,7 +44,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-@pytest.mark.parametrize("children", [0, 2])
+@pytest.mark.parametrize("children", HERE_OR_FORKED)
 def test_a_patch_that_cannot_be_exported_is_not_remembered(
     open_session, small, instant_workers, monkeypatch, children
 ):
@@ -84,7 +90,7 @@ def test_a_block_that_cannot_be_exported_is_given_up_for_this_process(
     assert nothing_is_held_against_a_kind(session)
 
 
-@pytest.mark.parametrize("children", [0, 2])
+@pytest.mark.parametrize("children", HERE_OR_FORKED)
 def test_a_setting_that_changes_between_pictures(open_session, small, instant_workers, children):
     """A1111's "Tiling": kinds met with it are built once it is on again, and plain ones at once."""
     plain = small()
@@ -143,6 +149,35 @@ def test_a_kind_outlives_the_block_that_it_was_named_after(open_session, small, 
     assert not [e for e in session.event_log.events if e.what == "put off"]
 
 
+def random_states():
+    return str((torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()))
+
+
+def test_without_children_a_long_picture_has_its_blocks_exported_between_its_steps(
+    open_session, small, instant_workers, monkeypatch
+):
+    """As on Windows. The picture stays what it is, and the numbers that its sampler draws."""
+    monkeypatch.setattr(background_builds, "_FIRST_PICTURE_S", 0.0)
+    expected = small()
+    session = open_session()
+    session.build_context.export_children = 0
+    session.foreground._drawn_s = 3600.0  # the share of an hour is enough for all exports
+    compile_pipe(small.pipe, session=session)
+    ends_at = time.monotonic() + TIMEOUT_S
+    with session.picture():
+        before, built = random_states(), 0
+        while built == 0 or built < len(session.kinds):
+            assert time.monotonic() < ends_at
+            assert torch.equal(small(), expected)
+            built = sum(e.what == "built" for e in session.event_log.events)
+        assert random_states() == before
+        assert session.count("built") == 0  # graphs change between pictures
+    assert session.wait_for_builds(TIMEOUT_S)
+    assert session.count("built") == len(session.kinds)
+    assert relative_error(small(), expected) < 1e-4
+
+
+@needs_fork
 def test_a_fork_without_memory_exports_in_this_process(
     open_session, small, instant_workers, monkeypatch
 ):
@@ -157,6 +192,7 @@ def test_a_fork_without_memory_exports_in_this_process(
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
+@needs_fork
 def test_a_second_fork_without_memory_waits_for_the_first(
     open_session, small, instant_workers, monkeypatch
 ):

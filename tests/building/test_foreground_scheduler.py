@@ -197,3 +197,123 @@ def test_a_picture_may_be_ended_by_another_thread(bare: Bare) -> None:
     thread.join()
     bare.seconds += QUIET_S
     assert not bare.foreground.is_drawing
+
+
+class Alone:
+    """Work that must run alone, in a thread of its own.
+
+    Args:
+        bare: Its foreground grants the turns, and its clock shows the time that they take.
+        turns: How many it takes.
+    """
+
+    def __init__(self, bare: Bare, turns: int) -> None:
+        self._bare, self._turns = bare, turns
+        self.stop, self.is_working, self.done = threading.Event(), False, 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        while not bare.foreground._wanted and self._thread.is_alive():
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        for _ in range(self._turns):
+            with self._bare.foreground.turn(0.4, alone=True, stop=self.stop) as granted:
+                if not granted:
+                    return
+                self.is_working = True
+                time.sleep(0.05)
+                self._bare.seconds += 0.4
+                self.is_working = False
+                self.done += 1
+
+    def end(self) -> None:
+        self.stop.set()
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+
+def test_a_picture_halts_between_two_steps_for_what_it_has_earned(bare: Bare) -> None:
+    foreground = bare.foreground
+    with foreground.picture():
+        work, counts = Alone(bare, 9), []
+        for _ in range(330):  # of a tenth of a second: 4% of them are enough for three turns
+            bare.begin()
+            bare.step(lambda: counts.append((work.done, work.is_working)))
+        work.end()
+    assert {is_working for _, is_working in counts} == {False}
+    steps = [sum(done == turns for done, _ in counts) for turns in range(4)]
+    assert all(80 < count < 120 for count in steps[:3]), steps
+    assert counts[-1][0] == 3
+
+
+def test_a_step_waits_for_one_turn_only(bare: Bare) -> None:
+    with bare.foreground.picture():
+        bare.seconds += 1000  # enough for a hundred turns
+        work, counts = Alone(bare, 9), []
+        for _ in range(4):
+            bare.step(lambda: counts.append(work.done))
+        work.end()
+    assert counts == [1, 2, 3, 4]
+
+
+def test_a_bare_module_halts_too_and_its_picture_goes_on(bare: Bare) -> None:
+    changes: list[str] = []
+    epochs = {bare.step()}
+    bare.seconds += QUIET_S / 2
+    bare.foreground._drawn_s = 1000.0
+    bare.foreground.between_pictures(lambda: changes.append("next picture"))
+    work = Alone(bare, 1)
+    turn = bare.foreground._may_take
+
+    def late(wanted: object) -> bool:
+        bare.seconds += QUIET_S  # the halt is no silence that ends the picture
+        return turn(wanted)  # type: ignore[arg-type]
+
+    bare.foreground._may_take = late  # type: ignore[method-assign,assignment]
+    epochs.add(bare.step())
+    work.end()
+    assert (work.done, len(epochs), changes) == (1, 1, [])
+
+
+def test_nobody_halts_where_two_threads_draw(bare: Bare) -> None:
+    foreground = bare.foreground
+    with foreground.picture():
+        other = threading.Thread(target=lambda: bare.step())
+        other.start()
+        other.join()
+        bare.seconds += 1000
+        work = Alone(bare, 1)
+        bare.step()
+        assert not work.done
+        work.end()
+
+
+def test_nobody_halts_within_a_step(bare: Bare) -> None:
+    """A ControlNet's forward within another model's."""
+    foreground = bare.foreground
+    with foreground.picture(), foreground.forward():
+        bare.seconds += 1000
+        work = Alone(bare, 1)
+        bare.step()
+        assert not work.done
+        work.end()
+
+
+def test_another_thread_begins_no_step_in_a_halt(bare: Bare) -> None:
+    foreground, seen = bare.foreground, []
+    with foreground.picture():
+        bare.seconds += 1000
+        work = Alone(bare, 1)
+
+        def step() -> None:
+            while not work.is_working and not work.done:
+                time.sleep(0.001)
+            with foreground.forward():
+                seen.append(work.is_working)
+
+        other = threading.Thread(target=step)
+        other.start()
+        bare.step()
+        other.join()
+        work.end()
+    assert seen == [False]

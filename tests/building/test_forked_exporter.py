@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.building.forked_exporter import ForkedExporter
+from tests.support.systems import needs_fork
 
 
 class Noted:
@@ -21,6 +22,7 @@ class Noted:
             file.write(f"{os.getpid()}\n")
 
 
+@needs_fork
 def test_a_child_does_not_destroy_the_parent_s_garbage(tmp_path: Path) -> None:
     noted = tmp_path / "destroyed"
 

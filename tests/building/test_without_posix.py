@@ -11,9 +11,15 @@ from tests.support.without_posix import environment_of_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# A script as users write it: without `if __name__ == "__main__"`.
 DRAW = """
-import os, sys
+import multiprocessing, os, sys
 from pathlib import Path
+with open(sys.argv[2], "a", encoding="utf-8") as file:
+    file.write(f"{__name__}\\n")
+def runs_the_script_again(process):  # on Windows, for each process of multiprocessing
+    raise AssertionError(process)
+multiprocessing.process.BaseProcess.start = runs_the_script_again
 from tests.support import models
 pipe = models.one_width("sd15")  # few kinds: each is built by a worker, and all loaded twice
 from tests.support.without_posix import take_away
@@ -40,10 +46,11 @@ print("drawn")
 
 
 def test_graphs_are_built_stored_and_loaded(tmp_path: Path) -> None:
-    site = tmp_path / "site"
+    site, script, runs = tmp_path / "site", tmp_path / "script.py", tmp_path / "runs"
     site.mkdir()
+    script.write_text(DRAW, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", DRAW, str(tmp_path / "store")],
+        [sys.executable, str(script), str(tmp_path / "store"), str(runs)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -56,4 +63,5 @@ def test_graphs_are_built_stored_and_loaded(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "drawn" in done.stdout
+    assert runs.read_text(encoding="utf-8") == "__main__\n"  # a worker does not run it again
     assert not list(tmp_path.glob("onediff-build-*"))

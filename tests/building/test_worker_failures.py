@@ -14,7 +14,7 @@ import torch
 
 from onediff_ext.building.build_jobs import Job
 from onediff_ext.building.event_log import EventLog
-from onediff_ext.building.worker_failures import WorkerFailures, worker_lost_error
+from onediff_ext.building.worker_failures import WorkerFailures, last_words, worker_lost_error
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import BackendError, MachineError, NoMemoryError, WorkerKilledError
 from onediff_ext.core.kind_key import KindKey
@@ -49,6 +49,27 @@ def test_a_signal_from_outside_is_no_fault(job):
     assert [failures.may_retry(job, killed) for _ in range(4)] == [True, True, True, False]
     assert not failures.is_to_blame(job)
     assert [event.what for event in log.events] == ["retried"] * 3
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "windows", "words", "is_outside"),
+    [
+        (-9, ["x"], False, "killed by SIGKILL", True),
+        (-11, [], False, "killed by SIGSEGV", False),
+        (1, ["Traceback (most recent call last):", "KeyError: 1"], False, "KeyError: 1", False),
+        (1, [], False, "exit code 1", False),
+        (1, ["Traceback (most recent call last):", "KeyError: 1"], True, "KeyError: 1", False),
+        (1, ["a warning"], True, "killed by another program", True),
+        (3, ["assertion failed"], True, "assertion failed", False),
+        (0xC000013A, ["a warning"], True, "killed by Ctrl-C", True),
+        (0xC0000017, [], True, "killed by the system, which has no memory", True),
+        (0xC0000005, ["a warning"], True, "crashed with 0xc0000005", False),
+    ],
+)
+def test_how_a_worker_died(code, log, windows, words, is_outside):
+    """Windows has exit codes in place of signals."""
+    assert last_words(code, log, windows) == words
+    assert isinstance(worker_lost_error(words), WorkerKilledError) is is_outside
 
 
 def test_two_faults_blame_the_program(job):

@@ -26,12 +26,14 @@ from onediff_ext.cluster.ray_pool import RayPool, missing_package
 from onediff_ext.core.errors import CheckpointError, ClusterError, OptionError, PictureError
 from onediff_ext.store import GraphExchange
 from tests.support.number_program import NumberProgram
+from tests.support.systems import skip_without_rays_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
+    skip_without_rays_names()
     # Workers import the tests from the checkout: the package's folder is on their path.
     with ray_library.connected(None, 2) as connected:
         yield connected

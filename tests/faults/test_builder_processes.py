@@ -23,7 +23,8 @@ from tests.support import slow_worker
 from tests.support.session_fixtures import SmallUNet
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="needs fork, SIGKILL and /proc, so Linux"
+    sys.platform != "linux" or not hasattr(os, "fork"),
+    reason="needs fork, SIGKILL and /proc, so Linux",
 )
 
 KILLS = 50

@@ -14,8 +14,9 @@ from onediff_ext.core.fault_points import reached
 from onediff_ext.store import atomic_write, library
 from onediff_ext.store.folder import StoreFolder
 from tests.faults import kills
+from tests.support.systems import needs_fork
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, so a POSIX system")
+pytestmark = needs_fork
 
 
 @pytest.mark.timeout(300)

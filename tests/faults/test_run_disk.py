@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.sample_pictures import save_pictures
+from tests.support.systems import needs_fork
 
 if TYPE_CHECKING:
     from tests.support.command_line import CommandLine
@@ -210,7 +211,7 @@ def test_a_disk_that_is_read_only(
     assert len(lines) == 4
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, so a POSIX system")
+@needs_fork
 def test_stores_that_belong_to_somebody_else(command_line: CommandLine, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become somebody else")

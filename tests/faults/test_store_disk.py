@@ -19,9 +19,9 @@ from onediff_ext.core.errors import StoreError, StoreFullError, StoreReadOnlyErr
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.store import CheckpointRecords, ContentHashes, GraphLibrary
 from onediff_ext.store.durable_write import sync_folder
+from tests.support.systems import needs_fork
 
 OLD, NEW = KindKey({"graph": "old"}), KindKey({"graph": "new"})
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, so a POSIX system")
 
 
 @pytest.fixture

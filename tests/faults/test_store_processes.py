@@ -19,9 +19,9 @@ from onediff_ext.store import GraphLibrary, StoreBusyError, durable_write
 from onediff_ext.store import locks as locks_module
 from onediff_ext.store.atomic_write import STALE_PART_AGE_S, collect_stale_parts
 from onediff_ext.store.locks import StoreLocks
+from tests.support.systems import needs_fork
 
 MB = 1 << 20
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, so a POSIX system")
 
 
 def key_of(number: int) -> KindKey:

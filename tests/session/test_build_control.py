@@ -15,6 +15,7 @@ from onediff_ext.hosts.diffusers.warmup import pipe_warm_up
 from onediff_ext.session.session import Session
 from tests.support.held_builds import builds_on_hold
 from tests.support.session_fixtures import SmallUNet
+from tests.support.systems import needs_fork
 
 TIMEOUT_S = 60.0
 Ending = Callable[[Session], None]
@@ -107,6 +108,30 @@ def test_a_pause_holds_builds_after_the_first_step(open_session, small: SmallUNe
     session.pause_builds()
     small()
     assert states(session) == {KindState.MISSING}
+
+
+@pytest.mark.parametrize("children", [0, pytest.param(None, marks=needs_fork)])
+def test_a_picture_that_waits_for_its_graphs_gets_them_beside_other_builds(
+    open_session, small: SmallUNet, instant_workers, children: int | None
+) -> None:
+    """Without forks, exports of the builds beside it wait for its end or for its next step."""
+    session = open_session(build="wait")
+    session.build_context.export_children = children
+    compile_pipe(small.pipe, session=session)
+    session.pause_builds()
+    small()
+
+    def draw() -> None:
+        with session.picture():
+            small()
+
+    session.go_on_with_builds()
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    draw()  # compares the graphs
+    assert states(session) == {KindState.READY}
 
 
 def test_a_warm_up_waits_while_builds_are_paused(

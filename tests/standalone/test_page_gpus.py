@@ -200,6 +200,21 @@ def test_an_error_of_the_run_is_shown(app: StandaloneApp, inputs: Path) -> None:
     assert not app.is_busy
 
 
+def test_names_in_an_error_of_the_run_are_read_as_they_were_written(
+    app: StandaloneApp, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")  # as Windows' Python writes into files
+    job = job_of(app, inputs)
+    output = inputs.parent / "Übersicht"
+    output.write_text("a file where the folder should be")
+    with pytest.raises(OneDiffError, match="Übersicht"):
+        list(
+            run_folder_on_gpus(
+                app, EAGER, replace(job, batch=replace(job.batch, output_dir=output)), "2"
+            )
+        )
+
+
 def test_an_interrupt_ends_the_run_and_its_processes(
     app: StandaloneApp, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

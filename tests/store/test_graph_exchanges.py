@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ntpath
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -139,10 +143,39 @@ def test_a_url_needs_trust(tmp_path: Path) -> None:
         open_exchange("nowhere://graphs", trust=True)
 
 
-@pytest.mark.skipif(not hasattr(__import__("os"), "geteuid"), reason="POSIX permissions")
-def test_a_folder_of_ours_is_closed_to_others(tmp_path: Path) -> None:
+class Windows(SimpleNamespace):
+    """`os` as fsspec sees it on Windows."""
+
+    sep, path = "\\", ntpath
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+@pytest.mark.parametrize(
+    ("address", "folder"),
+    [
+        ("C:\\graphs", "C:/graphs"),
+        ("file:///C:/graphs", "C:/graphs"),
+        ("file://C:/graphs/", "C:/graphs"),
+        ("\\\\server\\graphs", "//server/graphs"),
+        ("memory://graphs", None),
+    ],
+)
+def test_a_folder_of_windows(
+    monkeypatch: pytest.MonkeyPatch, address: str, folder: str | None
+) -> None:
+    from fsspec.implementations import local
+
+    monkeypatch.setattr(local, "os", Windows())
+    assert FsspecExchange(address).folder == (None if folder is None else Path(folder))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
+@pytest.mark.parametrize("protocol", ["", "file://", "local://"])
+def test_a_folder_of_ours_is_closed_to_others(tmp_path: Path, protocol: str) -> None:
     folder = tmp_path / "graphs"
     folder.mkdir()
     folder.chmod(0o777)
-    open_exchange(str(folder), trust=False)
+    open_exchange(f"{protocol}{folder}", trust=False)
     assert folder.stat().st_mode & 0o022 == 0

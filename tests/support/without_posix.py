@@ -10,13 +10,15 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 MODULES = ("fcntl", "resource", "termios")
 OF_OS = ("fork", "forkpty", "getpgid", "killpg", "memfd_create", "nice", "setpgid", "setsid")
-OF_SIGNAL = ("SIGHUP", "SIGALRM", "SIGUSR1", "pthread_sigmask")
+OF_SIGNAL = ("SIGHUP", "SIGALRM", "SIGKILL", "SIGSTOP", "SIGCONT", "SIGUSR1", "pthread_sigmask")
 # They choose between systems when they are imported, and not by these names.
 _LIBRARIES = ("filelock", "diffusers", "transformers", "peft", "multiprocessing.util")
 _IN_WORKERS = """
@@ -28,12 +30,36 @@ if any(word.endswith("start_worker.py") for word in sys.orig_argv):
 
 def take_away() -> None:
     """Remove the modules and names from this process."""
+    # It finds SIGKILL by its name.
+    subprocess.Popen.kill = lambda process: process.send_signal(9)  # type: ignore[method-assign]
     for module in MODULES:
         sys.modules[module] = None  # type: ignore[assignment]
     for holder, names in ((os, OF_OS), (signal, OF_SIGNAL)):
         for name in names:
             if hasattr(holder, name):
                 delattr(holder, name)
+
+
+def add_what_windows_has() -> None:
+    """Add the locks of `msvcrt`, and the most memory of a process as psutil reads it on Windows."""
+    import fcntl  # before it is taken away
+
+    import psutil
+
+    def locking(descriptor: int, mode: int, length: int) -> None:
+        assert (os.lseek(descriptor, 0, os.SEEK_CUR), mode, length) == (0, 2, 1)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    sys.modules["msvcrt"] = ModuleType("msvcrt")
+    vars(sys.modules["msvcrt"]).update(LK_NBLCK=2, locking=locking)
+
+    memory_info = psutil.Process.memory_info
+
+    def with_peak(process: psutil.Process) -> SimpleNamespace:
+        found = memory_info(process)._asdict()
+        return SimpleNamespace(**found, peak_wset=found["rss"])
+
+    psutil.Process.memory_info = with_peak
 
 
 def environment_of_workers(folder: Path) -> dict[str, str]:
@@ -52,4 +78,5 @@ def pytest_configure() -> None:
     for library in _LIBRARIES:
         importlib.import_module(library)
     os.environ |= environment_of_workers(Path(tempfile.mkdtemp(prefix="onediff-tests-")))
+    add_what_windows_has()
     take_away()

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from packaging.specifiers import SpecifierSet
 
+POPEN = subprocess.Popen  # without the fake pip
 ROOT = Path(__file__).resolve().parents[2]
 IN_THREE = ["--numprocesses=3", "--dist=loadfile"]
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -276,7 +277,7 @@ def test_a_set_up_that_was_killed_mends_itself(
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", KILLED, str(project), moment]
-    assert os.spawnve(os.P_WAIT, sys.executable, command, environment) == 137
+    assert POPEN(command, env=environment).wait() == 137
     python = install.set_up(project, {"diffusers"})
     assert python.exists()
     assert len(pip.made) == (0 if moment == "stamp" else 1)

@@ -7,9 +7,11 @@ A graph is a shared library with compiled C++, so loading it needs no compiler.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,12 @@ CPU_CONFIG: Mapping[str, Any] = {
     # Kernels read the number of threads at run time, so one graph serves any number.
     "cpp.dynamic_threads": True,
 }
+# Folder of a build's files in Inductor's cache. Its usual name has 52 characters, and so have two
+# more names below it: Windows allows 247 for the path of a folder.
+_OUTPUT = {"aot_inductor.output_path": "g"}
 _loads = itertools.count()
+_PREFIX, _SUFFIX = "onediff-graph-", ".so"
+_LEFT_AGE_S = 3600.0  # a younger file may be one that is about to be loaded
 
 
 def build_library(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor]) -> bytes:
@@ -41,7 +48,7 @@ def build_library(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor])
     from torch._inductor import aot_compile, config
 
     with config.patch(dict(CPU_CONFIG)), reused_compiler_files():
-        library = aot_compile(graph_module, tuple(fakes))
+        library = aot_compile(graph_module, tuple(fakes), options=dict(_OUTPUT))
     if not isinstance(library, str):
         raise BackendError(f"AOTInductor returned {type(library).__name__} instead of a library.")
     return Path(library).read_bytes()
@@ -68,7 +75,8 @@ def library_path(payload: bytes) -> Iterator[str]:
     try:
         descriptor = os.memfd_create("onediff-graph")
     except (AttributeError, OSError):  # not Linux, or forbidden
-        descriptor, path = tempfile.mkstemp(prefix="onediff-", suffix=".so")
+        _remove_left()
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX)
     else:
         path = ""
     try:
@@ -83,6 +91,19 @@ def library_path(payload: bytes) -> Iterator[str]:
         else:
             with contextlib.suppress(OSError):  # Windows keeps a loaded library's file
                 os.unlink(path)
+
+
+@functools.cache
+def _remove_left() -> None:
+    """Delete the files of earlier processes, once in this one.
+
+    Windows refuses to delete those that a living process has loaded.
+    """
+    latest = time.time() - _LEFT_AGE_S
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < latest:
+                path.unlink()
 
 
 def _unique_prefix() -> str:

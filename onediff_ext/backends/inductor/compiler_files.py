@@ -188,7 +188,8 @@ def _files_of_this_process() -> CompilerFiles | None:
             f"{program} {status.st_size} {status.st_mtime_ns}",
         )
     )
-    return CompilerFiles(Path(kept) / digest(described), headers, cache)
+    # A whole digest would make paths too long for Windows.
+    return CompilerFiles(Path(kept) / digest(described)[:32], headers, cache)
 
 
 def _put(source: Path, target: Path, checksum: str) -> bool:

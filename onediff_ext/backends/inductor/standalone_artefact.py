@@ -6,6 +6,7 @@ An artefact contains the compiled device code of its kernels, so loading it comp
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,7 @@ from onediff_ext.backends.inductor.device_index import loading_for
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.torch_versions import ready_for_standalone_compile
 
-# Inductor settings that change the generated code; they are part of every key.
-CUDA_CONFIG: Mapping[str, Any] = {
+_CONFIG: Mapping[str, Any] = {
     # Otherwise a kernel writes its best launch settings into the folder where it was built. A
     # worker removes that folder; the drawing process would create it again and leave it behind.
     "autotune_local_cache": False,
@@ -35,6 +35,23 @@ CUDA_CONFIG: Mapping[str, Any] = {
     # Sums may be rounded in another order in each process, too.
     "deterministic": True,
 }
+_WINDOWS_CONFIG: Mapping[str, Any] = {
+    # Kernels give their names to files. With the names of their operators in them, Triton's paths
+    # would get longer than the 260 characters that Windows allows.
+    "triton.descriptive_names": False,
+}
+
+
+def cuda_config(platform: str) -> Mapping[str, Any]:
+    """Return the Inductor settings that change the generated code; they are part of every key.
+
+    Args:
+        platform: A value of `sys.platform`.
+    """
+    return {**_CONFIG, **_WINDOWS_CONFIG} if platform == "win32" else _CONFIG
+
+
+CUDA_CONFIG = cuda_config(sys.platform)
 _NEWER = frozenset({"deterministic"})  # settings that torch 2.8 does not have
 # Older torch versions change a setting for all threads, so two threads must not load at once.
 _loading = threading.Lock()

@@ -18,6 +18,8 @@ from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora, parse_lora_
         ("a:b.safetensors:-1", (Path("a:b.safetensors"), -1.0)),
         (r"C:\a.safetensors", (Path(r"C:\a.safetensors"), 1.0)),
         (r"C:\a.safetensors:0.5", (Path(r"C:\a.safetensors"), 0.5)),
+        (r"\\?\C:\a.safetensors", (Path(r"\\?\C:\a.safetensors"), 1.0)),
+        (r"\\server\share\a.safetensors:2", (Path(r"\\server\share\a.safetensors"), 2.0)),
     ],
 )
 def test_the_weight_comes_after_the_last_colon(text: str, expected: tuple[Path, float]) -> None:

@@ -173,7 +173,9 @@ def peak_bytes(device: torch.device) -> int:
     try:
         import resource
     except ImportError:  # Windows
-        return 0
+        import psutil  # accelerate brings it
+
+        return int(psutil.Process().memory_info().peak_wset)
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 

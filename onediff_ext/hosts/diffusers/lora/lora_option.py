@@ -23,8 +23,9 @@ def parse_lora(text: str) -> tuple[Path, float]:
         OptionError: The weight is not a number.
     """
     path, colon, weight = text.rpartition(":")
-    # os.path.exists: Path.exists raises for a name that is too long. C:\file is a Windows path.
-    if not colon or len(path) == 1 or os.path.exists(text):
+    # os.path.exists: Path.exists raises for a name that is too long. C:\file and \\?\C:\file are
+    # paths of Windows.
+    if not colon or len(path) == 1 or weight[:1] in ("\\", "/") or os.path.exists(text):
         return Path(text), 1.0
     try:
         return Path(path), float(weight)
