@@ -40,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before any test module loads torch, which reads these once.
     os.environ.update(_SETTINGS)
+    # Bytecode is kept, whatever the caller's shell says: otherwise each process of the run compiles
+    # all test modules and their asserts, and each program under test the whole package.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # pytest listens to each logger. A listener makes torch write down all of its tracing.
     vars(logging.getLogger("torch.__trace"))["addHandler"] = lambda handler: None
     # One for all processes and runs. Its content is checked at each use.
