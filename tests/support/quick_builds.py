@@ -19,6 +19,7 @@ from onediff_ext.building.builder import Builder
 from onediff_ext.core.errors import ExportError
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
+from tests.support.bare_programs import bare_programs
 from tests.support.kept_exports import kept_exports
 
 _BUILT: dict[str, bytes] = {}
@@ -33,7 +34,8 @@ def quick_loads() -> Iterator[None]:
 
     def load(backend: EagerBackend, payload: bytes, device: torch.device) -> Graph:
         if (payload, device) not in _LOADED:
-            _LOADED[payload, device] = slow(backend, payload, device)
+            with bare_programs():
+                _LOADED[payload, device] = slow(backend, payload, device)
         return _LOADED[payload, device]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -32,8 +32,8 @@ def workers_at_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def exports() -> Iterator[None]:
-    """Each kind is traced once in a run. Tests of the tracing replace this."""
-    with kept_exports():
+    """Each kind is traced once in a run, and loaded once. Tests of the tracing replace this."""
+    with kept_exports(), quick_loads():
         yield
 
 
@@ -76,15 +76,13 @@ class InstantWorker(WorkerProcess):
 
 
 @pytest.fixture
-def instant_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Builds finish at once, without worker processes, and each graph is loaded once in a run."""
+def instant_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds finish at once, without worker processes."""
     monkeypatch.setattr(
         BuildContext,
         "new_worker",
         lambda self, folder, in_background: InstantWorker("eager", folder),
     )
-    with quick_loads():
-        yield
 
 
 class SmallUNet:
