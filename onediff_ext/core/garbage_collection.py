@@ -7,6 +7,9 @@ import gc
 import threading
 from collections.abc import Iterator
 
+# Python 3.12 freezes some hundred objects of its own when it starts.
+_FROZEN_BY_PYTHON = 1000
+
 
 class _Collection:
     def __init__(self) -> None:
@@ -21,8 +24,9 @@ class _Collection:
                 gc.disable()
             self._unwanted += by
             if not self._unwanted and self._was_on:
-                gc.freeze()
-                gc.unfreeze()
+                if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+                    gc.freeze()
+                    gc.unfreeze()  # all that is frozen, also what somebody else froze
                 gc.enable()
 
 
@@ -34,8 +38,9 @@ def without_collection() -> Iterator[None]:
     """Pause garbage collection within this ``with`` block, in all threads.
 
     Imports and models create objects that stay, and each collection would walk through all of
-    them. At the end they move to the oldest generation, so the next collection skips them.
-    Collection stays off where it was off before.
+    them. At the end they move to the oldest generation, so the next collection skips them. They
+    do not where the program has frozen objects, which stay frozen. Collection stays off where it
+    was off before.
     """
     _collection.change(1)
     try:

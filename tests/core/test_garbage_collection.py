@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from onediff_ext.core.garbage_collection import without_collection
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a program that froze nothing; the test run itself has."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_nothing_is_collected_within_and_all_is_old_afterwards() -> None:
@@ -37,6 +46,15 @@ def test_garbage_of_the_block_can_be_collected_later() -> None:
         Node()
     gc.collect()
     assert Node.alive == 0
+
+
+def test_what_somebody_froze_stays_frozen() -> None:
+    made = [[] for _ in range(5000)]
+    gc.freeze()
+    with without_collection():
+        pass
+    assert {id(found) for found in gc.get_objects()}.isdisjoint(map(id, made))
+    assert gc.isenabled()
 
 
 def test_it_lasts_until_the_last_thread_is_through() -> None:
