@@ -20,6 +20,8 @@ from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from onediff_ext.store import GraphLibrary
 from tests.support import slow_worker
+from tests.support.kept_exports import kept_exports
+from tests.support.quick_builds import quick_loads
 from tests.support.session_fixtures import SmallUNet
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +59,8 @@ class Drawer:
             status = 1
             try:
                 os.close(self._read)
-                self._draw(store, tmp, small, programs, linger)
+                with quick_loads():
+                    self._draw(store, tmp, small, programs, linger)
                 status = 0
             finally:
                 os._exit(status)
@@ -139,7 +142,7 @@ def wait_until_gone(tmp: Path) -> None:
 def programs() -> dict[str, bytes]:
     """The programs of the small UNet, exported once."""
     small = SmallUNet()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, kept_exports():
         options = CompileOptions(backend="eager", store=Path(folder), build="never")
         session = new_session(options)
         compile_pipe(small.pipe, session=session)
