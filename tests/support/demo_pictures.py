@@ -5,6 +5,7 @@ The nearest of the 224 reference thumbnails names a picture.
 
 from __future__ import annotations
 
+import functools
 import json
 from importlib.resources import files
 from pathlib import Path
@@ -79,6 +80,11 @@ def _fit(picture: torch.Tensor) -> torch.Tensor:
     return functional.pad(small, (2, 2, 2, 2), value=1.0)
 
 
+@functools.lru_cache(maxsize=1)
+def _fit_each(thumbnails: torch.Tensor) -> torch.Tensor:
+    return torch.stack([_fit(thumbnail) for thumbnail in thumbnails])
+
+
 def nearest_concept(picture: torch.Tensor, references: tuple[list[str], torch.Tensor]) -> str:
     """The concept whose thumbnail is nearest to a picture [3, H, W] in 0..1.
 
@@ -87,6 +93,5 @@ def nearest_concept(picture: torch.Tensor, references: tuple[list[str], torch.Te
         references: From `load_references`.
     """
     names, thumbnails = references
-    fitted = torch.stack([_fit(thumbnail) for thumbnail in thumbnails])
-    distance = (fitted - _fit(picture)).square().mean((1, 2, 3))
+    distance = (_fit_each(thumbnails) - _fit(picture)).square().mean((1, 2, 3))
     return names[int(distance.argmin())]

@@ -10,13 +10,16 @@ import torch
 def draw_latents(
     pipe: Any,
     *,
-    height_px: int = 136,
-    width_px: int = 200,
+    height_px: int = 72,
+    width_px: int = 104,
     batch: int = 1,
     seed: int = 0,
     steps: int = 3,
 ) -> torch.Tensor:
-    """Draw some steps with a pipeline of any kind; returns latents [B, 4, H/8, W/8]."""
+    """Draw some steps with a pipeline of any kind; returns latents [B, 4, H/8, W/8].
+
+    The usual size has odd sides in latent cells, so the UNet's levels do not halve evenly.
+    """
     inputs: dict[str, Any] = {
         "prompt": ["a cat"] * batch,
         "negative_prompt": ["blurred"] * batch,

@@ -6,6 +6,7 @@ replay reads NaN from a storage that was freed or moved, since its memory would 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,9 +29,12 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Place:
-    """A tensor: the number of its storage, and its layout in the storage."""
+    """A tensor: the number of its storage, and its layout in the storage.
+
+    A log has one for each layout of a storage, so they are compared by identity.
+    """
 
     storage: int
     dtype: torch.dtype
@@ -75,6 +79,18 @@ class _Call:
     kwargs: dict[str, Any]
     results: tuple[_Place | None, ...]  # None: the operator wrote the result in place
 
+    def __post_init__(self) -> None:
+        nested = (_Place, tuple, list, dict)
+        self.is_flat = not self.kwargs and all(
+            type(value) is _Place or not isinstance(value, nested) for value in self.args
+        )
+
+    def run(self, find: Callable[[_Place], torch.Tensor]) -> Any:
+        """Run the operator with the tensors that `find` returns."""
+        if self.is_flat:
+            return self.function(*[find(v) if type(v) is _Place else v for v in self.args])
+        return self.function(*_each_place(find, self.args), **_each_place(find, self.kwargs))
+
 
 class OperatorLog(TorchDispatchMode, GraphObserver):
     """Runs operators and logs them.
@@ -88,15 +104,15 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         super().__init__()
         self._storages: list[_Storage] = []
         self._numbers: dict[int, int] = {}
+        self._places: dict[tuple[Any, ...], _Place] = {}
         self._calls: list[_Call] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tag, reason in _REFUSED.items():
-            if tag in func.tags and not _is_permitted(func, args, kwargs):
-                raise RuntimeError(f"{reason} ({func})")
+        if (reason := _refusal(func)) and not _is_permitted(func, args, kwargs):
+            raise RuntimeError(f"{reason} ({func})")
         self._before_writing(func, args, kwargs)
         output = func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:  # the value of a constant
@@ -118,7 +134,7 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         places = _each_tensor(place, args), _each_tensor(place, kwargs)
         known = len(self._storages)
         results = []
-        for leaf in pytree.tree_leaves(output):
+        for leaf in _leaves(output):
             if isinstance(leaf, torch.Tensor):
                 result = self._place(leaf, own=True)
                 results.append(result if result.storage >= known else None)
@@ -156,7 +172,8 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise RuntimeError("a tensor that is no plain one")
         number = self._number(tensor, own=own)
-        return _Place(number, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        layout = (number, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self._places.setdefault(layout, _Place(*layout))
 
     def put_back(self) -> None:
         """Restore the foreign storages that the recording wrote into."""
@@ -203,10 +220,8 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
 
         with _plainly():
             for call in self._calls:
-                output = call.function(
-                    *_each_place(find, call.args), **_each_place(find, call.kwargs)
-                )
-                found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+                output = call.run(find)
+                found = [x for x in _leaves(output) if isinstance(x, torch.Tensor)]
                 for place, result in zip(call.results, found, strict=True):
                     if place is not None:
                         _keep(result, place, find, self._storages, memory, tensors)
@@ -223,6 +238,12 @@ class OperatorLog(TorchDispatchMode, GraphObserver):
         made = torch.UntypedStorage(storage.size_bytes, device=storage.device)
         spoil(made)
         return made, not storage.own
+
+
+@functools.cache
+def _refusal(func: Any) -> str:
+    """Why this operator is refused, unless a call of it is permitted; else empty."""
+    return next((reason for tag, reason in _REFUSED.items() if tag in func.tags), "")
 
 
 def _is_permitted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -262,8 +283,19 @@ def _keep(
         find(place).copy_(result)
 
 
+def _leaves(output: Any) -> Sequence[Any]:
+    return (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+
+
 def _each_tensor(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, change, value)
+    """Replace each tensor in an operator's arguments."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is tuple:
+        return tuple([_each_tensor(change, v) for v in value])
+    if value is None or type(value) in (int, float, bool):
+        return value
+    return pytree.tree_map_only(torch.Tensor, change, value) if value else value
 
 
 def _each_place(find: Callable[[_Place], torch.Tensor], value: Any) -> Any:
