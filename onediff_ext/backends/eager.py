@@ -8,13 +8,12 @@ milliseconds and without a compiler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from onediff_ext.core.errors import BackendError
 from onediff_ext.engine.backend_port import Backend, Graph
-from onediff_ext.engine.export.exporter import is_channels_last, load_program, save_program
+from onediff_ext.engine.export.exporter import load_program, save_program
 from onediff_ext.engine.torch_versions import too_old_for_graphs
 
 
@@ -38,7 +37,7 @@ class EagerBackend(Backend):
 
     def load(self, payload: bytes, device: torch.device) -> Graph:  # noqa: ARG002
         try:
-            graph_module = _with_exact_norms(load_program(payload).graph_module)
+            graph_module = load_program(payload).graph_module
         except Exception as exc:
             raise BackendError(f"The stored program cannot be read: {exc}") from exc
 
@@ -47,33 +46,3 @@ class EagerBackend(Backend):
             return outputs
 
         return run
-
-
-def _with_exact_norms(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Put `_group_norm` in the place of torch's GroupNorm.
-
-    Args:
-        graph_module: An exported program, which is changed.
-
-    Returns:
-        The same.
-    """
-    for module in graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target is torch.ops.aten.group_norm.default:
-                    node.target = _group_norm
-            module.recompile()
-    return graph_module
-
-
-def _group_norm(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    """torch's GroupNorm, which on a CPU reads images in NCHW order.
-
-    Graphs take images in NHWC order. The CPU's kernel for it loses three digits where much of an
-    image has one colour, as under a mask (torch 2.13). Hosts hand it images in NCHW order.
-    """
-    if x.device.type != "cpu" or not is_channels_last(x):
-        return torch.group_norm(x, *arguments, **named)
-    normed = torch.group_norm(x.contiguous(), *arguments, **named)
-    return normed.contiguous(memory_format=torch.channels_last)
