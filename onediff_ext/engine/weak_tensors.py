@@ -22,8 +22,7 @@ class WeakTensors:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         lost: list[object] = []
-        tensors = list(tensors)
-        self._lost, self._ids = lost, list(map(id, tensors))
+        self._lost = lost
         self._references = [weakref.ref(tensor, lost.append) for tensor in tensors]
 
     def __len__(self) -> int:
@@ -35,12 +34,3 @@ class WeakTensors:
             return None
         found = [reference() for reference in self._references]
         return None if any(map(operator.is_, found, repeat(None))) else found  # type: ignore[return-value]
-
-    def are(self, tensors: Iterable[object]) -> bool:
-        """Return whether these are the tensors, all in their order.
-
-        Args:
-            tensors: Tensors that are alive.
-        """
-        # While none was freed, nothing else can have an id of theirs.
-        return not self._lost and list(map(id, tensors)) == self._ids

@@ -121,6 +121,8 @@ def run_here(command: list[str]) -> Ended:
     from tests.support.quick_builds import quick_loads
 
     out, err = io.StringIO(), io.StringIO()
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.counters.clear()  # tests before may have compiled
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, []  # main() adds its own to the new stderr
     try:

@@ -133,12 +133,12 @@ class ModuleAttributes:
         return True
 
     def _has_its_weights(self) -> bool:
-        now = self._read_weights()
-        if _which_are_none(now) != self._absent_weights:
+        kept, now = self._weights.alive(), self._read_weights()
+        if kept is None or _which_are_none(now) != self._absent_weights:
             return False
-        if len(now) != len(self._weights):
+        if len(now) != len(kept):
             now = [each for each in now if each is not None]
-        return self._weights.are(now)
+        return all(map(operator.is_, kept, now))
 
     def _read_containers(self) -> list[object]:
         called = chain.from_iterable(map(_CONTAINERS_OF, self._called))
