@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
+from onediff_ext.engine.blocks.weight_slots import layout_of
 from onediff_ext.engine.running.block_weights import BlockWeights
 from onediff_ext.engine.validity.module_attributes import INTERNAL, is_torchs
+from onediff_ext.engine.validity.once_per_image import OncePerImage
 from onediff_ext.engine.validity.tensor_contents import version_of
 from onediff_ext.engine.validity.values import copy_of, is_equal, is_mutable, value_of
 from onediff_ext.engine.weak_tensors import WeakTensors
 
 _CONTAINERS = (list, dict, set)
-_LAYOUT: Sequence[Callable[[torch.Tensor], Hashable]] = (
-    torch.Tensor.stride,
-    torch.Tensor.numel,
-    operator.attrgetter("dtype"),
-)
 _MADE_FROM = operator.attrgetter("made_from")
 _VERSION = operator.attrgetter("_version")
 
@@ -46,7 +44,7 @@ class DerivedStamp:
         self._generation = self._read_generation()
         tensors = list({id(t): t for each in weights for t in each.derived_sources()}.values())
         self._sources = WeakTensors(tensors)
-        self._written, self._layouts = _writes_of(tensors), _layouts_of(tensors)
+        self._written, self._layouts = _writes_of(tensors), list(map(layout_of, tensors))
         around = {id(m): m for slot in self._slots for m in slot.wrapper_modules()}
         self._fields = [m.__dict__ for m in around.values() if not is_torchs(m)]
         self._names, self._values = self._read_names(), self._read_values()
@@ -54,7 +52,7 @@ class DerivedStamp:
         self._held = [value for value in held if type(value) in _CONTAINERS]
         self._copies = list(map(copy_of, self._held))
         self._objects = [(v, value_of(v)) for v in held if type(v) not in _CONTAINERS]
-        self._epoch: Hashable = None  # the last one in which layouts and names were read
+        self._form = OncePerImage()
 
     def holds(self, epoch: Hashable = None) -> bool:
         """Return whether the derived weights would be made from the same things.
@@ -72,19 +70,15 @@ class DerivedStamp:
             return False
         return (
             _writes_of(tensors) == self._written
-            and self._have_their_form(tensors, epoch)
+            and self._form.holds(epoch, partial(self._have_their_form, tensors))
             and _are(self._values, self._read_values())
             and is_equal(self._held, self._copies)
             and all(is_equal(value_of(value), content) for value, content in self._objects)
         )
 
-    def _have_their_form(self, tensors: Sequence[torch.Tensor], epoch: Hashable) -> bool:
-        if epoch is None or epoch != self._epoch:
-            self._epoch = None
-            if _layouts_of(tensors) != self._layouts or self._read_names() != self._names:
-                return False
-            self._epoch = epoch
-        return True
+    def _have_their_form(self, tensors: Sequence[torch.Tensor]) -> bool:
+        has_layouts = list(map(layout_of, tensors)) == self._layouts
+        return has_layouts and self._read_names() == self._names
 
     def _read_parts(self) -> list[object]:
         return list(chain.from_iterable(each.derived_parts() for each in self._weights))
@@ -111,10 +105,6 @@ def _writes_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Hashabl
         return places, list(map(_VERSION, tensors))
     except RuntimeError:  # some count no writes
         return places, list(map(version_of, tensors))
-
-
-def _layouts_of(tensors: Sequence[torch.Tensor]) -> list[list[Hashable]]:
-    return [list(map(read, tensors)) for read in _LAYOUT]
 
 
 def _mutable_values(fields: dict[str, Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
+from onediff_ext.engine.validity.once_per_image import OncePerImage
 from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.weak_tensors import WeakTensors
 
@@ -156,7 +157,7 @@ class Snapshot:
         self._layouts = list(map(_form_of, tensors))
         self._note_places(tensors)
         self.origin = object()
-        self._epoch: Hashable = None  # the last one in which the layouts were read
+        self._layout = OncePerImage()
         self.refusal_reason = (
             next(
                 filter(None, (_refusal_reason(m, model, known, wrapped, passing) for m in modules)),
@@ -231,12 +232,7 @@ class Snapshot:
 
     def _has_its_layouts(self, tensors: list[torch.Tensor], epoch: Hashable) -> bool:
         """Whether weights lie as they did at their addresses: ``weight.data = weight.data.t()``."""
-        if epoch is None or epoch != self._epoch:
-            self._epoch = None
-            if list(map(_form_of, tensors)) != self._layouts:
-                return False
-            self._epoch = epoch
-        return True
+        return self._layout.holds(epoch, lambda: list(map(_form_of, tensors)) == self._layouts)
 
 
 def _where(tensors: list[torch.Tensor]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from onediff_ext.engine.validity.once_per_image import OncePerImage
 from onediff_ext.engine.validity.values import has_no_attributes, is_equal, is_mutable, value_of
 from onediff_ext.engine.weak_tensors import WeakTensors
 
@@ -34,8 +35,8 @@ class ModuleAttributes:
     """Children, hooks and attributes of modules at one moment.
 
     `hold` compares the attributes of all modules as one list. Values that can change in place are
-    compared by content. A step takes about as many looks as it has objects to touch, so that each
-    object is touched as seldom as possible.
+    compared by content. Most of its time goes into reading objects from memory, so each object is
+    read as seldom as possible.
 
     Args:
         modules: The modules, in order.
@@ -88,7 +89,7 @@ class ModuleAttributes:
         weights = self._read_weights()
         self._weights = WeakTensors(each for each in weights if each is not None)
         self._absent_weights = _which_are_none(weights)
-        self._epoch: Hashable = None  # the last one in which the names were read
+        self._naming = OncePerImage()
         self._names, self._values = self._read_names(), self._read()
         self._other_names = self._read_other_names()
         held = self._mutable_attributes(skipped - {id(outer)})
@@ -119,18 +120,15 @@ class ModuleAttributes:
         if not self._has_its_weights():
             return False
         values = self._read()
-        same = is_equal(values, self._values) and self._have_their_names(epoch)
-        if not same and not self._decides_the_same(values):
+        same = is_equal(values, self._values)
+        if not (
+            same and self._naming.holds(epoch, self._have_their_names)
+        ) and not self._decides_the_same(values):
             return False
         return all(is_equal(value_of(value), content) for value, content in self._contents)
 
-    def _have_their_names(self, epoch: Hashable) -> bool:
-        if epoch is None or epoch != self._epoch:
-            self._epoch = None
-            if self._read_names() != self._names or self._read_other_names() != self._other_names:
-                return False
-            self._epoch = epoch
-        return True
+    def _have_their_names(self) -> bool:
+        return self._read_names() == self._names and self._read_other_names() == self._other_names
 
     def _has_its_weights(self) -> bool:
         kept, now = self._weights.alive(), self._read_weights()

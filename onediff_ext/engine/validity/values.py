@@ -56,12 +56,7 @@ def has_no_attributes(value: object) -> bool:
     Args:
         value: Mutable.
     """
-    return (
-        not isinstance(value, (torch.Tensor, dict, Mapping, list, tuple, set, frozenset))
-        and not isinstance(value, (types.MethodType, functools.partial))
-        and not type(value).__module__.startswith("onediff_ext.")
-        and getattr(value, "__dict__", None) == {}
-    )
+    return not isinstance(value, (list, tuple)) and value_of(value) == (type(value), [])
 
 
 def value_of(value: object, depth: int = _DEPTH) -> object:

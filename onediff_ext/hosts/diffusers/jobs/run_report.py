@@ -173,7 +173,7 @@ def peak_bytes(device: torch.device) -> int:
     try:
         import resource
     except ImportError:  # Windows
-        import psutil  # accelerate brings it
+        import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
     scale = 1 if sys.platform == "darwin" else 1024
