@@ -6,7 +6,9 @@ width and random weights. Each contender is that script with one line changed:
 - eager: without `compile_pipe`;
 - plain: as it is;
 - plain-fp8: ``compile_pipe(pipe, options={"precision": "fp8"})``;
-- plain-lora: a LoRA is loaded before `compile_pipe`, for eager too (eager-lora).
+- plain-lora: a LoRA is loaded before `compile_pipe`, for eager too (eager-lora);
+- loop: a UNet that returns its input, so that only the pipeline's own work remains, such as the
+  scheduler's. Chosen by name alone.
 
 Nothing in the script waits for a graph or says where a picture begins. Times are those of the
 files that it writes. It runs once with an empty store, which draws one size without a pause while
@@ -42,7 +44,9 @@ CONTENDERS = {
     "plain-fp8": 'pipe = compile_pipe(pipe, options={"precision": "fp8"})',
     "eager-lora": LORA,
     "plain-lora": f"{LORA}\n{COMPILE}",
+    "loop": "pipe.unet.forward = lambda sample, *args, **kwargs: (sample,)",
 }
+DEFAULT = tuple(name for name in CONTENDERS if name != "loop")
 SETTINGS = ("what", "model", "dtype", "steps")
 _LOG = "events.txt"
 
@@ -50,7 +54,7 @@ _LOG = "events.txt"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("tiny", "small", "sd1", "sdxl"), default="tiny")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--contenders", default=",".join(DEFAULT))
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
     parser.add_argument("--steps", type=int, default=20)
@@ -118,7 +122,7 @@ class Run:
 
     def _first_pictures(self, name: str) -> dict[str, Any]:
         """Draw one size without a pause, with an empty store."""
-        count = 4 if name.startswith("eager") else self._given.first_pictures
+        count = self._given.first_pictures if name.startswith("plain") else 4
         started, times = self._draw(name, "first", self._given.steps, self._sizes[:1] * count)
         seconds = [b - a for (_, a), (_, b) in itertools.pairwise(times)]
         usual_s = statistics.median(seconds)
@@ -162,6 +166,8 @@ class Run:
     def _parity(self, name: str) -> dict[str, Any]:
         """Compare a contender's pictures with eager's, if both have been drawn."""
         run = f"{self._given.steps} steps"
+        if name == "loop":
+            return {}
         eager = self._work / ("eager-lora" if name.endswith("-lora") else "eager") / run
         return (
             {"parity": compare_pictures(eager, self._work / name / run)} if eager.exists() else {}
