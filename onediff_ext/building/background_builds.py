@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from onediff_ext.building.build_progress import ProgressListener
@@ -14,6 +17,8 @@ from onediff_ext.core.errors import BackendError, NoMemoryError
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
+
+_all_builds: weakref.WeakSet[BackgroundBuilds] = weakref.WeakSet()
 
 # The picture that met the first missing kinds keeps its speed for so long.
 _FIRST_PICTURE_S = 3.0
@@ -40,6 +45,8 @@ class BackgroundBuilds:
         self._cancelled_in = 0  # `ForegroundScheduler.pictures_begun` at the last cancel
         self._paused = self._closed = False
         self.listener: ProgressListener | None = None
+        self._process_id = os.getpid()
+        _all_builds.add(self)
 
     @property
     def is_building(self) -> bool:
@@ -130,6 +137,19 @@ class BackgroundBuilds:
             self._stop.set()
         self.wait(timeout_s)
 
+    def hand_over(self, timeout_s: float = 1.0) -> None:
+        """As `close`, but workers finish and store what they are building, after this process.
+
+        Args:
+            timeout_s: How long to wait for the end of everything else.
+        """
+        run = self._builder.run
+        if os.getpid() != self._process_id:  # a forked process, to which no thread belongs
+            return
+        if run is not None and self.is_building:
+            run.hand_over()
+        self.close(timeout_s)
+
     def is_cancelled(self, kind: BlockKind) -> bool:
         """Whether a kind was missing at a `cancel`, and nothing has asked for it since."""
         return kind in self._cancelled
@@ -175,3 +195,10 @@ class BackgroundBuilds:
             with self._changed:
                 self._thread = None
                 self._changed.notify_all()
+
+
+@atexit.register
+def _hand_over_all() -> None:
+    """Let workers finish their graphs alone when the interpreter ends while they build."""
+    for builds in list(_all_builds):
+        builds.hand_over()

@@ -17,11 +17,13 @@ from onediff_ext.building.graph_loader import GraphLoader
 from onediff_ext.building.graph_trust import GraphTrust
 from onediff_ext.building.shared_graphs import SharedGraphs
 from onediff_ext.building.torch_lock import TORCH_LOCK
+from onediff_ext.building.worker.store_alone import STORE_ALONE
 from onediff_ext.building.worker_process import Built, WorkerProcess
 from onediff_ext.core.errors import StoreError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.backend_port import Backend, Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
+from onediff_ext.engine.machine import machine_digest
 from onediff_ext.store import BuildHistory, BuildRecords, GraphLibrary
 
 logger = logging.getLogger(__name__)
@@ -141,6 +143,19 @@ class BuildContext:
         except StoreError:  # the next stored graph warns of it
             compiler_files = None
         return WorkerProcess(self.backend.name, folder, in_background, pace, compiler_files)
+
+    def store_request(self, kind: BlockKind) -> dict[str, object]:
+        """What a worker needs to store a kind's new graph without this process."""
+        return {
+            "task": STORE_ALONE,
+            "store": str(self.library.folder.root.absolute()),
+            "limit_bytes": self.library.limit_bytes,
+            "key": dict(kind.key.entries),
+            "label": kind.label,
+            "backend": self.backend.name,
+            "machine": machine_digest(kind.device),
+            "timeout_s": self.options.build_timeout_s,
+        }
 
     def build_in(self, worker: WorkerProcess, program: bytes, device: str) -> Built:
         """Build one exported program in one worker; see `WorkerProcess.build`."""

@@ -20,6 +20,8 @@ from onediff_ext.store.folder import StoreFolder
 
 _PREFIX = "onediff-build-"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
+# Held by a worker that outlives the folder's owner, in its own part of the folder.
+ALONE_LOCK = "alone.lock"
 # A folder gets its lock a moment after it was made. One without a lock after so long is stale.
 _MAKING_S = 2.0
 
@@ -40,7 +42,8 @@ def remove_stale(parent: Path | None = None) -> None:
                 continue  # being made right now, or not ours
             lock.acquire(timeout=0)
             lock.release()
-            _remove(folder)
+            if not any(_is_locked(each) for each in folder.glob(f"*/{ALONE_LOCK}")):
+                _remove(folder)
 
 
 def safe_parent(store: StoreFolder) -> Path:
@@ -98,10 +101,24 @@ class BuildFolder:
                 "Free some space, or set TMPDIR to another folder.",
             ) from exc
 
+    def leave(self) -> None:
+        """Leave the folder to workers that go on alone; the last of them deletes it."""
+        self._lock.release()
+
     def remove(self) -> None:
         """Delete the folder; waits up to 1 s for processes that still write there."""
         self._lock.release()
         _remove(self.path)
+
+
+def _is_locked(path: Path) -> bool:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
 
 
 def _is_ours_alone(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from onediff_ext import __version__
 from onediff_ext.building.event_log import EventLog
 from onediff_ext.building.graph_trust import GraphTrust
+from onediff_ext.building.new_graphs import store_new_graph
 from onediff_ext.core.errors import (
     BackendError,
     BlockGoneError,
@@ -79,24 +80,23 @@ class BuildOutcomes:
             payload: The graph's bytes. The worker that built them has tried them out.
             build_s: Seconds in the worker; 0 is left out of the history.
         """
+        machine = machine_digest(kind.device)
         try:
-            stored = self._library.put(
+            stored = store_new_graph(
+                self._library,
                 kind.key,
                 payload,
                 label=kind.label,
                 backend=self._backend_name,
-                build_seconds=build_s,
-                details={},
+                machine=machine,
+                build_s=build_s,
             )
         except StoreError as exc:
             self.warn(exc)
         else:
             self._graph_trust.forget(kind)
-            # Kept apart from the graph file: what a file says about itself is not believed.
-            self._graph_trust.record_passed(kind, stored)
             self.on_stored(stored)
         if build_s:
-            machine = machine_digest(kind.device)
             self._history.record_build(machine, self._backend_name, kind.label, build_s)
 
     def fail_kind(

@@ -95,6 +95,11 @@ class BuildRun:
             job.locks.close()
         self.workers.remove()
 
+    def hand_over(self) -> None:
+        """End the run, but let workers finish what they build, since this process ends."""
+        self.workers.hand_over()
+        self._stop.set()
+
     @property
     def stage(self) -> str:
         """The present stage, as in `Status.stage`; ``"proving"`` is a load check."""

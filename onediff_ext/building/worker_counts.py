@@ -37,3 +37,14 @@ def workers_beside_foreground(
         fitting = running + free_bytes // _WORKER_GPU_BYTES
         return max(0 if is_drawing else 1, min(worker_count(options), fitting))
     return 1 if is_drawing and not options.workers else worker_count(options)
+
+
+def workers_after_exit(device: torch.device) -> int:
+    """Workers that may finish their graphs after the end of the process that started them.
+
+    The next process may need the GPU's memory, so they take a tenth of it at most.
+    """
+    if device.type == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(device)
+        return total_bytes // (10 * _WORKER_GPU_BYTES)
+    return usable_cores()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_folder import BuildFolder, safe_parent
 from onediff_ext.building.build_jobs import Job
-from onediff_ext.building.worker_counts import worker_count
+from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import BackendError, NoMemoryError, OneDiffError
 from onediff_ext.core.priority import SessionPriorities
+
+# Workers answer within milliseconds, unless the processors are very busy.
+_HAND_OVER_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class WorkerResult:
 class WorkerPool:
     """Runs jobs in worker processes, which start when they are needed.
 
+    Each job has a thread that waits for its worker. These threads are daemons, so that the end of
+    the interpreter does not wait for them.
+
     Args:
         context: Makes the workers.
         in_background: At a low priority.
@@ -55,9 +62,10 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
         self._giving_way = SessionPriorities()
-        self._threads = ThreadPoolExecutor(
-            worker_count(context.options), thread_name_prefix="onediff-build"
-        )
+        self._threads: list[threading.Thread] = []
+        self._busy: dict[WorkerProcess, Job] = {}
+        self._told_to_go_on: set[WorkerProcess] = set()
+        self._were_handed_over = False
 
     @property
     def pids(self) -> list[int]:
@@ -76,23 +84,50 @@ class WorkerPool:
 
     def submit(self, job: Job) -> None:
         """Build a job's graph, or check its stored one, in an idle worker."""
-        ticket = [job]
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=self._run, args=(job,), name="onediff-build", daemon=True)
         try:
-            self._threads.submit(self._run, ticket)
-        except RuntimeError as exc:  # no room for another thread; an older one may have taken it
-            if ticket:
-                error = NoMemoryError(f"A build cannot begin ({exc}).")
-                self._report(WorkerResult(ticket.pop(), b"", 0.0, error))
+            thread.start()
+        except RuntimeError as exc:  # no room for another thread
+            error = NoMemoryError(f"A build cannot begin ({exc}).")
+            self._report(WorkerResult(job, b"", 0.0, error))
+        else:
+            self._threads.append(thread)
+
+    def hand_over(self) -> int:
+        """Let workers that build finish and store their graphs alone, since this process ends.
+
+        Returns:
+            The number of these workers. They do not belong to the pool any more. On a GPU, their
+            memory limits it; load checks are not handed over.
+        """
+        told = self._told_to_go_on
+        for worker, job in list(self._busy.items()):
+            if job.stored is not None and job.stored.payload is not None:
+                continue
+            if len(told) >= workers_after_exit(job.kind.device):
+                break
+            told.add(worker)
+            if not worker.hand_over(job.program, self._context.store_request(job.kind)):
+                told.remove(worker)
+        ends_at = time.monotonic() + _HAND_OVER_TIMEOUT_S
+        alone = sum(worker.wait_until_alone(ends_at) for worker in told)
+        self._were_handed_over = alone > 0
+        return alone
 
     def stop(self) -> None:
         """End all workers at once."""
         for worker in self._workers:
             worker.close()
-        self._threads.shutdown()
+        for thread in self._threads:
+            thread.join()
 
     def remove(self) -> None:
-        """Delete the workers' files."""
-        self.folder.remove()
+        """Delete the workers' files, except for workers that go on alone."""
+        if self._were_handed_over:
+            self.folder.leave()
+        else:
+            self.folder.remove()
 
     def _take_worker(self) -> WorkerProcess:
         try:
@@ -102,11 +137,7 @@ class WorkerPool:
             self._workers.append(worker)
             return worker
 
-    def _run(self, ticket: list[Job]) -> None:
-        try:
-            job = ticket.pop()
-        except IndexError:
-            return
+    def _run(self, job: Job) -> None:
         context = self._context
         payload, seconds = b"", 0.0
         error: OneDiffError | None = None
@@ -115,6 +146,7 @@ class WorkerPool:
             worker = self._take_worker()
             if job.failed_attempts:
                 worker.renew()
+            self._busy[worker] = job
             if job.stored is not None and job.stored.payload is not None:
                 timeout_s = context.options.build_timeout_s
                 device = str(job.kind.device)
@@ -124,9 +156,11 @@ class WorkerPool:
                 payload, seconds = built.payload, built.seconds
         except OneDiffError as exc:
             error = exc
-        except Exception as exc:  # would be lost in the pool, and the run would wait for ever
+        except Exception as exc:  # would be lost in the thread, and the run would wait for ever
             error = BackendError(f"{type(exc).__name__}: {exc}")
         finally:
             if worker is not None:
+                self._busy.pop(worker, None)
                 self._idle.append(worker)
-        self._report(WorkerResult(job, payload, seconds, error))
+        if worker not in self._told_to_go_on:
+            self._report(WorkerResult(job, payload, seconds, error))

@@ -15,13 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import onediff_ext
+from onediff_ext.building.build_folder import ALONE_LOCK
 from onediff_ext.building.worker_failures import last_words, worker_lost_error
 from onediff_ext.core.errors import (
     BackendError,
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _LOOK_AT_PACE_S = 1.0
+_HAND_OVER_POLL_S = 0.01
 _BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
+_PROGRAM, _GRAPH = "program.pt2", "graph.bin"  # in a worker's own folder
 _INSTALLED = ("site-packages", "dist-packages")
 _NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
 
@@ -86,7 +89,7 @@ class WorkerProcess:
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._scratch: Path | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._was_asked = False
 
     @property
     def pid(self) -> int | None:
@@ -127,6 +130,58 @@ class WorkerProcess:
         """
         self._work(program, payload, device, timeout_s)
 
+    def hand_over(self, program: bytes, store_request: Mapping[str, object]) -> bool:
+        """Tell a worker that builds, or is being started for a build, to finish without this
+        process; see `wait_until_alone`.
+
+        Args:
+            program: The one that `build` was called with.
+            store_request: From `BuildContext.store_request`; where the graph is stored.
+
+        Returns:
+            Whether it was told.
+        """
+        with self._lock:
+            process, scratch = self._process, self._scratch
+            if self._closed or process is None or scratch is None or process.stdin is None:
+                return False
+            device = str(self._device)
+            try:
+                if not self._was_asked:
+                    self._was_asked = True
+                    (scratch / _PROGRAM).write_bytes(program)
+                    process.stdin.write(json.dumps(self._request("build", scratch, device)) + "\n")
+                request = {**store_request, "graph": str(scratch / _GRAPH)}
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+            except (OSError, ValueError):
+                return False
+            return True
+
+    def wait_until_alone(self, ends_at: float) -> bool:
+        """Wait for the answer to `hand_over`, and let go of the worker's process.
+
+        `build` raises `WorkerLostError` then.
+
+        Args:
+            ends_at: When to stop waiting; monotonic, in seconds.
+
+        Returns:
+            False when the worker does not answer in time; it is still this object's then.
+        """
+        scratch = self._scratch
+        if scratch is None:
+            return False
+        while not (scratch / ALONE_LOCK).exists():
+            if self.pid is None or time.monotonic() > ends_at:
+                return False
+            time.sleep(_HAND_OVER_POLL_S)
+        with self._lock:
+            self._closed, self._left = True, self._process
+            self._process = self._scratch = None
+        self._answers.put(None)
+        return True
+
     def renew(self) -> None:
         """Start a new process for the next task: this one may have caused a failure."""
         with self._lock:
@@ -141,21 +196,19 @@ class WorkerProcess:
     def _work(
         self, program: bytes, payload: bytes | None, device: str, timeout_s: float
     ) -> tuple[dict[str, object], bytes | None]:
-        self._device = torch.device(device)
+        self._device, self._was_asked = torch.device(device), False
         try:
             scratch = self._start()
-            source, target = scratch / "program.pt2", scratch / "graph.bin"
-            source.write_bytes(program)
-            request = {
-                "program": str(source),
-                "graph": str(target),
-                "backend": self._backend,
-                "device": device,
-                "task": "build" if payload is None else "check load",
-            }
-            if payload is not None:
-                target.write_bytes(payload)
-            answer = self._ask(request, timeout_s)
+            target = scratch / _GRAPH
+            with self._lock:
+                is_asked, self._was_asked = self._was_asked, True
+                if not is_asked:
+                    (scratch / _PROGRAM).write_bytes(program)
+                    if payload is not None:
+                        target.write_bytes(payload)
+                    task = "build" if payload is None else "check load"
+                    self._ask(self._request(task, scratch, device))
+            answer = self._read_answer(timeout_s)
             if "error" in answer:
                 error = _BLAMED.get(str(answer.get("blame")), BackendError)(str(answer["error"]))
                 if answer.get("needs_restart") or isinstance(error, WorkerLostError):
@@ -212,7 +265,16 @@ class WorkerProcess:
         self._read_answer(_START_TIMEOUT_S)
         return scratch
 
-    def _ask(self, request: dict[str, str], timeout_s: float) -> dict[str, object]:
+    def _request(self, task: str, scratch: Path, device: str) -> dict[str, str]:
+        return {
+            "program": str(scratch / _PROGRAM),
+            "graph": str(scratch / _GRAPH),
+            "backend": self._backend,
+            "device": device,
+            "task": task,
+        }
+
+    def _ask(self, request: dict[str, str]) -> None:
         process = self._process
         if process is None or process.stdin is None:
             raise WorkerLostError("The worker was ended.")
@@ -221,7 +283,6 @@ class WorkerProcess:
             process.stdin.flush()
         except (OSError, ValueError) as exc:
             raise worker_lost_error(self._last_words()) from exc
-        return self._read_answer(timeout_s)
 
     def _read_answer(self, timeout_s: float) -> dict[str, object]:
         try:

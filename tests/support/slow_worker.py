@@ -23,6 +23,9 @@ def answer(request: dict[str, str]) -> dict[str, object]:
             file.write(program[: len(program) // 2])
             file.flush()
             time.sleep(float(os.environ.get("SLOW_WORKER_S", SECONDS)))
+            until = os.environ.get("SLOW_WORKER_UNTIL")
+            while until and not os.path.exists(until):
+                time.sleep(SECONDS)
             file.write(program[len(program) // 2 :])
     return {"seconds": SECONDS}
 

@@ -6,8 +6,11 @@ name, "device": "cpu"}``. It answers each with ``{"seconds": s}`` or ``{"error":
 The task ``"build"`` writes the graph. The task ``"check load"`` reads a stored graph, which may
 crash the process.
 
+The task ``"store alone"`` (`store_alone`) comes when the parent ends: the worker finishes the build
+before it, stores the graph, and ends. It answers by the lock in its own folder.
+
 The worker needs only torch and the backend's own package. It ends, with its compilers, as soon as
-its standard input closes, so it never outlives the process that started it.
+its standard input closes, so it does not outlive the process that started it without such a task.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import threading
 import time
 from pathlib import Path
 
+from onediff_ext.building.worker.store_alone import STORE_ALONE, AloneWorker
 from onediff_ext.core.priority import lower_priority
 from onediff_ext.core.words import first_line
 
@@ -42,15 +46,21 @@ def main(arguments: list[str]) -> int:
     """Serve build requests until standard input closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers print to standard output, which must hold answers only
-    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[dict[str, str] | AloneWorker] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     _step_back(in_background="background" in arguments)
     import torch  # noqa: F401  (the slow part of starting, before "ready")
 
     answers.write('{"ready": true}\n')
-    while (line := requests.get()) is not None:
-        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
-    return 0
+    answer: dict[str, object] = {}
+    while not isinstance(request := requests.get(), AloneWorker):
+        answer = _answer(request)
+        with contextlib.suppress(OSError):  # the parent has ended, and the next request says so
+            answers.write(json.dumps(answer) + "\n")
+    if "seconds" in answer:
+        request.store(float(str(answer["seconds"])))
+    request.remove_files()
+    os._exit(0)  # the threads of a backend may not end
 
 
 def _step_back(in_background: bool) -> None:
@@ -61,9 +71,17 @@ def _step_back(in_background: bool) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
-def _read_requests(requests: queue.SimpleQueue[str | None]) -> None:
+def _read_requests(requests: queue.SimpleQueue[dict[str, str] | AloneWorker]) -> None:
+    alone = None
     for line in sys.stdin:
-        requests.put(line)
+        request = json.loads(line)
+        if request["task"] == STORE_ALONE:
+            alone = AloneWorker(request)
+            requests.put(alone)
+            break
+        requests.put(request)
+    if alone is not None:
+        time.sleep(alone.timeout_s)  # `main` ends this process before
     # The parent has ended or closed this worker, which may be in the middle of a build.
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
