@@ -33,29 +33,67 @@ def class_method(module: nn.Module, name: str) -> Callable[..., Any]:
     raise AttributeError(name)
 
 
-class ClassForward:
-    """Calls the forward that a module's class has at the moment of the call.
+class ClassMethod:
+    """Calls the method that a module's class has at the moment of the call.
+
+    Another extension that keeps the callable which stands in the method's place keeps, in a model
+    without OneDiff, a bound method: the function of that moment. `keep_if_taken` does the same.
+
+    Args:
+        module: A model, or one of its blocks or layers.
+        name: The method's name.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._kept: Callable[..., Any] | None = None
+
+    @property
+    def bound(self) -> Callable[..., Any]:
+        """The method as it is now, or as it was at `keep_if_taken`, bound to the module."""
+        return class_method(self._module, self._name) if self._kept is None else self._kept
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the class has another method now than at `keep_if_taken`."""
+        return self._kept is not None and self._kept != class_method(self._module, self._name)
+
+    def keep_if_taken(self, ours: object) -> None:
+        """Keep the method for good as soon as another extension stands around ours.
+
+        Args:
+            ours: What stands in the method's place for OneDiff.
+        """
+        if self._kept is not None:
+            return
+        outermost = vars(self._module).get(self._name)
+        if outermost is ours or type(outermost).__module__.startswith("onediff_ext."):
+            return
+        self._kept = class_method(self._module, self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.bound(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ClassMethod)
+            and self._module is other._module
+            and self._name == other._name
+        )
+
+    def __hash__(self) -> int:
+        return id(self._module)
+
+
+class ClassForward(ClassMethod):
+    """Calls the forward that a module's class has at the moment of the call; see `ClassMethod`.
 
     Args:
         module: A model, or one of its blocks or layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    @property
-    def bound(self) -> Callable[..., Any]:
-        """The forward as it is now, bound to the module."""
-        return class_method(self._module, "forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bound(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClassForward) and self._module is other._module
-
-    def __hash__(self) -> int:
-        return id(self._module)
+        super().__init__(module, "forward")
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from onediff_ext.engine.class_methods import forward_slot
+from onediff_ext.engine.class_methods import ClassForward, forward_slot
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 
@@ -90,6 +90,8 @@ class ModelForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, component = self._session, self._component()
+        if isinstance(self.eager, ClassForward):
+            self.eager.keep_if_taken(self)
         runners = [] if component is None else component.runners
         parallel = None if component is None else component.cfg_parallel
         call = None if component is None else component.call_of(args, kwargs)

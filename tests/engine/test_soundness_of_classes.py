@@ -223,3 +223,70 @@ def test_code_that_is_replaced_in_place(
     assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
     monkeypatch.setattr(own, "__code__", forward.__code__)
     assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4
+
+
+class Around:
+    """A hook of another extension that keeps what ran before, as diffusers' hooks do."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.kept = module, module.forward
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.kept(*args, **kwargs)
+
+    def remove(self) -> None:
+        self.module.forward = self.kept
+
+
+def block_of(unet: Any) -> Any:
+    return unet.down_blocks[0].resnets[0]
+
+
+def part_of(unet: Any) -> Any:
+    return unet.mid_block
+
+
+@pytest.mark.parametrize("choose", [block_of, part_of, lambda unet: unet])
+def test_a_class_that_is_patched_under_a_hook(
+    session: Session, monkeypatch: pytest.MonkeyPatch, choose: Callable[[Any], Any]
+) -> None:
+    twins = Twins(session)
+    cls = type(choose(twins.unets[0]))
+    hooks = [Around(choose(unet)) for unet in twins.unets]
+    assert max(twins.error(seed) for seed in range(10, 13)) < 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", patched(cls))
+        assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4
+        for hook in hooks:  # in eager the module keeps the old function
+            hook.remove()
+        assert max(twins.error(seed) for seed in range(30, 34)) < 1e-4
+    assert max(twins.error(seed) for seed in range(40, 44)) < 1e-4
+
+
+def test_a_class_that_is_patched_under_a_hook_on_a_part_of_a_foreign_forward(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(session)
+    monkeypatch.setattr(type(twins.unets[0]), "forward", patched(type(twins.unets[0])))
+    assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+    for unet in twins.unets:
+        Around(part_of(unet))
+    assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4
+    cls = type(part_of(twins.unets[0]))
+    monkeypatch.setattr(cls, "forward", patched(cls))
+    assert max(twins.error(seed) for seed in range(30, 34)) < 1e-4
+
+
+@pytest.mark.parametrize("choose", [block_of, part_of, lambda unet: unet])
+def test_a_hook_that_keeps_a_patched_method(
+    session: Session, monkeypatch: pytest.MonkeyPatch, choose: Callable[[Any], Any]
+) -> None:
+    twins = Twins(session)
+    cls = type(choose(twins.unets[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", patched(cls))
+        for unet in twins.unets:
+            Around(choose(unet))
+        assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
+    assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4

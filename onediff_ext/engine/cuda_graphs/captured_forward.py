@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError, ModelChangedError
+from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph, CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, read_call
 from onediff_ext.engine.cuda_graphs.forward_recorder import ForwardRecorder
@@ -99,6 +100,8 @@ class CapturedForward:
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.eager, ClassForward):
+            self.eager.keep_if_taken(self)
         self.replayed, self._replayed_from = False, None
         if not self.active:
             return self.eager(*args, **kwargs)

@@ -18,7 +18,7 @@ from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily, Refusal, Tensors
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.blocks.prompt_recipe import Done
-from onediff_ext.engine.class_methods import class_method
+from onediff_ext.engine.class_methods import ClassMethod
 from onediff_ext.engine.graph_calls import is_observed, run_graph
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.engine.running.block_weights import BlockWeights
@@ -93,6 +93,7 @@ class BlockRunner:
         self.block, self.family, self._registry = block, family, registry
         own = getattr(type(block), family.method)
         self.replaced = None if getattr(forward, "__func__", None) is own else forward
+        self._own = ClassMethod(block, family.method)
         self._left = LeftWrapper.of(block, family.method, self.replaced)
         self.active = True
         self.compared = 0
@@ -113,12 +114,9 @@ class BlockRunner:
     def eager(self) -> Callable[..., Any]:
         """The method that runs in place of a graph.
 
-        It is the instance's method that the runner replaced, or else the method that the class has
-        now, which an extension may have patched since.
+        It is the instance's method that the runner replaced, or else the class's (`ClassMethod`).
         """
-        if self.replaced is not None:
-            return self.replaced
-        return class_method(self.block, self.family.method)
+        return self._own.bound if self.replaced is None else self.replaced
 
     @property
     def tree(self) -> BlockTree | None:
@@ -135,6 +133,7 @@ class BlockRunner:
         return copy.deepcopy(self.eager, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._own.keep_if_taken(self)
         if self.done is not None and self.done.now:
             return args[0]
         if not self.active or self._is_still_missing():
@@ -327,6 +326,8 @@ class BlockRunner:
             return Refusal("gradients are enabled")
         if self.replaced is not None and not (self._left is not None and self._left.passes()):
             return Refusal("it has a hook or a replaced forward of another extension")
+        if self._own.is_outdated:
+            return Refusal("another extension keeps the method that its class had before")
         tree, moment = self.tree, self._registry.moment
         if tree is None or tree.refusal_reason is None:
             if self._surroundings is not None and self._surroundings.may_replace_code(moment):
