@@ -1,0 +1,60 @@
+"""A checkpoint of full width and a LoRA for a WebUI, with random weights.
+
+``python -m benchmarks.webui_models sdxl MODELS`` writes them into a WebUI's folder ``models``, as
+``random-sdxl``. They draw nothing sensible. They take as long as real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.models import DTYPES, make_pipeline
+from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
+from tests.support.adapter_weights import lora_tensors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="sdxl, sd15, or a narrow one: small or tiny")
+    parser.add_argument("folder", type=Path, help="the WebUI's models")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for path in write_models(arguments.model, arguments.folder, device, DTYPES[arguments.dtype]):
+        print(path, flush=True)
+    return 0
+
+
+def write_models(
+    model: str, folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[Path, Path]:
+    """Write a checkpoint and a LoRA, named ``random-MODEL``; a checkpoint that is there stays.
+
+    Args:
+        model: As `make_pipeline` knows it.
+        folder: A WebUI's ``models``.
+        device: Where the weights are made.
+        dtype: Of the weights.
+
+    Returns:
+        The two files.
+    """
+    checkpoint = folder / "Stable-diffusion" / f"random-{model}.safetensors"
+    lora = folder / "Lora" / f"random-{model}.safetensors"
+    if not (checkpoint.exists() and lora.exists()):
+        pipe: Any = make_pipeline(model, device, dtype)
+        parts = SimpleNamespace(**pipe.components)
+        lora.parent.mkdir(parents=True, exist_ok=True)
+        save_file(lora_tensors(parts, "kohya"), str(lora))
+        save_ldm(pipe, checkpoint, with_yaml=False)
+    return checkpoint, lora
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
