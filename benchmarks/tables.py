@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.neo_table import neo_compile_table
 from benchmarks.plain_rows import as_used
 from benchmarks.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPT = ROOT / "benchmarks" / "plain_script.py"
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/hosts-neo.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SIZES = (
     *((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512)),
@@ -124,6 +125,8 @@ def with_tables(text: str, results: Path) -> str:
         "webui": lambda: webui_table(
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
+        "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h200")),
+        "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
         "one set of graphs": lambda: one_set_table(
             [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]
         ),
