@@ -8,7 +8,8 @@ includes the loading of the checkpoint. Milliseconds per step are the difference
 with twice the steps.
 
 Figures are written after each row, and rows of an earlier run stay. A picture that is not there
-after ``--limit-s`` ends its contender; so does the end of ``--total-s``.
+after ``--limit-s`` ends its contender; so does the end of ``--total-s``. If it is one of a new
+size, the restart is measured nevertheless.
 """
 
 from __future__ import annotations
@@ -235,13 +236,20 @@ class Contender:
         if self._given.lora:
             self._row("LoRA on", sizes[0], lora=True, with_steps=False)
             self._row("LoRA off", sizes[0], with_steps=False)
-        for size in sizes[1:]:
-            self._row("new size", size)
+        drawn, late = [], None
+        try:
+            for size in sizes[1:]:
+                self._row("new size", size)
+                drawn.append(size)
+        except OverTimeError as exc:
+            late = exc
         self._process.stop()
         self._start("restart_s")
         self._row("restart", sizes[0], with_steps=False)
-        for size in sizes[1:]:
+        for size in drawn:
             self._row("new size after the restart", size, with_steps=False)
+        if late is not None:
+            raise late
 
     def _start(self, fact: str) -> None:
         self.facts[fact] = self._process.start(self._seconds_left())

@@ -144,9 +144,10 @@ def test_a_picture_that_does_not_come_ends_its_contender_and_stays_known(tmp_pat
     assert not complete
     for name in ("host", "ours"):
         rows = [row for row in figures["rows"] if row["contender"] == name]
-        assert [row["event"] for row in rows] == ["start", "LoRA on", "LoRA off", "new size"]
-        assert rows[-1]["stopped"] == "no picture within 1 s"
-        assert "first_s" not in rows[-1]
+        events = ["start", "LoRA on", "LoRA off", "new size", "restart"]
+        assert [row["event"] for row in rows] == events
+        assert rows[-2]["stopped"] == "no picture within 1 s"
+        assert "first_s" not in rows[-2]
         assert figures["contenders"][name]["ended"] == "no picture within 1 s"
         assert made[name].events[-1] == "stop"
 
