@@ -20,8 +20,10 @@ from onediff_ext.store.folder import StoreFolder
 
 _PREFIX = "onediff-build-"
 _NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as mkdtemp makes them
-# Held by a worker that outlives the folder's owner, in its own part of the folder.
+# Held by a worker that outlives the folder's owner, in its own part of the folder. The owner makes
+# the file, and the worker takes the lock as soon as it is told.
 ALONE_LOCK = "alone.lock"
+_TAKEN_WITHIN_S = 60.0
 # A folder gets its lock a moment after it was made. One without a lock after so long is stale.
 _MAKING_S = 2.0
 
@@ -42,7 +44,7 @@ def remove_stale(parent: Path | None = None) -> None:
                 continue  # being made right now, or not ours
             lock.acquire(timeout=0)
             lock.release()
-            if not any(_is_locked(each) for each in folder.glob(f"*/{ALONE_LOCK}")):
+            if not any(_is_in_use(each) for each in folder.glob(f"*/{ALONE_LOCK}")):
                 _remove(folder)
 
 
@@ -111,8 +113,10 @@ class BuildFolder:
         _remove(self.path)
 
 
-def _is_locked(path: Path) -> bool:
-    lock = FileLock(path)
+def _is_in_use(alone_lock: Path) -> bool:
+    if time.time() - alone_lock.stat().st_mtime < _TAKEN_WITHIN_S:
+        return True
+    lock = FileLock(alone_lock)
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,9 +13,6 @@ from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import BackendError, NoMemoryError, OneDiffError
 from onediff_ext.core.priority import SessionPriorities
-
-# Workers answer within milliseconds, unless the processors are very busy.
-_HAND_OVER_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,7 @@ class WorkerPool:
         self._giving_way = SessionPriorities()
         self._threads: list[threading.Thread] = []
         self._busy: dict[WorkerProcess, Job] = {}
-        self._told_to_go_on: set[WorkerProcess] = set()
-        self._were_handed_over = False
+        self._alone: set[WorkerProcess] = set()
 
     @property
     def pids(self) -> list[int]:
@@ -101,19 +96,16 @@ class WorkerPool:
             The number of these workers. They do not belong to the pool any more. On a GPU, their
             memory limits it; load checks are not handed over.
         """
-        told = self._told_to_go_on
+        alone = self._alone
         for worker, job in list(self._busy.items()):
             if job.stored is not None and job.stored.payload is not None:
                 continue
-            if len(told) >= workers_after_exit(job.kind.device):
+            if len(alone) >= workers_after_exit(job.kind.device):
                 break
-            told.add(worker)
+            alone.add(worker)
             if not worker.hand_over(job.program, self._context.store_request(job.kind)):
-                told.remove(worker)
-        ends_at = time.monotonic() + _HAND_OVER_TIMEOUT_S
-        alone = sum(worker.wait_until_alone(ends_at) for worker in told)
-        self._were_handed_over = alone > 0
-        return alone
+                alone.remove(worker)
+        return len(alone)
 
     def stop(self) -> None:
         """End all workers at once."""
@@ -124,7 +116,7 @@ class WorkerPool:
 
     def remove(self) -> None:
         """Delete the workers' files, except for workers that go on alone."""
-        if self._were_handed_over:
+        if self._alone:
             self.folder.leave()
         else:
             self.folder.remove()
@@ -162,5 +154,5 @@ class WorkerPool:
             if worker is not None:
                 self._busy.pop(worker, None)
                 self._idle.append(worker)
-        if worker not in self._told_to_go_on:
+        if worker not in self._alone:
             self._report(WorkerResult(job, payload, seconds, error))

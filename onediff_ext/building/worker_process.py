@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _LOOK_AT_PACE_S = 1.0
-_HAND_OVER_POLL_S = 0.01
 _BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
 _PROGRAM, _GRAPH = "program.pt2", "graph.bin"  # in a worker's own folder
 _INSTALLED = ("site-packages", "dist-packages")
@@ -90,6 +89,7 @@ class WorkerProcess:
         self._scratch: Path | None = None
         self._lock = threading.Lock()
         self._closed = self._was_asked = False
+        self._left: subprocess.Popen[str] | None = None  # goes on alone
 
     @property
     def pid(self) -> int | None:
@@ -131,53 +131,36 @@ class WorkerProcess:
         self._work(program, payload, device, timeout_s)
 
     def hand_over(self, program: bytes, store_request: Mapping[str, object]) -> bool:
-        """Tell a worker that builds, or is being started for a build, to finish without this
-        process; see `wait_until_alone`.
+        """Let a worker that builds, or is being started for a build, finish without this process.
+
+        The worker's process does not belong to this object any more. `build` raises
+        `WorkerLostError`.
 
         Args:
             program: The one that `build` was called with.
             store_request: From `BuildContext.store_request`; where the graph is stored.
 
         Returns:
-            Whether it was told.
+            Whether the worker was told.
         """
         with self._lock:
             process, scratch = self._process, self._scratch
             if self._closed or process is None or scratch is None or process.stdin is None:
                 return False
-            device = str(self._device)
             try:
+                (scratch / ALONE_LOCK).touch()
                 if not self._was_asked:
                     self._was_asked = True
                     (scratch / _PROGRAM).write_bytes(program)
-                    process.stdin.write(json.dumps(self._request("build", scratch, device)) + "\n")
+                    request = self._request("build", scratch, str(self._device))
+                    process.stdin.write(json.dumps(request) + "\n")
                 request = {**store_request, "graph": str(scratch / _GRAPH)}
+                # What is in the pipe reaches the worker even after the end of this process.
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
             except (OSError, ValueError):
                 return False
-            return True
-
-    def wait_until_alone(self, ends_at: float) -> bool:
-        """Wait for the answer to `hand_over`, and let go of the worker's process.
-
-        `build` raises `WorkerLostError` then.
-
-        Args:
-            ends_at: When to stop waiting; monotonic, in seconds.
-
-        Returns:
-            False when the worker does not answer in time; it is still this object's then.
-        """
-        scratch = self._scratch
-        if scratch is None:
-            return False
-        while not (scratch / ALONE_LOCK).exists():
-            if self.pid is None or time.monotonic() > ends_at:
-                return False
-            time.sleep(_HAND_OVER_POLL_S)
-        with self._lock:
-            self._closed, self._left = True, self._process
+            self._closed, self._left = True, process
             self._process = self._scratch = None
         self._answers.put(None)
         return True
@@ -265,7 +248,7 @@ class WorkerProcess:
         self._read_answer(_START_TIMEOUT_S)
         return scratch
 
-    def _request(self, task: str, scratch: Path, device: str) -> dict[str, str]:
+    def _request(self, task: str, scratch: Path, device: str) -> dict[str, object]:
         return {
             "program": str(scratch / _PROGRAM),
             "graph": str(scratch / _GRAPH),
@@ -274,7 +257,7 @@ class WorkerProcess:
             "task": task,
         }
 
-    def _ask(self, request: dict[str, str]) -> None:
+    def _ask(self, request: Mapping[str, object]) -> None:
         process = self._process
         if process is None or process.stdin is None:
             raise WorkerLostError("The worker was ended.")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onediff_ext.building.build_folder import remove_stale
+from onediff_ext.building.build_folder import ALONE_LOCK, remove_stale
 from onediff_ext.building.worker.store_alone import STORE_ALONE, AloneWorker
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.core.options import CompileOptions
@@ -146,14 +146,20 @@ def test_a_store_that_was_deleted_meanwhile_is_not_made_again(tmp_path, graph, k
     assert not (tmp_path / "gone").exists()
 
 
+def sweep(tmp: Path) -> None:
+    """Sweep as if everything there were old."""
+    for path in (*tmp.rglob("*"), *tmp.iterdir()):
+        os.utime(path, (1, 1))
+    remove_stale(tmp)
+
+
 def test_a_build_folder_stays_as_long_as_a_worker_goes_on_in_it(library, graph, key, tmp_path):
     first = AloneWorker(request_of(library, key, graph))
     second_graph = graph.parent.parent / "worker-2" / "graph.bin"
     second_graph.parent.mkdir()
     second = AloneWorker(request_of(library, key, second_graph))
     folder = graph.parent.parent
-    os.utime(folder, (1, 1))
-    remove_stale(tmp_path / "tmp")
+    sweep(tmp_path / "tmp")
     assert folder.exists()
     before = Path.cwd()
     try:
@@ -165,3 +171,13 @@ def test_a_build_folder_stays_as_long_as_a_worker_goes_on_in_it(library, graph, 
         assert not folder.exists()
     finally:
         os.chdir(before)
+
+
+def test_a_build_folder_stays_until_a_worker_was_able_to_take_its_lock(graph, tmp_path):
+    folder = graph.parent.parent
+    (graph.parent / ALONE_LOCK).touch()
+    os.utime(folder, (1, 1))
+    remove_stale(tmp_path / "tmp")
+    assert graph.exists()
+    sweep(tmp_path / "tmp")  # the worker died before
+    assert not folder.exists()

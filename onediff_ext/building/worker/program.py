@@ -7,7 +7,7 @@ The task ``"build"`` writes the graph. The task ``"check load"`` reads a stored 
 crash the process.
 
 The task ``"store alone"`` (`store_alone`) comes when the parent ends: the worker finishes the build
-before it, stores the graph, and ends. It answers by the lock in its own folder.
+before it, stores the graph, and ends.
 
 The worker needs only torch and the backend's own package. It ends, with its compilers, as soon as
 its standard input closes, so it does not outlive the process that started it without such a task.
