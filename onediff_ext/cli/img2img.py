@@ -155,6 +155,7 @@ def _draw_here(
         progress.advance(len(batch.outputs), note)
         model.times.mark("first picture")
 
+    end = model.close
     try:
         run_img2img(
             job,
@@ -165,11 +166,12 @@ def _draw_here(
             session=model.session,
             on_batch=show,
         )
+        end = model.leave
     finally:
         progress.close()
         report.take_session(model.session, model.image_generator.device)
         report.start_up = seconds_since(process_started_at(), model.times.steps)
-        model.close()
+        end()
 
 
 def _nothing_found(arguments: argparse.Namespace) -> str:

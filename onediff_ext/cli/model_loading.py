@@ -45,6 +45,11 @@ class LoadedModel:
         if self.session is not None:
             self.session.close()
 
+    def leave(self) -> None:
+        """As `close`, but workers finish the graphs that they are building after this process."""
+        if self.session is not None:
+            self.session.background.hand_over()
+
 
 def load_model(
     arguments: argparse.Namespace,

@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace, ahead: WorkersAhead | None) -> int:
     progress.close()
     report.take_session(model.session, image_generator.device)
     report.start_up = seconds_since(process_started_at(), model.times.steps)
-    model.close()
+    model.leave()
     if arguments.report is not None:
         report_file.write_report(arguments.report, report)
     report_file.print_summary(report)
