@@ -1,4 +1,4 @@
-"""Which rows a table shows: those of plain calls, and announced ones where they differ."""
+"""Rows of plain calls: they lead in tables, and stand beside the UNet alone."""
 
 from __future__ import annotations
 
@@ -40,6 +40,37 @@ def as_used(
         ]
         found = [row for row in renamed if row["contender"]]
     return found
+
+
+def beside_unet(
+    plain: dict[str, Any], loop: dict[str, Any], unet: dict[str, Any]
+) -> tuple[list[str], list[list[str]]]:
+    """Compare steps of a user's script with what they are made of, by size.
+
+    Args:
+        plain, loop: Result files of `benchmarks.plain`: of the script, and of the contender loop.
+        unet: A result file of `benchmarks.unet`, of the same machine.
+
+    Returns:
+        The table's header and lines: milliseconds, and the script's time over the sum of both.
+    """
+    key = ("width", "height")
+    alone = _by_place(loop["rows"], "loop", key)
+    header = ["size", "the loop alone"]
+    found: dict[tuple[Any, ...], list[str]] = {
+        place: [f"{place[0]}x{place[1]}", f"{ms:.2f}"] for place, ms in alone.items()
+    }
+    for name, announced in PLAIN.items():
+        steps, model = (
+            _by_place(figures["rows"], contender, key)
+            for figures, contender in ((plain, name), (unet, announced))
+        )
+        precision = announced.removeprefix("ours-")
+        header += [f"UNet, {precision}", f"a step, {precision}", "over the sum"]
+        for place, cells in found.items():
+            ratio = steps[place] / (model[place] + alone[place])
+            cells += [f"{model[place]:.1f}", f"{steps[place]:.1f}", f"{ratio:.2f}"]
+    return header, list(found.values())
 
 
 def _by_place(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.neo_table import neo_compile_table
-from benchmarks.plain_rows import as_used
+from benchmarks.plain_rows import as_used, beside_unet
 from benchmarks.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +24,11 @@ SIZES = (
     *((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512)),
     (1536, 1024),
 )
-TRANSFORMERS = ("flux", "sd35-medium", "sd35-large", "z-image", "qwen-image")
+# By the GPU that has most of a model's rows.
+TRANSFORMERS = {
+    **dict.fromkeys(("flux", "sd35-medium", "z-image"), "h200"),
+    **dict.fromkeys(("sd35-large", "qwen-image"), "h100"),
+}
 COLUMNS = {
     "eager": "eager",
     "ours-captured-eager": "eager, captured",
@@ -99,7 +103,7 @@ def with_tables(text: str, results: Path) -> str:
         return figures
 
     def dit_table(model: str) -> str:
-        return forward_table(result(f"dit-{model}-h200"), "bfloat16")
+        return forward_table(result(f"dit-{model}-{TRANSFORMERS[model]}"), "bfloat16")
 
     sections: dict[str, Callable[[], str]] = {
         "a user's script": lambda: f"```python\n{SCRIPT.read_text(encoding='utf-8')}```",
@@ -116,6 +120,11 @@ def with_tables(text: str, results: Path) -> str:
         "pipeline sd15": lambda: pipeline_table(result("pipeline-sd15-h200")),
         "start-up": lambda: start_up_table(result("start-up-sdxl-h200")),
         "plain first": lambda: plain_first_table(result("plain-sdxl-h200")),
+        "plain sizes": lambda: _table(
+            *beside_unet(
+                *(result(f"{each}-sdxl-h100") for each in ("plain-sizes", "plain-loop", "unet"))
+            )
+        ),
         "never wait": lambda: never_wait_table(result("never-wait-onediff-demo-cpu")),
         "kernels": lambda: kernel_table(result("kernels-h200")),
         "deepcache": lambda: deepcache_table(

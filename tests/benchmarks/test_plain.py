@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import plain, tables
-from benchmarks.plain_rows import ANNOUNCED, as_used
+from benchmarks.plain_rows import ANNOUNCED, as_used, beside_unet
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,3 +92,20 @@ def test_both_are_shown_where_they_differ() -> None:
     header, _, *lines = tables.forward_table({"rows": slow}).splitlines()
     assert header == "| size | eager | OneDiff | OneDiff, announced | times faster |"
     assert lines[0] == "| 512x512 | 1.0 | 10.0 | 10.0 | 0.1 |"
+
+
+def test_a_step_stands_beside_the_unet_and_the_loop() -> None:
+    def figures(**ms: float) -> dict[str, Any]:
+        return {"rows": [
+            {"contender": name, "width": 720, "height": 960, "ms_median": value}
+            for name, value in ms.items()
+        ]}  # fmt: skip
+
+    header, lines = beside_unet(
+        figures(**{"plain": 22.0, "plain-fp8": 17.85, "eager": 60.0}),
+        figures(loop=0.5),
+        figures(**{"ours-exact": 21.5, "ours-fp8": 16.5}),
+    )
+    assert lines == [["720x960", "0.50", "21.5", "22.0", "1.00", "16.5", "17.9", "1.05"]]
+    assert len(header) == len(lines[0])
+    assert header[3:5] == ["a step, exact", "over the sum"]
