@@ -16,7 +16,7 @@ EVENTS = {
 
 
 def neo_compile_table(figures: dict[str, Any]) -> str:
-    """Seconds of first pictures and milliseconds a step, by contender.
+    """Seconds of first and later pictures, and milliseconds a step, by contender.
 
     A picture that did not come in time has the reason in its place, and one that was not asked
     for a dash.
@@ -43,4 +43,7 @@ def neo_compile_table(figures: dict[str, Any]) -> str:
 def _first(row: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
-    return f"{row['first_s']:.2f}" if "first_s" in row else str(row["stopped"])
+    if "first_s" not in row:
+        return str(row["stopped"])
+    later = f", then {row['seconds']:.2f}" if "seconds" in row else ""
+    return f"{row['first_s']:.2f}{later}"
