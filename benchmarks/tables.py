@@ -134,7 +134,7 @@ def with_tables(text: str, results: Path) -> str:
         "webui": lambda: webui_table(
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
-        "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h200")),
+        "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h100")),
         "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
         "one set of graphs": lambda: one_set_table(
             [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]
