@@ -277,9 +277,9 @@ class Contender:
         self._add(row)
         if self._name == "ours":
             row |= self._wait_for_builds()
-        count = self._given.pictures if with_steps else 1
-        if with_steps:  # the graphs that were built meanwhile are new to this picture
-            row["second_s"] = self._draw(size, lora, steps).seconds
+        count = self._given.pictures
+        # Graphs that were built meanwhile, and the CUDA graphs, are new to this picture.
+        row["second_s"] = self._draw(size, lora, steps).seconds
         drawn = [self._draw(size, lora, steps) for _ in range(count)]
         row["seconds"] = statistics.median(one.seconds for one in drawn)
         if with_steps:

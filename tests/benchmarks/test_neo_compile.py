@@ -129,7 +129,7 @@ def test_each_contender_draws_the_same_and_differs_in_what_is_on(tmp_path: Path)
         ("restart", 64), ("new size after the restart", 72),
     ]  # fmt: skip
     with_lora = [job for job in host if "<lora:fine:" in job["prompt"]]
-    assert len(with_lora) == 2
+    assert len(with_lora) == 3
     assert all(neo.events == ["start", "stop", "start", "stop"] for neo in made.values())
     assert made["host"].options == {"sd_model_checkpoint": "fake.safetensors"}
 
