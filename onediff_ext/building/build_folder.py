@@ -106,6 +106,7 @@ class BuildFolder:
     def leave(self) -> None:
         """Leave the folder to workers that go on alone; the last of them deletes it."""
         self._lock.release()
+        remove_stale(self.path.parent)  # they may have ended before
 
     def remove(self) -> None:
         """Delete the folder; waits up to 1 s for processes that still write there."""

@@ -59,7 +59,7 @@ class ClassMethod:
         return self._kept is not None and self._kept != class_method(self._module, self._name)
 
     def keep_if_taken(self, ours: object) -> None:
-        """Keep the method for good as soon as another extension stands around ours.
+        """Keep the method as soon as another extension stands around ours.
 
         Args:
             ours: What stands in the method's place for OneDiff.
@@ -71,15 +71,15 @@ class ClassMethod:
             return
         self._kept = class_method(self._module, self._name)
 
+    def follow(self) -> None:
+        """Follow the class again, since nothing stands in the method's place any more."""
+        self._kept = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.bound(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ClassMethod)
-            and self._module is other._module
-            and self._name == other._name
-        )
+        return isinstance(other, ClassMethod) and self.bound == other.bound
 
     def __hash__(self) -> int:
         return id(self._module)

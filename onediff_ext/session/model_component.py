@@ -171,7 +171,7 @@ class Component:
         self._part_patches.undo()
         self.foreign = reason
         if reason is None:
-            if self._whole is not None and self._whole.eager != forward.eager:
+            if self._whole is not None and not self._whole.goes_on_with(forward.eager):
                 self._forget_whole()
             if self._whole is None:
                 self._whole = CapturedForward(
@@ -196,7 +196,7 @@ class Component:
 
     def _part_forwards(self) -> list[CapturedForward]:
         """Capture the model's parts, with the same CUDA graphs in the next job."""
-        if any(part.eager != forward_of(part.model) for part in self._parts):
+        if not all(part.goes_on_with(forward_of(part.model)) for part in self._parts):
             self._forget_parts()
         if not self._parts:
             parts = [
@@ -316,6 +316,7 @@ class Component:
             self.remove()
             return False
         for runner in self.runners:
+            runner.follow_class()
             self._patches.set(runner.block, runner.family.method, runner)
         return True
 

@@ -290,3 +290,47 @@ def test_a_hook_that_keeps_a_patched_method(
             Around(choose(unet))
         assert max(twins.error(seed) for seed in range(10, 14)) < 1e-4
     assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
+
+
+@pytest.mark.parametrize("choose", [block_of, lambda unet: unet])
+def test_a_hook_of_an_earlier_job_keeps_nothing(
+    session: Session, monkeypatch: pytest.MonkeyPatch, choose: Callable[[Any], Any]
+) -> None:
+    twins = Twins(session)
+    component = compiled_state(twins.pipe).components[0]
+    hooks = [Around(choose(unet)) for unet in twins.unets]
+    assert max(twins.error(seed) for seed in range(10, 13)) < 1e-4
+    for hook in hooks:
+        hook.remove()
+    component.suspend()
+    for unet in twins.unets:
+        vars(choose(unet)).pop("forward", None)
+    component.install()
+    assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
+    cls = type(choose(twins.unets[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", patched(cls))
+        assert max(twins.error(seed) for seed in range(30, 34)) < 1e-4
+    assert max(twins.error(seed) for seed in range(40, 44)) < 1e-4
+    assert twins.captured.reason == ""
+
+
+def test_a_class_that_is_patched_between_jobs_after_a_hook(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(session)
+    component = compiled_state(twins.pipe).components[0]
+    for choose in (block_of, lambda unet: unet):
+        hooks = [Around(choose(unet)) for unet in twins.unets]
+        assert max(twins.error(seed) for seed in range(10, 13)) < 1e-4
+        for hook in hooks:
+            hook.remove()
+        component.suspend()
+        for unet in twins.unets:
+            vars(choose(unet)).pop("forward", None)
+        with monkeypatch.context() as patch:
+            cls = type(choose(twins.unets[0]))
+            patch.setattr(cls, "forward", patched(cls))
+            component.install()
+            assert max(twins.error(seed) for seed in range(20, 24)) < 1e-4
+        assert max(twins.error(seed) for seed in range(30, 34)) < 1e-4

@@ -76,8 +76,9 @@ def _read_requests(requests: queue.SimpleQueue[dict[str, str] | AloneWorker]) ->
     for line in sys.stdin:
         request = json.loads(line)
         if request["task"] == STORE_ALONE:
-            alone = AloneWorker(request)
-            requests.put(alone)
+            with contextlib.suppress(OSError):  # without its lock it would lose its folder
+                alone = AloneWorker(request)
+                requests.put(alone)
             break
         requests.put(request)
     if alone is not None:

@@ -96,6 +96,18 @@ class CapturedForward:
         """See the class."""
         return None if self._replayed_from is None else self._replayed_from()
 
+    def goes_on_with(self, forward: Callable[..., Any]) -> bool:
+        """Whether this forward, with its CUDA graphs, serves after another installation.
+
+        Args:
+            forward: What runs as the model's forward now, from `forward_of`.
+        """
+        if self.eager != forward:
+            return False
+        if isinstance(self.eager, ClassForward) and self.eager is not forward:
+            self.eager.follow()
+        return True
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
 

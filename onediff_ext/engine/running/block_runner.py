@@ -118,6 +118,10 @@ class BlockRunner:
         """
         return self._own.bound if self.replaced is None else self.replaced
 
+    def follow_class(self) -> None:
+        """Follow the block's class again, when the runner is installed once more."""
+        self._own.follow()
+
     @property
     def tree(self) -> BlockTree | None:
         """The block at the last call; None before the first."""
