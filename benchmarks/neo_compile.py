@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.pictures import psnr_db
 from benchmarks.results import check_mergeable, merge, read_result, write_result
+from benchmarks.webui import JOB, is_active, wait_until_quiet
 from benchmarks.webui_process import WebUIProcess
 from tests.support.webui_client import Drawn, WebUIError
 
@@ -38,16 +39,6 @@ _PRESET = "max-autotune-no-cudagraphs"
 _FLAGS = ("--skip-prepare-environment",)
 _KEY = ("contender", "event", "width", "height")
 _SAME = ("what", "model", "steps")
-JOB = {
-    "prompt": "a red apple on a wooden table, photograph",
-    "negative_prompt": "blurry",
-    "sampler_name": "Euler",
-    "cfg_scale": 7,
-    "seed": 7,
-}
-_POLL_S = 0.25
-# Nothing is built any more after this time without activity.
-_QUIET_S = 2.0
 # What the host's log tells of its compiler.
 _LOG_LINES = {
     "compiled": "Model Compiled",
@@ -309,17 +300,9 @@ class Contender:
         Returns:
             "builds_s", from the first picture's end, and "unfinished" if that took too long.
         """
-        limit_s = self._seconds_left()
-        start = quiet_since = time.monotonic()
-        while True:
-            status, now = self._webui.status(), time.monotonic()
-            if status["building"] or status["stage"] or status["sizes_needed"]:
-                quiet_since = now
-            if now - quiet_since > _QUIET_S:
-                return {"builds_s": quiet_since - start}
-            if now - start > limit_s:
-                return {"builds_s": now - start, "unfinished": status["line"]}
-            time.sleep(_POLL_S)
+        busy_s, status = wait_until_quiet(self._webui, self._seconds_left())
+        unfinished = {"unfinished": status["line"]} if is_active(status) else {}
+        return {"builds_s": busy_s, **unfinished}
 
     def _seconds_left(self) -> float:
         left = self._ends - time.monotonic()

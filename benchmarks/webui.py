@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,33 @@ JOB = {
     "seed": 7,
 }
 _POLL_S = 0.25
-# The warm-up counts as finished after this time without activity.
+# A warm-up, or builds, count as finished after this time without activity.
 _QUIET_S = 2.0
+
+
+def is_active(status: Mapping[str, Any]) -> bool:
+    """Whether the extension builds, warms up, or will, by its status."""
+    return bool(status["building"] or status["stage"] or status["sizes_needed"])
+
+
+def wait_until_quiet(webui: Any, limit_s: float) -> tuple[float, dict[str, Any]]:
+    """Wait until the extension builds nothing any more.
+
+    Args:
+        webui: A `WebUI`.
+        limit_s: How long to wait.
+
+    Returns:
+        The seconds until it became quiet, and its last status, which `is_active` after the limit.
+    """
+    start = quiet_since = time.monotonic()
+    while True:
+        time.sleep(_POLL_S)
+        status, now = webui.status(), time.monotonic()
+        if is_active(status):
+            quiet_since = now
+        if now - quiet_since > _QUIET_S or now - start > limit_s:
+            return quiet_since - start, status
 
 
 def main() -> int:
@@ -115,22 +141,15 @@ class Run:
     def _warm_up(self, name: str, chosen: dict[str, Any]) -> None:
         sizes = ", ".join(f"{width}x{height}" for width, height in self._sizes)
         self._webui.post("/onediff/v1/warmup", {**chosen, "sizes": sizes})
-        start = quiet_since = time.monotonic()
-        while True:
-            time.sleep(_POLL_S)
-            status, now = self._webui.status(), time.monotonic()
-            if status["building"] or status["stage"] or status["sizes_needed"]:
-                quiet_since = now
-            if now - quiet_since > _QUIET_S or now - start > self._given.warm_up_limit_s:
-                break
+        busy_s, status = wait_until_quiet(self._webui, self._given.warm_up_limit_s)
         self._figures["contenders"][name] = {
-            "warm_up_s": quiet_since - start,
+            "warm_up_s": busy_s,
             "kinds": status["kinds_needed"],
             "failed": status["kinds_failed"],
             "line": status["line"],
             "reasons": status["reasons"],
         }
-        print(f"{name}: warm-up in {quiet_since - start:.1f} s, {status['line']}", flush=True)
+        print(f"{name}: warm-up in {busy_s:.1f} s, {status['line']}", flush=True)
 
     def _draw_sizes(self, name: str, chosen: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
         for size in sizes:

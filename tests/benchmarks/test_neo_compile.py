@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import neo_compile
+from benchmarks import webui
 from benchmarks.neo_compile import log_facts, measure, preset_script
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.webui_models import write_models
@@ -31,8 +31,8 @@ SCRIPTS = [
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neo_compile, "_POLL_S", 0.01)
-    monkeypatch.setattr(neo_compile, "_QUIET_S", 0.05)
+    monkeypatch.setattr(webui, "_POLL_S", 0.01)
+    monkeypatch.setattr(webui, "_QUIET_S", 0.05)
 
 
 class FakeNeo:

@@ -292,6 +292,15 @@ def test_a_hook_that_keeps_a_patched_method(
     assert max(twins.error(seed) for seed in range(20, 26)) < 1e-4
 
 
+def end_job(component: Any, hooks: list[Around]) -> None:
+    """Take hooks and runners away, as a host does after a job; eager modules as they were."""
+    for hook in hooks:
+        hook.remove()
+    component.suspend()
+    for hook in hooks:
+        vars(hook.module).pop("forward", None)
+
+
 @pytest.mark.parametrize("choose", [block_of, lambda unet: unet])
 def test_a_hook_of_an_earlier_job_keeps_nothing(
     session: Session, monkeypatch: pytest.MonkeyPatch, choose: Callable[[Any], Any]
@@ -300,11 +309,7 @@ def test_a_hook_of_an_earlier_job_keeps_nothing(
     component = compiled_state(twins.pipe).components[0]
     hooks = [Around(choose(unet)) for unet in twins.unets]
     assert max(twins.error(seed) for seed in range(10, 13)) < 1e-4
-    for hook in hooks:
-        hook.remove()
-    component.suspend()
-    for unet in twins.unets:
-        vars(choose(unet)).pop("forward", None)
+    end_job(component, hooks)
     component.install()
     assert max(twins.error(seed) for seed in range(20, 23)) < 1e-4
     cls = type(choose(twins.unets[0]))
@@ -323,11 +328,7 @@ def test_a_class_that_is_patched_between_jobs_after_a_hook(
     for choose in (block_of, lambda unet: unet):
         hooks = [Around(choose(unet)) for unet in twins.unets]
         assert max(twins.error(seed) for seed in range(10, 13)) < 1e-4
-        for hook in hooks:
-            hook.remove()
-        component.suspend()
-        for unet in twins.unets:
-            vars(choose(unet)).pop("forward", None)
+        end_job(component, hooks)
         with monkeypatch.context() as patch:
             cls = type(choose(twins.unets[0]))
             patch.setattr(cls, "forward", patched(cls))

@@ -21,6 +21,7 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from onediff_ext.store import GraphLibrary
 from tests.support import slow_worker
 from tests.support.kept_exports import kept_exports
+from tests.support.processes import processes_with
 from tests.support.quick_builds import quick_loads
 from tests.support.session_fixtures import SmallUNet
 
@@ -118,22 +119,9 @@ class Drawer:
             return [line.strip() for line in pipe if line.endswith("\n")]
 
 
-def processes_of(tmp: Path) -> list[int]:
-    """Processes that were started with this folder for temporary files."""
-    mine = f"TMPDIR={tmp}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mine in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue  # ended meanwhile
-    return found
-
-
 def wait_until_gone(tmp: Path) -> None:
     deadline = time.monotonic() + GONE_WITHIN_S
-    while processes_of(tmp):
+    while processes_with("TMPDIR", tmp, or_below=True):
         assert time.monotonic() < deadline, "workers outlive the process that draws"
         time.sleep(0.02)
 

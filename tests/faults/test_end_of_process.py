@@ -22,6 +22,7 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session
 from onediff_ext.store import BuildHistory, BuildRecords, GraphLibrary
 from tests.support import ending_script
 from tests.support.kept_exports import kept_exports
+from tests.support.processes import processes_with
 from tests.support.session_fixtures import SmallUNet
 
 ROOT = Path(__file__).parents[2]
@@ -60,21 +61,9 @@ def run_script(folder: Path, programs: dict[str, bytes], when: str) -> None:
     assert "retried" not in said.stderr
 
 
-def processes_of(folder: Path) -> list[int]:
-    mine = f"MARKED={folder}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mine in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue  # ended meanwhile
-    return found
-
-
 def wait_for_end_of(folder: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while processes_of(folder):
+    while processes_with("MARKED", folder):
         assert time.monotonic() < deadline, "a worker does not end"
         time.sleep(0.05)
 
@@ -83,7 +72,7 @@ def wait_for_end_of(folder: Path) -> None:
 @pytest.mark.parametrize("when", ["building", "starting"])
 def test_a_script_ends_at_once_and_its_graphs_are_stored(tmp_path, programs, when):
     run_script(tmp_path, programs, when)
-    assert len(processes_of(tmp_path)) == ending_script.WORKERS
+    assert len(processes_with("MARKED", tmp_path)) == ending_script.WORKERS
     library = GraphLibrary(tmp_path / "store", LIMIT_BYTES)
     assert library.entries() == []
     (tmp_path / "go").touch()

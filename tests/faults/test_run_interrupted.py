@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onediff_ext.building.build_folder import BuildFolder
+from tests.support.processes import processes_with
 from tests.support.sample_pictures import difference, save_pictures
 
 if TYPE_CHECKING:
@@ -64,19 +65,10 @@ class StoppedRun:
 
     def processes(self) -> list[int]:
         """Processes of this run that live, after a moment for workers to notice the end."""
-        mine = f"TMPDIR={self.tmp}\0".encode()
         deadline = time.monotonic() + 5
-        while True:
-            found = []
-            for entry in Path("/proc").glob("[0-9]*"):
-                try:
-                    if mine in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:
-                    continue  # ended meanwhile
-            if not found or time.monotonic() > deadline:
-                return found
+        while (found := processes_with("TMPDIR", self.tmp)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        return found
 
     def left_behind(self) -> list[str]:
         """Build folders of ours among the temporary files."""

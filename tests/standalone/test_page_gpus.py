@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from onediff_ext.standalone.app import CancelledError, StandaloneApp
 from onediff_ext.standalone.folder_job import run_folder
 from onediff_ext.standalone.folder_on_gpus import ALL, ONE, img2img_command, run_folder_on_gpus
 from onediff_ext.standalone.folder_progress import FolderProgress, progress_html
+from tests.support.processes import processes_with
 
 EAGER = Choices(enabled=False)
 
@@ -227,19 +227,9 @@ def test_an_interrupt_ends_the_run_and_its_processes(
         list(progress)
     assert not app.is_busy
     ends_at = time.monotonic() + 20
-    while left := processes_with(f"ONEDIFF_TEST_RUN={inputs}"):
+    while left := processes_with("ONEDIFF_TEST_RUN", inputs):
         assert time.monotonic() < ends_at, left
         time.sleep(0.1)
-
-
-def processes_with(variable: str) -> list[Path]:
-    """Processes that inherited an environment variable."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(entry)
-    return found
 
 
 def test_the_table_of_workers_is_escaped() -> None:
