@@ -89,7 +89,6 @@ class WorkerProcess:
         self._scratch: Path | None = None
         self._lock = threading.Lock()
         self._closed = self._was_asked = False
-        self._left: subprocess.Popen[str] | None = None  # goes on alone
 
     @property
     def pid(self) -> int | None:
@@ -144,23 +143,20 @@ class WorkerProcess:
             Whether the worker was told.
         """
         with self._lock:
-            process, scratch = self._process, self._scratch
-            if self._closed or process is None or scratch is None or process.stdin is None:
+            scratch = self._scratch
+            if self._closed or self._process is None or scratch is None:
                 return False
             try:
                 (scratch / ALONE_LOCK).touch()
                 if not self._was_asked:
                     self._was_asked = True
                     (scratch / _PROGRAM).write_bytes(program)
-                    request = self._request("build", scratch, str(self._device))
-                    process.stdin.write(json.dumps(request) + "\n")
-                request = {**store_request, "graph": str(scratch / _GRAPH)}
+                    self._ask(self._request("build", scratch, str(self._device)))
                 # What is in the pipe reaches the worker even after the end of this process.
-                process.stdin.write(json.dumps(request) + "\n")
-                process.stdin.flush()
-            except (OSError, ValueError):
+                self._ask({**store_request, "graph": str(scratch / _GRAPH)})
+            except (OSError, WorkerLostError):
                 return False
-            self._closed, self._left = True, process
+            self._closed = True
             self._process = self._scratch = None
         self._answers.put(None)
         return True
