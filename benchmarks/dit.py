@@ -13,13 +13,13 @@ import torch
 
 from benchmarks.contenders import Contender, transformer_contenders
 from benchmarks.forwards import Subject, main, parser_of
-from benchmarks.transformers import MODELS, make_transformer
+from benchmarks.transformer_models import MODELS, make_transformer
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.hosts.diffusers.transformer_probe import transformer_inputs
 
 
 class Transformers(Subject):
-    """The transformers of `benchmarks.transformers`."""
+    """The transformers of `benchmarks.transformer_models`."""
 
     command = "benchmarks.dit"
     models = tuple(MODELS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.transformers import MODELS, make_transformer
+from benchmarks.transformer_models import MODELS, make_transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 
