@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ IMAGES = (
 PROMPT_TOKENS = 77
 # (batch, tokens, heads, channels of a head) of Flux.1 at 512 and 1024 px, text tokens apart.
 ROTATED, TEXT_TOKENS = ((1, 1024, 24, 128), (1, 4096, 24, 128)), 512
+# (batch, tokens, channels before, channels) of feed-forward networks of Flux.1 at 512 and 1024 px,
+# of single and double blocks, and of SD3.5-medium; then of Z-Image.
+ACTIVATED = (
+    (1, 1536, 3072, 12288), (1, 4608, 3072, 12288), (1, 1024, 0, 12288), (1, 4096, 0, 12288),
+    (2, 4096, 0, 6144),
+)  # fmt: skip
+GATED = ((1, 4160, 0, 10240),)
 TOKENS = ((2, 256, 1280), (2, 1024, 1280), (2, 1024, 640), (2, 4096, 640), (2, 4096, 320))
 
 
@@ -84,7 +92,8 @@ def _rows(dtype: torch.dtype, device: torch.device, named: str) -> list[dict[str
 
     register_kernels()
     rows = []
-    for case in (*_cases(dtype, device), *_rotary_cases(dtype, device)):
+    cases = (_cases, _rotary_cases, _activated_cases)
+    for case in chain.from_iterable(of(dtype, device) for of in cases):
         if named not in case.kernel:
             continue
         exact = (case.exact or case.plain)(*(t.double() for t in case.inputs))
@@ -234,6 +243,60 @@ def _rotary_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
                 torch.cat([norm(s, v), norm(x, w)], dim=1), cos, sin
             ),
             (text, image, *weights, *tables),
+        )  # fmt: skip
+
+
+def _activated_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """What the second layer of a feed-forward network reads, in fp8."""
+    from onediff_ext.engine.quantization import unavailable_reason
+    from onediff_ext.engine.quantized_linears import quantize_rows
+
+    if unavailable_reason("fp8", device) is not None:
+        return
+    ops, fp8 = torch.ops.onediff, torch.float8_e4m3fn
+    noise = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=noise, device=device).to(dtype)
+
+    def number(found: Any) -> torch.Tensor:
+        value: torch.Tensor = found[0].double() * found[1].double()
+        return value
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, x.shape[-1])
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return rows(functional.gelu(x, approximate="tanh"))
+
+    def joined(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return rows(torch.cat([before, functional.gelu(x, approximate="tanh")], dim=2))
+
+    def swiglu(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return rows(functional.silu(x) * gate)
+
+    for batch, tokens, before, channels in ACTIVATED:
+        shape = (batch, tokens, before, channels)
+        wide = random(batch, tokens, 3 * before + channels)[..., 3 * before :]
+        if before:
+            yield Case(
+                "joined_gelu_fp8", shape,
+                lambda x, y: ops.gelu_in_8_bits(x, y, fp8),
+                lambda x, y: quantize_rows(joined(x, y), "fp8"),
+                (wide, random(batch, tokens, before)), joined, number,
+            )  # fmt: skip
+        else:
+            yield Case(
+                "gelu_fp8", shape,
+                lambda x: ops.gelu_in_8_bits(x, None, fp8),
+                lambda x: quantize_rows(gelu(x), "fp8"), (wide,), gelu, number,
+            )  # fmt: skip
+    for batch, tokens, before, channels in GATED:
+        yield Case(
+            "swiglu_fp8", (batch, tokens, before, channels),
+            lambda x, y: ops.swiglu_in_8_bits(x, y, None, fp8),
+            lambda x, y: quantize_rows(swiglu(x, y), "fp8"),
+            random(batch, tokens, 2 * channels).chunk(2, dim=-1), swiglu, number,
         )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ ATTENTION_SINCE = 80  # below, `rewrite_attention` leaves attention as it is
 
 HEAD_WIDTHS = (40, 64, 80, 160)
 CHANNELS = (96, 320, 640, 1280, 8192)
+ACTIVATED = ((96, 0), (10240, 0), (12288, 3072), (16384, 0))
+"""Channels with an activation, and channels before them."""
 _16_BITS = {"fp16": 0, "bf16": BF16_SINCE}
 _8_BITS = {"int8": ("i8", 0), "fp8": ("fp8e4nv", FP8_SINCE)}
 
@@ -97,6 +99,7 @@ def variants() -> Iterator[Variant]:
     for dtype, since in _16_BITS.items():
         yield from _attention(dtype, since)
         yield from _rows(dtype, since)
+        yield from _activated_rows(dtype, since)
         yield from _group_norms(dtype, since)
         yield from _rotary_norms(dtype, since)
 
@@ -156,6 +159,29 @@ def _rows(dtype: str, since: int) -> Iterator[Variant]:
                 yield Variant(
                     kernel, label, since_both, constants, {**scaled, "q_ptr": eight}, dtype, warps
                 )
+
+
+def _activated_rows(dtype: str, since: int) -> Iterator[Variant]:
+    from onediff_ext.backends.inductor.kernels.activated_rows import GELU, SILU, parts_of
+    from onediff_ext.backends.inductor.kernels.int8_rows import LIMITS
+
+    limits = {"int8": LIMITS[torch.int8], "fp8": LIMITS[torch.float8_e4m3fn]}
+    for (channels, before), (name, (pointed, needed)) in itertools.product(
+        ACTIVATED, _8_BITS.items()
+    ):
+        for activation, gated in ((GELU, False), (SILU, True)):
+            parts = parts_of(channels, before)
+            warps = parts.pop("num_warps")
+            joined = f" after {before}" if before else ""
+            yield Variant(
+                "activated_rows_kernel",
+                f"{channels} channels{joined}{', gated' if gated else ''}, {dtype} to {name}",
+                max(since, needed),
+                {**parts, **activation, "GATED": gated, "LIMIT": limits[name]},
+                {"scale_ptr": "*fp32", "q_ptr": f"*{pointed}"},
+                dtype,
+                warps,
+            )
 
 
 def _group_norms(dtype: str, since: int) -> Iterator[Variant]:
@@ -218,6 +244,7 @@ def compiled(variant: Variant, capability: int) -> Target:
 
 def _kernel(name: str) -> Any:
     from onediff_ext.backends.inductor.kernels import (
+        activated_rows,
         cross_attention,
         geglu,
         group_norm,
@@ -226,7 +253,9 @@ def _kernel(name: str) -> Any:
         rotary_norm,
     )
 
-    rooms = (cross_attention, geglu, group_norm, int8_rows, layer_norm, rotary_norm)
+    rooms = (
+        activated_rows, cross_attention, geglu, group_norm, int8_rows, layer_norm, rotary_norm
+    )  # fmt: skip
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
 
 

@@ -47,7 +47,7 @@ _IMPORTED_BY_LOADS = (
 )
 
 # Raise this whenever the kernels in `backends/inductor/kernels` or `code_choices.py` change.
-KERNELS = "10"
+KERNELS = "11"
 
 
 class InductorBackend(Backend):

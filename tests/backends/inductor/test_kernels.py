@@ -161,6 +161,52 @@ def test_gelu_is_as_good_as_eagers(ops: Any) -> None:
 
 
 @pytest.mark.parametrize("into", list(STEP))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("channels", "before"), [(12288, 3072), (12288, 0), (6144, 0), (9728, 48), (96, 1280)]
+)
+def test_activated_rows(
+    ops: Any, channels: int, before: int, dtype: torch.dtype, into: torch.dtype
+) -> None:
+    wide = 3 * _noise(2, 37, before + 2 * channels, dtype=dtype)  # a product of several layers
+    x, gate = wide[..., before:].chunk(2, dim=-1)
+    kept = _noise(37, 2, before, dtype=dtype).transpose(0, 1) if before else None
+    silu = functional.silu(x.double()) * gate.double()
+    gelu = functional.gelu(x.double(), approximate="tanh")
+    for (rows, scales), fed in (
+        (ops.gelu_in_8_bits(x, kept, into), gelu),
+        (ops.swiglu_in_8_bits(x, gate, kept, into), silu),
+    ):
+        expected = fed if kept is None else torch.cat([kept.double(), fed], dim=-1)
+        largest = expected.abs().reshape(rows.shape).amax(-1, keepdim=True)
+        assert torch.allclose(scales.double(), largest / (448 if into != torch.int8 else 127), 1e-5)
+        _check_8_bits(rows, scales, expected, largest)
+
+
+def test_activated_rows_of_symbolic_sizes(ops: Any) -> None:
+    """As in a single block of Flux: a part of a product, behind what attention computed."""
+    into = torch.float8_e4m3fn
+
+    def block(product: torch.Tensor, mixed: torch.Tensor) -> Any:
+        return ops.gelu_in_8_bits(product[..., 96:], mixed.transpose(1, 2).flatten(2), into)
+
+    compiled = torch.compile(block, dynamic=True, fullgraph=True)
+    for batch, tokens in ((1, 45), (3, 7), (2, 2000)):
+        product = 3 * _noise(batch, tokens, 96 + 320, dtype=torch.bfloat16)
+        mixed = _noise(batch, 2, tokens, 64, dtype=torch.bfloat16)
+        rows, scales = compiled(product, mixed)
+        expected = torch.cat(
+            [
+                mixed.double().transpose(1, 2).flatten(2),
+                functional.gelu(product[..., 96:].double(), approximate="tanh"),
+            ],
+            dim=-1,
+        )
+        largest = expected.abs().reshape(rows.shape).amax(-1, keepdim=True)
+        _check_8_bits(rows, scales, expected, largest)
+
+
+@pytest.mark.parametrize("into", list(STEP))
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_visible(ops: Any, bad: float, into: torch.dtype) -> None:
     weight, bias = _noise(640, dtype=torch.float16), _noise(641, dtype=torch.float16)[1:]
@@ -176,6 +222,9 @@ def test_what_is_no_number_stays_visible(ops: Any, bad: float, into: torch.dtype
         ops.layer_norm_in_8_bits(_noise(2, 3, 640).half(), broken, bias, 1e-5, into),
         ops.add_layer_norm_in_8_bits(x, x, weight, bias, 1e-5, into)[1:],
         ops.geglu_in_8_bits(gate, into),
+        ops.gelu_in_8_bits(x, None, into),
+        ops.gelu_in_8_bits(_noise(2, 3, 640, dtype=torch.float16), x, into),
+        ops.swiglu_in_8_bits(_noise(2, 3, 640, dtype=torch.float16), x, None, into),
     ):
         assert not (int8_rows.float() * scales)[5].isfinite().all()
 

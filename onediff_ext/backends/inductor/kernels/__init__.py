@@ -12,6 +12,7 @@ import importlib
 def register_kernels() -> None:
     """Import the kernels, which registers them as `torch.ops.onediff`; needs Triton."""
     for name in (
+        "activated_rows",
         "cross_attention",
         "geglu",
         "group_norm",

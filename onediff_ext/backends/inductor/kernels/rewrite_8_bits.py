@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from onediff_ext.backends.inductor.code_choices import MOST_CHANNELS
 from onediff_ext.backends.inductor.kernels.fx_nodes import ATEN
+from onediff_ext.backends.inductor.kernels.rewrite_activated import activated_rows
 
 _RESHAPES = (ATEN.reshape.default, ATEN.view.default)
 
@@ -30,7 +32,7 @@ def rewrite_8_bit_product(node: Any) -> None:
     if reshaped.target not in _RESHAPES:
         return
     x = reshaped.args[0]
-    if x.meta["val"].ndim != 3 or x.meta["val"].shape[-1] > 8192:
+    if x.meta["val"].ndim != 3 or x.meta["val"].shape[-1] > MOST_CHANNELS:
         return
     alone = len(x.users) == 1 and (
         len(reshaped.users) == 1
@@ -60,8 +62,12 @@ def rewrite_8_bit_product(node: Any) -> None:
             for user in list(source.users):
                 if user is not x:
                     user.replace_all_uses_with(total)
-        elif bounded or (alone and x.target is ATEN.gelu.default):  # Inductor fuses a GELU with it
+        elif bounded:
             return
+        elif alone and (activated := activated_rows(x, dtype)):
+            both = activated
+        elif x.meta["val"].shape[-1] > 8192 or (alone and x.target is ATEN.gelu.default):
+            return  # Inductor fuses what comes before with it
         elif alone and x.target is torch.ops.onediff.geglu.default:
             both = cast.graph.call_function(
                 torch.ops.onediff.geglu_in_8_bits.default, (*x.args, dtype)
