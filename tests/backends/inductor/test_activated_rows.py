@@ -1,4 +1,4 @@
-"""GELU and SwiGLU that are quantized in one kernel, read from graphs.
+"""GELU and SwiGLU that are quantized in one kernel, and biases of a product, read from graphs.
 
 The kernel itself runs on a CPU, in Triton's interpreter. Needs Triton, but no GPU.
 """
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from onediff_ext.engine.quantization import EightBitLinears, QuantizedWeights, plan
 from onediff_ext.engine.quantized_linears import QuantizedLinears
+from onediff_ext.engine.torch_versions import RELEASE
 
 pytest.importorskip("triton", reason="Triton, which comes with torch for GPUs, is not installed")
 
@@ -36,11 +37,15 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(32, elementwise_affine=False)
         width = 192 if "gated" in form else 96
         self.query, self.wide = nn.Linear(32, 48), nn.Linear(32, width)
+        if "without a bias" in form:
+            self.query.bias = None
         self.narrow = nn.Linear(96 + (48 if "joined" in form else 0), 32)
 
     def forward(self, x: torch.Tensor) -> Any:
         normed = self.norm(x)
         query, wide = self.query(normed), self.wide(normed)
+        if "read whole" in self.form:
+            query = query + functional.linear(normed, self.query.weight)
         if "gated" in self.form:
             half, gate = wide.chunk(2, dim=-1)
             fed = functional.silu(half) * gate
@@ -120,6 +125,32 @@ def test_other_activations_stay(form: str) -> None:
     found = calls(rewritten(form))
     assert found["aten.gelu.default"] + found["aten.silu.default"] == 1
     assert not found["onediff.gelu_in_8_bits.default"] + found["onediff.swiglu_in_8_bits.default"]
+
+
+def test_biases_of_one_product_are_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    if RELEASE < (2, 11):
+        pytest.skip(f"torch {torch.__version__} multiplies fp8 by rows on GPUs only")
+    from onediff_ext.backends.inductor.kernels import rewrite
+
+    graph, given = traced("plain")
+    monkeypatch.setattr(rewrite, "_REWRITES", {})  # kernels do not run here
+    found = rewrite.with_kernels(graph)
+    found.graph.lint()
+    assert calls(graph)["aten.add.Tensor"] == 3
+    assert calls(found)["aten.add.Tensor"] == 1  # of the product with a scale for each row
+    products = [n for n in found.graph.nodes if n.target is torch.ops.aten._scaled_mm.default]
+    assert [n.args[4] is not None for n in products] == [True, False]
+    (fed, query), (fed_before, query_before) = found(*given), graph(*given)
+    # The sum with a bias is rounded once less, which may move numbers to another step of fp8.
+    torch.testing.assert_close(query, query_before, rtol=2**-7, atol=2**-7)
+    assert (fed - fed_before).norm() < 2e-2 * fed_before.norm()
+
+
+@pytest.mark.parametrize("form", ["without a bias", "read whole"])
+def test_other_parts_keep_their_sums(form: str) -> None:
+    graph = rewritten(form)
+    products = [n for n in graph.graph.nodes if n.target is torch.ops.aten._scaled_mm.default]
+    assert products[0].args[4] is None
 
 
 INTERPRETED = """

@@ -11,6 +11,7 @@ from onediff_ext.backends.inductor.kernels import register_kernels
 from onediff_ext.backends.inductor.kernels.fx_nodes import ATEN
 from onediff_ext.backends.inductor.kernels.rewrite_8_bits import rewrite_8_bit_product
 from onediff_ext.backends.inductor.kernels.rewrite_attention import rewrite_attention
+from onediff_ext.backends.inductor.kernels.rewrite_biases import rewrite_joined_biases
 from onediff_ext.backends.inductor.kernels.rewrite_geglu import rewrite_geglu
 from onediff_ext.backends.inductor.kernels.rewrite_norms import (
     rewrite_group_norm,
@@ -60,6 +61,9 @@ def with_kernels(graph_module: GraphModule) -> GraphModule:
         drop_dropout(node)
         swish_to_silu(node)
         name_inferred_size(node)
+    for node in list(rewritten.graph.nodes):
+        if node.target is ATEN._scaled_mm.default:
+            rewrite_joined_biases(node)
     for node in list(rewritten.graph.nodes):
         if node.op == "call_function" and (rewrite := _REWRITES.get(node.target)):
             rewrite(node)
