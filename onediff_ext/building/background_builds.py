@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from onediff_ext.building.build_progress import ProgressListener
 from onediff_ext.building.builder import Builder
+from onediff_ext.building.detached_builder import DetachedBuilder
 from onediff_ext.building.foreground_scheduler import QUIET_S
 from onediff_ext.core.errors import BackendError, NoMemoryError
 from onediff_ext.engine.blocks.block_kind import BlockKind
@@ -40,7 +41,8 @@ class BackgroundBuilds:
         self._outcomes = builder.context.outcomes
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop, self._has_detached = threading.Event(), threading.Event()
+        self._detached: DetachedBuilder | None = None
         self._cancelled: set[BlockKind] = set()
         self._cancelled_in = 0  # `ForegroundScheduler.pictures_begun` at the last cancel
         self._paused = self._closed = False
@@ -66,7 +68,7 @@ class BackgroundBuilds:
                 return
             if time.monotonic() < self._outcomes.retry_at or not self._wanted():
                 return
-            self._stop = threading.Event()
+            self._stop, self._has_detached = threading.Event(), threading.Event()
             thread = threading.Thread(target=self._work, name="onediff-builds", daemon=True)
             try:
                 thread.start()
@@ -138,16 +140,23 @@ class BackgroundBuilds:
         self.wait(timeout_s)
 
     def hand_over(self, timeout_s: float = 1.0) -> None:
-        """As `close`, but workers finish and store what they are building, after this process.
+        """As `close`, but what is missing is built and stored after the end of this process.
+
+        Workers finish what they are building. A `DetachedBuilder` does the rest.
 
         Args:
-            timeout_s: How long to wait for the end of everything else.
+            timeout_s: How long to wait for each other process, and for the end of the thread.
         """
-        run = self._builder.run
         if os.getpid() != self._process_id:  # a forked process, to which no thread belongs
             return
-        if run is not None and self.is_building:
-            run.hand_over()
+        if self.is_building:
+            self._has_detached.wait(timeout_s)
+            run = self._builder.run
+            begun = [] if run is None else run.hand_over()
+            with self._changed:
+                detached, self._detached = self._detached, None
+            if detached is not None:
+                detached.take_over([kind.key for kind in begun], timeout_s)
         self.close(timeout_s)
 
     def is_cancelled(self, kind: BlockKind) -> bool:
@@ -173,6 +182,7 @@ class BackgroundBuilds:
     def _work(self) -> None:
         try:
             self._builder.context.foreground.let_picture_end(_FIRST_PICTURE_S, self._stop)
+            self._detach()
             while not self._stop.is_set():
                 kinds = self._wanted()
                 if not kinds:
@@ -193,12 +203,26 @@ class BackgroundBuilds:
             self._outcomes.postpone_all(BackendError(f"Builds ended: {exc}"))
         finally:
             with self._changed:
-                self._thread = None
+                if self._detached is not None:
+                    self._detached.dismiss()
+                self._thread = self._detached = None
                 self._changed.notify_all()
+
+    def _detach(self) -> None:
+        """Fork a process that builds what is missing if this one ends before."""
+        try:
+            detached = self._builder.detach(self._wanted(), self._stop)
+        except (OSError, RuntimeError) as exc:  # no memory, or this process ends
+            logger.debug("What is missing is not built after this process: %s", exc)
+        else:
+            with self._changed:
+                self._detached = detached
+        finally:
+            self._has_detached.set()
 
 
 @atexit.register
 def _hand_over_all() -> None:
-    """Let workers finish their graphs alone when the interpreter ends while they build."""
+    """Let graphs be built after the end of the interpreter that are missing then."""
     for builds in list(_all_builds):
         builds.hand_over()

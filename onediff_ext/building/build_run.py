@@ -95,10 +95,9 @@ class BuildRun:
             job.locks.close()
         self.workers.remove()
 
-    def hand_over(self) -> None:
-        """End the run, but let workers finish what they build, since this process ends."""
-        self.workers.hand_over()
-        self._stop.set()
+    def hand_over(self) -> list[BlockKind]:
+        """Let workers finish what they build, since this process ends; return these kinds."""
+        return self.workers.hand_over()
 
     @property
     def stage(self) -> str:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_progress import ProgressListener
 from onediff_ext.building.build_run import BuildRun
+from onediff_ext.building.detached_builder import DetachedBuilder
+from onediff_ext.building.exporting import FORK_PAUSE_S, can_fork
+from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.core.errors import BackendError, MachineError
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -73,3 +76,29 @@ class Builder:
                 finally:
                     self.run = None
                     context.graph_loader.use_ready()
+
+    def detach(self, kinds: Sequence[BlockKind], stop: threading.Event) -> DetachedBuilder | None:
+        """Fork a process that can build kinds after the end of this one.
+
+        Args:
+            kinds: The most useful first.
+            stop: Ends the wait for a moment in which a fork hardly delays pictures.
+
+        Returns:
+            The process. None where nothing is to be built, where processes do not fork, where
+            graphs are shared with other machines, or where the GPU has no room for workers.
+
+        Raises:
+            OSError: There is no memory for another process.
+            RuntimeError: This process ends, or the GPU does not answer.
+        """
+        context = self.context
+        may_detach = can_fork() and context.export_children != 0 and context.may_build
+        if not (kinds and may_detach and context.shared is None):
+            return None
+        device = kinds[0].device
+        if not workers_after_exit(device):
+            return None
+        share = context.share.of_turns(device)
+        with context.foreground.turn(FORK_PAUSE_S, stop=stop, share=share) as granted:
+            return DetachedBuilder(context, kinds) if granted and not stop.is_set() else None

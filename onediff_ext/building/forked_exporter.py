@@ -125,7 +125,7 @@ class ForkedExporter:
 def _serve(exports: Sequence[Callable[[], bytes]], pipe: int, in_background: bool) -> NoReturn:
     """Run as the child, and exit without the parent's handlers and exit functions."""
     try:
-        _leave_the_parent(in_background)
+        leave_the_parent(in_background)
         for index, export in enumerate(exports):
             try:
                 answer: tuple[bytes | None, str] = export(), ""
@@ -137,12 +137,16 @@ def _serve(exports: Sequence[Callable[[], bytes]], pipe: int, in_background: boo
         os._exit(0)
 
 
-def _leave_the_parent(in_background: bool) -> None:
+def leave_the_parent(in_background: bool) -> None:
+    """Prepare a forked process for work of its own. It dies with the thread that forked it.
+
+    Args:
+        in_background: At a low priority.
+    """
     # The parent's garbage may hold CUDA graphs and events. Without the parent's CUDA context, their
     # destructors end the process.
     gc.freeze()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(True)
     os.setsid()  # Ctrl-C goes to the parent only
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -150,6 +154,16 @@ def _leave_the_parent(in_background: bool) -> None:
     if in_background:
         lower_priority(in_background)
     torch.set_num_threads(1)  # the parent's threads do not exist here
+
+
+def die_with_parent(dies: bool) -> None:
+    """Choose whether the system kills this process when the thread that forked it ends.
+
+    Args:
+        dies: Whether it does.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if dies else 0)
 
 
 def _write_all(pipe: int, message: bytes) -> None:

@@ -13,6 +13,7 @@ from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.errors import BackendError, NoMemoryError, OneDiffError
 from onediff_ext.core.priority import SessionPriorities
+from onediff_ext.engine.blocks.block_kind import BlockKind
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,25 @@ class WorkerPool:
         else:
             self._threads.append(thread)
 
-    def hand_over(self) -> int:
+    def hand_over(self) -> list[BlockKind]:
         """Let workers that build finish and store their graphs alone, since this process ends.
 
         Returns:
-            The number of these workers. They do not belong to the pool any more. On a GPU, their
-            memory limits it; load checks are not handed over.
+            The kinds that they build. They do not belong to the pool any more. On a GPU, their
+            memory limits their number; load checks are not handed over.
         """
-        alone = self._alone
+        alone, kinds = self._alone, []
         for worker, job in list(self._busy.items()):
             if job.stored is not None and job.stored.payload is not None:
                 continue
             if len(alone) >= workers_after_exit(job.kind.device):
                 break
             alone.add(worker)
-            if not worker.hand_over(job.program, self._context.store_request(job.kind)):
+            if worker.hand_over(job.program, self._context.store_request(job.kind)):
+                kinds.append(job.kind)
+            else:
                 alone.remove(worker)
-        return len(alone)
+        return kinds
 
     def stop(self) -> None:
         """End all workers at once."""

@@ -15,14 +15,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
 import onediff_ext
 from onediff_ext.building.build_folder import ALONE_LOCK
+from onediff_ext.building.worker.store_alone import BUILD_ALONE
 from onediff_ext.building.worker_failures import last_words, worker_lost_error
 from onediff_ext.core.errors import (
     BackendError,
@@ -161,6 +163,31 @@ class WorkerProcess:
         self._answers.put(None)
         return True
 
+    def build_alone(self, tasks: Sequence[tuple[bytes, Mapping[str, object]]], device: str) -> None:
+        """Start a worker that builds and stores graphs one after the other, and ends.
+
+        The worker's process does not belong to this object.
+
+        Args:
+            tasks: Programs from `BlockKind.export`, each with `BuildContext.store_request`.
+            device: The device that the graphs are for, such as ``"cuda:0"``.
+
+        Raises:
+            OSError: There is no room for its files, or for a process.
+        """
+        scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
+        (scratch / ALONE_LOCK).touch()
+        lines = []
+        for number, (program, store_request) in enumerate(tasks):
+            path = scratch / f"{number}.pt2"
+            path.write_bytes(program)
+            request = self._request(BUILD_ALONE, scratch, device)
+            lines.append(json.dumps({**store_request, **request, "program": str(path)}) + "\n")
+        requests = scratch / "requests"
+        requests.write_text("".join(lines), encoding="ascii")
+        with requests.open("rb") as stdin:
+            self._popen(scratch, stdin, subprocess.DEVNULL)
+
     def renew(self) -> None:
         """Start a new process for the next task: this one may have caused a failure."""
         with self._lock:
@@ -223,26 +250,29 @@ class WorkerProcess:
             self._end()
             self._scratch = Path(tempfile.mkdtemp(prefix="worker-", dir=self._cache))
             self._answers = queue.SimpleQueue()
-            command = _command(self.script)
-            with (self._scratch / "log").open("wb") as log:
-                self._process = subprocess.Popen(
-                    [*command, "background"] if self._in_background else command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    encoding="utf-8",  # of JSON, all of it ASCII
-                    errors="replace",
-                    # Not the user's current folder: it may hold modules and programs of any kind.
-                    cwd=self._scratch,
-                    env=_environment(self._cache, self._scratch, self._compiler_files),
-                    start_new_session=True,  # a group of its own: its compilers end with it
-                )
+            self._process = self._popen(self._scratch, subprocess.PIPE, subprocess.PIPE)
             scratch = self._scratch
         threading.Thread(
             target=_pump, args=(self._process, self._answers), name="onediff-worker", daemon=True
         ).start()
         self._read_answer(_START_TIMEOUT_S)
         return scratch
+
+    def _popen(self, scratch: Path, stdin: int | IO[bytes], stdout: int) -> subprocess.Popen[str]:
+        command = _command(self.script)
+        with (scratch / "log").open("wb") as log:
+            return subprocess.Popen(
+                [*command, "background"] if self._in_background else command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=log,
+                encoding="utf-8",  # of JSON, all of it ASCII
+                errors="replace",
+                # Not the user's current folder: it may hold modules and programs of any kind.
+                cwd=scratch,
+                env=_environment(self._cache, scratch, self._compiler_files),
+                start_new_session=True,  # a group of its own: its compilers end with it
+            )
 
     def _request(self, task: str, scratch: Path, device: str) -> dict[str, object]:
         return {

@@ -15,6 +15,7 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from onediff_ext.building import background_builds
+from onediff_ext.building.builder import Builder
 from onediff_ext.engine.blocks.block_kind import KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from tests.support.build_checks import draw_all, nothing_is_held_against_a_kind
@@ -207,6 +208,7 @@ def test_a_second_fork_without_memory_waits_for_the_first(
             forked.append(pid)
         return pid
 
+    monkeypatch.setattr(Builder, "detach", lambda *_: None)  # would be the first fork
     monkeypatch.setattr("onediff_ext.building.exporting.os.fork", one_at_a_time)
     here = []
     monkeypatch.setattr(

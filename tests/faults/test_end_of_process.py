@@ -93,6 +93,23 @@ def test_a_script_ends_at_once_and_its_graphs_are_stored(tmp_path, programs, whe
     assert {path.name for path in library.folder.locks.folder.iterdir()} <= {"guard.lock"}
 
 
+@needs_proc
+def test_a_script_of_one_picture_gets_all_graphs_built_after_its_end(tmp_path, programs):
+    (tmp_path / "go").touch()
+    run_script(tmp_path, programs, "drawn")
+    assert processes_with("MARKED", tmp_path)
+    wait_for_end_of(tmp_path)
+    library = GraphLibrary(tmp_path / "store", LIMIT_BYTES)
+    graphs = library.entries()
+    assert {graph.digest for graph in graphs} == set(programs)
+    assert library.verify() == []
+    machine = machine_digest(torch.device("cpu"))
+    records = BuildRecords(library.folder)
+    for graph in graphs:
+        assert records.load_check(graph.digest, machine, graph.header.payload_sha256) is not None
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def request_of(library: GraphLibrary, key, graph: Path) -> dict[str, object]:
     return {
         "task": STORE_ALONE, "store": str(library.folder.root), "limit_bytes": LIMIT_BYTES,
@@ -123,7 +140,7 @@ def key():
 
 def test_a_graph_that_another_process_has_stored_stays(library, graph, key):
     library.put(key, b"theirs", label="block", backend="eager", build_seconds=1.0, details={})
-    AloneWorker(request_of(library, key, graph)).store(2.0)
+    AloneWorker(graph.parent).store(request_of(library, key, graph), 2.0)
     stored = library.get(key)
     assert stored is not None
     assert stored.payload == b"theirs"
@@ -131,7 +148,7 @@ def test_a_graph_that_another_process_has_stored_stays(library, graph, key):
 
 def test_a_store_that_was_deleted_meanwhile_is_not_made_again(tmp_path, graph, key):
     library = GraphLibrary(tmp_path / "gone", LIMIT_BYTES)
-    AloneWorker(request_of(library, key, graph)).store(2.0)
+    AloneWorker(graph.parent).store(request_of(library, key, graph), 2.0)
     assert not (tmp_path / "gone").exists()
 
 
@@ -143,10 +160,10 @@ def sweep(tmp: Path) -> None:
 
 
 def test_a_build_folder_stays_as_long_as_a_worker_goes_on_in_it(library, graph, key, tmp_path):
-    first = AloneWorker(request_of(library, key, graph))
+    first = AloneWorker(graph.parent)
     second_graph = graph.parent.parent / "worker-2" / "graph.bin"
     second_graph.parent.mkdir()
-    second = AloneWorker(request_of(library, key, second_graph))
+    second = AloneWorker(second_graph.parent)
     folder = graph.parent.parent
     sweep(tmp_path / "tmp")
     assert folder.exists()

@@ -2,8 +2,9 @@
 WHEN``.
 
 FOLDER holds ``programs.pickle``, by digest, and becomes the folder of the store and of temporary
-files. WHEN says how far the workers are at the end: ``building`` or ``starting``. A forked process
-does first what it would do at its own end.
+files. WHEN says how far the workers are at the end: ``building``, ``starting``, or ``drawn`` for a
+script that ends right after its picture, without a worker. A forked process does first what it
+would do at its own end.
 """
 
 from __future__ import annotations
@@ -43,13 +44,17 @@ def main(folder: Path, when: str) -> None:
         return workers[-1]
 
     BuildContext.new_worker = new_worker  # type: ignore[method-assign,assignment]
-    BlockKind.export = lambda kind: programs[kind.key.digest]  # type: ignore[method-assign]
+    if when != "drawn":
+        BlockKind.export = lambda kind: programs[kind.key.digest]  # type: ignore[method-assign]
     small = SmallUNet()
     options = CompileOptions(backend="eager", store=folder / "store", workers=WORKERS)
     session = new_session(options)
-    session.build_context.export_children = 0
+    session.build_context.export_children = 1 if when == "drawn" else 0
     compile_pipe(small.pipe, session=session)
     small()
+    if when == "drawn":
+        assert not workers
+        return
     if when == "starting":
         wait_for(lambda: sum(worker.pid is not None for worker in workers) == WORKERS)
     else:

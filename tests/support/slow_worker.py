@@ -18,7 +18,7 @@ SECONDS = 0.03
 def answer(request: dict[str, str]) -> dict[str, object]:
     """Write the program as the graph, in two halves, so that a kill finds it incomplete."""
     program = Path(request["program"]).read_bytes()
-    if request["task"] == "build":
+    if request["task"] in ("build", "build alone"):
         with Path(request["graph"]).open("wb") as file:
             file.write(program[: len(program) // 2])
             file.flush()

@@ -7,7 +7,8 @@ The task ``"build"`` writes the graph. The task ``"check load"`` reads a stored 
 crash the process.
 
 The task ``"store alone"`` (`store_alone`) comes when the parent ends: the worker finishes the build
-before it, stores the graph, and ends.
+before it, stores the graph, and ends. Tasks ``"build alone"`` come from a parent that has ended:
+the worker builds and stores these graphs one after the other, and ends.
 
 The worker needs only torch and the backend's own package. It ends, with its compilers, as soon as
 its standard input closes, so it does not outlive the process that started it without such a task.
@@ -16,6 +17,7 @@ its standard input closes, so it does not outlive the process that started it wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -25,10 +27,11 @@ import threading
 import time
 from pathlib import Path
 
-from onediff_ext.building.worker.store_alone import STORE_ALONE, AloneWorker
+from onediff_ext.building.worker.store_alone import BUILD_ALONE, STORE_ALONE, AloneWorker
 from onediff_ext.core.priority import lower_priority
 from onediff_ext.core.words import first_line
 
+_Request = dict[str, str] | None  # None after the last one
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
 _NO_MEMORY = (
     "out of memory",
@@ -46,20 +49,30 @@ def main(arguments: list[str]) -> int:
     """Serve build requests until standard input closes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers print to standard output, which must hold answers only
-    requests: queue.SimpleQueue[dict[str, str] | AloneWorker] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[_Request | AloneWorker] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     _step_back(in_background="background" in arguments)
     import torch  # noqa: F401  (the slow part of starting, before "ready")
 
     answers.write('{"ready": true}\n')
     answer: dict[str, object] = {}
-    while not isinstance(request := requests.get(), AloneWorker):
-        answer = _answer(request)
-        with contextlib.suppress(OSError):  # the parent has ended, and the next request says so
-            answers.write(json.dumps(answer) + "\n")
-    if "seconds" in answer:
-        request.store(float(str(answer["seconds"])))
-    request.remove_files()
+    alone: AloneWorker | None = None
+    while True:
+        request = requests.get()
+        if isinstance(request, AloneWorker):
+            alone = request
+        elif request is None:
+            break
+        elif alone is None:
+            answer = _answer(request)
+            with contextlib.suppress(OSError):  # the parent has ended, and the next request says so
+                answers.write(json.dumps(answer) + "\n")
+        elif request["task"] == BUILD_ALONE:
+            alone.build(request, functools.partial(_answer, request))
+        elif "seconds" in answer:
+            alone.store(request, float(str(answer["seconds"])))
+    assert alone is not None
+    alone.remove_files()
     os._exit(0)  # the threads of a backend may not end
 
 
@@ -71,18 +84,26 @@ def _step_back(in_background: bool) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
-def _read_requests(requests: queue.SimpleQueue[dict[str, str] | AloneWorker]) -> None:
+def _read_requests(requests: queue.SimpleQueue[_Request | AloneWorker]) -> None:
+    """Pass requests on until the parent ends; then end the process, with its compilers.
+
+    A worker that goes on alone ends by itself.
+    """
     alone = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["task"] == STORE_ALONE:
-            with contextlib.suppress(OSError):  # without its lock it would lose its folder
-                alone = AloneWorker(request)
-                requests.put(alone)
-            break
-        requests.put(request)
+    with contextlib.suppress(OSError):  # without its lock it would lose its folder
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["task"] in (STORE_ALONE, BUILD_ALONE):
+                if alone is None:
+                    alone = AloneWorker(Path(request["graph"]).parent)
+                    requests.put(alone)
+                alone.expect(request)
+            requests.put(request)
+            if request["task"] == STORE_ALONE:
+                break
     if alone is not None:
-        time.sleep(alone.timeout_s)  # `main` ends this process before
+        requests.put(None)
+        time.sleep(alone.timeout_s)
     # The parent has ended or closed this worker, which may be in the middle of a build.
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -110,7 +131,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
         blame = "machine" if _blame(exc) == "machine" else "memory"
         return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
-        is_new = request["task"] == "build"
+        is_new = request["task"] in ("build", BUILD_ALONE)
         payload = backend.build(program, device) if is_new else graph.read_bytes()
         problem = try_out(program, backend.load(payload, device), device)
         if problem is not None:
