@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from tests.support import models
+from tools.demo_model.export import CLIP_FOLDER
 
 ASSETS = Path(__file__).resolve().parents[2] / "onediff_ext" / "assets"
 DEMO = ASSETS / "demo" / "onediff-demo.safetensors"
@@ -195,7 +196,7 @@ def save_sdxl(path: Path) -> None:
             adm=OPEN_CLIP_WIDTH + 6 * TIME_IDS_WIDTH,
             context=context,
             ids=TIME_IDS_WIDTH,
-            clip=ASSETS / "tokenizer",
+            clip=CLIP_FOLDER,
             open_clip=OPEN_CLIP,
             scale=demo.components["vae"].config["scaling_factor"],
         ),

@@ -21,7 +21,7 @@ from tools.hosts.checkout import (
     fit_to_slim_models,
     version_note,
 )
-from tools.hosts.models import to_ldm_controlnet, vae
+from tools.hosts.models import to_ldm_controlnet, vae, write_demo_models
 from tools.hosts.packages import requirements
 from tools.hosts.webuis import VAE_WIDTHS, WEBUIS, WebUI
 
@@ -139,6 +139,18 @@ def test_models_are_linked_and_the_hosts_own_stay(checkout: Path, tmp_path: Path
     add_models(checkout, tmp_path / "slim")
     assert (own.parent / "a.safetensors").read_text() == "a.safetensors"
     assert own.read_text() == "the host's own"
+
+
+def test_the_demos_yaml_files_survive_a_move_of_the_repository(checkout: Path) -> None:
+    add_extensions(checkout)
+    write_demo_models(checkout / "models")
+    yamls = list((checkout / "models").glob("*/*.yaml"))
+    assert {path.stem for path in yamls} == {"onediff-demo", "onediff-demo-other", "tiny-xl"}
+    for path in yamls:
+        # A WebUI reads the path as seen from its own folder.
+        named = path.read_text(encoding="utf-8").split("version: ")[1].split()[0]
+        assert not Path(named).is_absolute()
+        assert (checkout / named / "config.json").is_file()
 
 
 def test_another_commit_is_said(checkout: Path) -> None:

@@ -46,16 +46,11 @@ def write_demo_models(folder: Path) -> None:
         else weight
         for key, weight in demo.items()
     }
-    tokenizer = str(files.ASSETS / "tokenizer")
     yaml = files.DEMO.with_suffix(".yaml").read_text(encoding="utf-8")
-    lines = [
-        f"{line.split('version:')[0]}version: {tokenizer}" if "version:" in line else line
-        for line in yaml.splitlines()
-    ]
     for name, tensors in (("onediff-demo", demo), ("onediff-demo-other", other)):
         path = folder / "Stable-diffusion" / f"{name}.safetensors"
         _save(tensors, path)
-        path.with_suffix(".yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        path.with_suffix(".yaml").write_text(yaml, encoding="utf-8")
     parts = load_checkpoint(files.DEMO, dtype=torch.float32).components
     _write_loras(folder / "Lora", parts)
     _write_vae(folder / "VAE", parts["vae"])
