@@ -20,6 +20,7 @@ from tests.live.jobs import (
 from tests.support.webui_client import PROMPT, Drawn, WebUI, WebUIError, assert_different
 
 LONG = "a red apple on a table, " * 20
+DEFAULT = "inductor"  # the panel's backend where nobody chooses one
 
 
 @pytest.fixture(autouse=True)
@@ -146,9 +147,14 @@ def test_levels_and_presets(webui: WebUI) -> None:
     drawn = {level: webui.draw(cached(level), steps=20) for level in ("light", "medium", "strong")}
     far = [difference(one, off) for one in drawn.values()]
     assert 0 < far[0] < far[2]
-    assert_identical(webui.draw({"preset": "Fast"}, steps=20), drawn["light"])
-    assert_identical(webui.draw({"preset": "Maximum"}, steps=20), drawn["medium"])
     assert_identical(webui.draw({"deepcache": 5}, steps=20), drawn["strong"])
+    # A preset decides the backend too, whatever ONEDIFF_WEBUI_BACKEND says.
+    for preset, level in {"Fast": "light", "Maximum": "medium"}.items():
+        webui.draw({"preset": preset}, steps=20)
+        webui.settle()
+        webui.draw({"preset": preset}, steps=20)  # compares what was built
+        of_preset = webui.draw({"preset": preset}, steps=20)
+        assert_identical(of_preset, webui.draw(cached(level, backend=DEFAULT), steps=20))
 
 
 def test_a_lora_switched_between_pictures(webui: WebUI, loras: list[str]) -> None:
@@ -189,8 +195,10 @@ def test_memory_while_drawing_and_after(webui: WebUI) -> None:
     thread.start()
     seen = 0
     while thread.is_alive():
+        started = time.monotonic()
         seen = max(seen, webui.get("/onediff-probe/features"))
-        time.sleep(0.05)
+        # The probe collects garbage, which stops the picture: let that have most of the time.
+        time.sleep(max(0.05, 5 * (time.monotonic() - started)))
     assert drawn
     # [2, C, 56, 40] of at least 2 bytes.
     assert seen > 0
@@ -213,10 +221,11 @@ def test_an_exception_leaves_every_attribute(webui: WebUI, forward: int) -> None
 
 
 def test_infotext_pastes_back(webui: WebUI) -> None:
-    if webui.host() == "forge":
-        pytest.skip("Forge's API fails at its own fields when it is given an infotext")
     drawn = webui.draw(cached("3 depth=1"), steps=STEPS)
-    assert "OneDiff preset: Custom, OneDiff DeepCache: 3 depth=1" in drawn.infotexts[0]
+    entries = drawn.infotexts[0].split(", ")
+    assert {"OneDiff preset: Custom", "OneDiff DeepCache: 3 depth=1"} <= set(entries)
+    if webui.host() in ("forge", "neo"):
+        pytest.skip("this API fails at fields of its own when it is given any infotext")
     # The API fills a job from an infotext, by the same readers as the page's buttons.
     calls = shallow(webui)
     again = webui.draw_plainly("txt2img", {"infotext": drawn.infotexts[0]})
