@@ -46,10 +46,29 @@ SETTINGS = {
 }
 
 
+def keep_one_checkpoint(webui: WebUI, checkpoints: list[str]) -> None:
+    """Have a WebUI that kept several checkpoints in memory really load the first one again.
+
+    Among several it only switches: A1111 goes on to tile the layers of the one that it loaded
+    last, and reForge lets go of none, and keeps a VAE that was chosen for one of them. A1111 lets
+    go of the others once another one is chosen, reForge once one is loaded that it has not kept:
+    that of ONEDIFF_WEBUI_INPAINTING.
+    """
+    webui.set_options(sd_checkpoints_limit=1)
+    beginning = os.environ.get("ONEDIFF_WEBUI_INPAINTING", "")
+    titles = [str(model["title"]) for model in webui.get("/sdapi/v1/sd-models")]
+    third = [title for title in titles if beginning and title.startswith(beginning)]
+    for title in (checkpoints[1], *third, checkpoints[0]):
+        webui.set_options(sd_model_checkpoint=title)
+
+
 @pytest.fixture(autouse=True)
 def clean_start(webui: WebUI, checkpoints: list[str]) -> None:
     """Each test starts with the first checkpoint, its own VAE, and plain settings."""
     known = webui.get("/sdapi/v1/options")
+    if known.get("sd_checkpoints_limit", 1) != 1:
+        keep_one_checkpoint(webui, checkpoints)
+        known = webui.get("/sdapi/v1/options")
     wanted = {name: value for name, value in SETTINGS.items() if known.get(name) != value}
     first = checkpoints[0].split(" [")[0]
     if not str(known["sd_model_checkpoint"]).startswith(first):
