@@ -73,11 +73,14 @@ def test_refiner(webui: WebUI, checkpoints: list[str], same: Any, in_memory: int
     assert_different(refined, webui.draw(True, steps=6))
 
 
-def test_tiling(webui: WebUI) -> None:
+def test_tiling(webui: WebUI, checkpoints: list[str]) -> None:
     """Convolutions that wrap around are other kinds; their graphs must not serve plain ones.
 
-    By the backend that builds at once, since all kinds are needed a second time.
+    By the backend that builds at once, since all kinds are needed a second time. With the second
+    checkpoint: these kinds count as its own from then on, and wait for a tiled picture whenever it
+    has been loaded again, where other tests want all kinds of the first one to be ready.
     """
+    webui.set_options(sd_model_checkpoint=checkpoints[1])
     chosen = {"enabled": True, "preset": "Custom", "backend": "eager"}
     plain, tiled = webui.draw(False), webui.draw(False, tiling=True)
     if (plain.pictures[0] == tiled.pictures[0]).all():
