@@ -29,7 +29,7 @@ from onediff_ext.engine.blocks.arguments import named_arguments
 from onediff_ext.engine.blocks.prompt_recipe import Arguments, Done, PromptRecipe
 from onediff_ext.engine.blocks.weight_slots import rule_of
 from onediff_ext.engine.checking.compare_with_eager import compare_all
-from onediff_ext.engine.class_methods import forward_of
+from onediff_ext.engine.class_methods import ClassMethod, forward_of
 from onediff_ext.engine.cuda_graphs.forward_call import tensors_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
 from onediff_ext.engine.patches import Patches
@@ -65,7 +65,11 @@ class PassThrough:
         return copy.deepcopy(self._forward, memo)  # a copied model does all of its work
 
     def __call__(self, x: torch.Tensor) -> Any:
-        return x if self._done.now else self._forward(x)
+        if self._done.now:
+            return x
+        if isinstance(self._forward, ClassMethod):
+            self._forward.keep_if_taken(self)
+        return self._forward(x)
 
 
 class PromptWork:

@@ -176,6 +176,30 @@ def test_a_hook_on_an_embedder_runs_at_each_step(pair: Callable[[str], Pair]) ->
     assert both.work.computed == computed + 1
 
 
+def test_a_class_that_is_patched_under_a_hook_of_an_embedder(
+    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no OneDiff is, the hook keeps the function that the class had."""
+    both = pair("flux")
+    both.agree()
+    layers = [each.transformer.context_embedder for each in (both.pipe, both.twin)]
+    for layer in layers:
+        layer.forward = around(layer.forward)
+    both.agree()
+    forward = torch.nn.Linear.forward
+
+    def patched(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        found = forward(layer, x)
+        return found.flip(-1) if layer in layers else found
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", patched)
+    both.agree()
+
+
+def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(*args, **kwargs) * 1.1
+
+
 def test_what_differs_from_the_whole_forward_is_not_used(
     pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
