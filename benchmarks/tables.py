@@ -105,6 +105,10 @@ def with_tables(text: str, results: Path) -> str:
     def dit_table(model: str) -> str:
         return forward_table(result(f"dit-{model}-{TRANSFORMERS[model]}"), "bfloat16")
 
+    def steps_of_a_script(model: str) -> str:
+        files = (result(f"{each}-{model}-h100") for each in ("plain-sizes", "plain-loop", "unet"))
+        return _table(*beside_unet(*files))
+
     sections: dict[str, Callable[[], str]] = {
         "a user's script": lambda: f"```python\n{SCRIPT.read_text(encoding='utf-8')}```",
         "unet sdxl short": lambda: forward_table(result("unet-sdxl-h200"), columns=SHORT_COLUMNS),
@@ -120,11 +124,8 @@ def with_tables(text: str, results: Path) -> str:
         "pipeline sd15": lambda: pipeline_table(result("pipeline-sd15-h200")),
         "start-up": lambda: start_up_table(result("start-up-sdxl-h200")),
         "plain first": lambda: plain_first_table(result("plain-sdxl-h200")),
-        "plain sizes": lambda: _table(
-            *beside_unet(
-                *(result(f"{each}-sdxl-h100") for each in ("plain-sizes", "plain-loop", "unet"))
-            )
-        ),
+        "plain sizes": lambda: steps_of_a_script("sdxl"),
+        "plain sizes sd1": lambda: steps_of_a_script("sd1"),
         "never wait": lambda: never_wait_table(result("never-wait-onediff-demo-cpu")),
         "kernels": lambda: kernel_table(result("kernels-h200")),
         "deepcache": lambda: deepcache_table(
