@@ -1,4 +1,5 @@
-"""Loads the graphs of a checkpoint in a thread while its weights are still being loaded."""
+"""Loads the graphs that a checkpoint or a pipeline used last time, in a thread, before they are
+needed."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from onediff_ext.building.build_context import BuildContext
+from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.core.errors import BackendError, StoreError
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.priority import quick_switches
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.machine import machine_digest
-from onediff_ext.store import CheckpointRecords, StoredGraph
+from onediff_ext.store import StoredGraph
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +49,15 @@ class ReadAhead:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    def start(self, content_hash: str, device: torch.device) -> None:
-        """Load the graphs that a checkpoint used last time.
+    def start(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
+        """Load the graphs that were used last time.
 
-        Does nothing while another checkpoint's graphs are being loaded.
+        Does nothing while other graphs are being loaded.
 
         Args:
-            content_hash: Of the checkpoint, 64 hexadecimal digits.
-            device: The device that its models will be on.
+            digests: Returns those of their kinds, the first ones to be needed first. Called in the
+                thread, and may raise `StoreError`.
+            device: The device that the models will be on.
         """
         with self._changed:
             if self.is_reading:
@@ -62,7 +65,7 @@ class ReadAhead:
             self._graphs.clear()  # of a checkpoint that drew no picture
             self._device = device
             self._thread = threading.Thread(
-                target=self._read, args=(content_hash, device), name="onediff-read", daemon=True
+                target=self._read, args=(digests, device), name="onediff-read", daemon=True
             )
             self._thread.start()
 
@@ -103,25 +106,24 @@ class ReadAhead:
         if thread is not None:
             thread.join(timeout_s)
 
-    def _read(self, content_hash: str, device: torch.device) -> None:
+    def _read(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
         with quick_switches(), without_collection():
-            self._read_all(content_hash, device)
+            self._read_all(digests, device)
 
-    def _read_all(self, content_hash: str, device: torch.device) -> None:
-        library = self._context.library
-        for step in self._context.backend.loading_steps(device):
-            step()
+    def _read_all(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
         try:
-            record = CheckpointRecords(library.folder).read(content_hash)
+            found = digests()
         except StoreError as exc:
             logger.info("No graphs are read ahead: %s", exc)
-            return
-        if record is None:
-            return
-        digests = sorted(record.kinds, key=lambda digest: -record.kinds[digest].block_count)
+            found = ()
         with self._changed:
-            self._coming = set(digests)
-        self._read_each(digests, device)
+            self._coming = set(found)
+        try:
+            for step in self._context.backend.loading_steps(device):
+                with TORCH_LOCK:  # a fork in the middle of an import would never end
+                    step()
+        finally:
+            self._read_each(found, device)
 
     def _read_each(self, digests: Sequence[str], device: torch.device) -> None:
         try:

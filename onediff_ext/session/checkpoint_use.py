@@ -29,6 +29,11 @@ class CheckpointUse:
         self._records = CheckpointRecords(folder)
         self._recorded: dict[str, int] = {}
 
+    def recorded_kinds(self) -> Sequence[str]:
+        """Return the digests of the kinds that earlier starts have used, as
+        `CheckpointRecords.kinds_by_use`."""
+        return self._records.kinds_by_use(self.content_hash)
+
     def record(self, kinds: Sequence[BlockKind]) -> None:
         """Record the kinds that have or will have a graph, if there are new ones.
 

@@ -293,7 +293,7 @@ class Session(KindRegistry):
                 self.library.folder, content_hash, name=name, path=path, architecture=architecture
             )
         if device is not None:
-            self.read_ahead.start(content_hash, device)
+            self.read_ahead.start(self.checkpoint.recorded_kinds, device)
 
     def record_checkpoint(self) -> None:
         """Record the kinds of the current checkpoint, if there are new ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,20 @@ class CheckpointRecords:
             StoreError: It is damaged, or of another version.
         """
         return self._read(self._path(content_hash))
+
+    def kinds_by_use(self, content_hash: str) -> Sequence[str]:
+        """Return the digests of a checkpoint's kinds, those of most blocks first.
+
+        Args:
+            content_hash: Of the checkpoint, 64 hexadecimal digits.
+
+        Raises:
+            OptionError, StoreError: As `read`.
+        """
+        record = self.read(content_hash)
+        if record is None:
+            return ()
+        return sorted(record.kinds, key=lambda digest: -record.kinds[digest].block_count)
 
     def list(self) -> list[CheckpointListing]:
         """Return the checkpoints by name. Unreadable records are left out."""

@@ -13,6 +13,7 @@ from onediff_ext.store.durable_write import sync_folder
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_file import UnknownSchemaError
 from onediff_ext.store.json_records import RecordError, read_record, record_paths
+from onediff_ext.store.last_kinds import LAST_KINDS_FILE
 from onediff_ext.store.saved_time import SAVED_TIME_FILE
 from onediff_ext.store.stored_graph import graph_paths, open_graph
 from onediff_ext.store.write_errors import mapped_write_errors
@@ -170,7 +171,7 @@ def _move_home(folder: StoreFolder, path: Path) -> str:
 
 
 def _record_paths(folder: StoreFolder) -> Iterator[Path]:
-    for name in ("history.json", SAVED_TIME_FILE, "content-hashes.json"):
+    for name in ("history.json", SAVED_TIME_FILE, LAST_KINDS_FILE, "content-hashes.json"):
         yield folder.home / name
     for records in (folder.checkpoints, folder.build_records):
         yield from record_paths(records)

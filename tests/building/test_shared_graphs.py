@@ -52,7 +52,7 @@ def test_fetched_graphs_are_loaded_before_a_block_asks(join: Join) -> None:
     first, _ = join(exchange, "a")
     draw_until_built(first)
     late, shared = join(exchange, "b")
-    late.read_ahead.start("0" * 64, CPU)  # this store knows no checkpoint yet
+    late.read_ahead.start(lambda: (), CPU)  # this store knows no checkpoint yet
     late.read_ahead.add(shared.pull(), CPU)
     digests = {kind.key.digest for kind in first.kinds}
     graphs = {digest: late.read_ahead.take(digest, CPU) for digest in digests}

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -103,12 +104,18 @@ def load_artefact(payload: bytes, index: int | None = None) -> Graph:
 
 @contextlib.contextmanager
 def _without_compilers() -> Iterator[None]:
-    """Load Triton kernels without Inductor's pool of compiler processes.
+    """Load Triton kernels without Inductor's pool of compiler processes, and without a checksum.
 
     Otherwise the first load starts one process for each core, which stays until the end. The
-    kernels are already compiled, so the pool has nothing to do.
+    kernels are already compiled, so the pool has nothing to do. It also reads all of Triton's
+    files, a third of a second, for a checksum that names entries of caches that are off here.
     """
+    import torch.utils._triton as triton_of_torch
     from torch._inductor import config
 
-    with _loading, config.patch(compile_threads=1):
+    with (
+        _loading,
+        config.patch(compile_threads=1),
+        mock.patch.object(triton_of_torch, "triton_hash_with_backend", return_value=""),
+    ):
         yield

@@ -18,6 +18,7 @@ from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lift
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 from onediff_ext.hosts.diffusers.pipeline_calls import leave_calls, watch_calls
+from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds
 from onediff_ext.hosts.diffusers.step_cache import (
     disable_step_cache,
     enable_step_cache,
@@ -60,6 +61,7 @@ class CompiledPipe:
         self._pipe, self._ignored = pipe, ignored
         self.has_step_cache = False
         self._patches = Patches()
+        self._kinds: PipelineKinds | None = None
         if not find_models(pipe, ignored):
             raise OptionError(
                 f"{type(pipe).__name__} has no component to compile.",
@@ -75,7 +77,19 @@ class CompiledPipe:
             self._patches.set(pipe, "unfuse_lora", exact.unfuse_lora)
         self._patches.set(pipe, COMPILED_ATTRIBUTE, self)
         watch_calls(pipe, one_picture)
-        self._serve(find_models(pipe, self._ignored))
+        models = find_models(pipe, self._ignored)
+        self._serve(models)
+        if self.owns_session:
+            self._kinds = PipelineKinds(self.session, models)
+
+    @contextmanager
+    def picture(self) -> Iterator[None]:
+        """Draw one picture within the ``with`` block; see `one_picture`."""
+        self.refresh()
+        with self.session.picture():
+            yield
+        if self._kinds is not None:
+            self._kinds.record()
 
     def refresh(self) -> None:
         """Install on models that replaced others in the pipeline, and remove from the old ones."""
@@ -229,10 +243,7 @@ def one_picture(pipe: object) -> AbstractContextManager[None]:
     of its models.
     """
     state = compiled_state(pipe)
-    if state is None:
-        return nullcontext()
-    state.refresh()
-    return state.session.picture()
+    return nullcontext() if state is None else state.picture()
 
 
 def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
