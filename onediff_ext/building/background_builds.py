@@ -155,8 +155,8 @@ class BackgroundBuilds:
             begun = [] if run is None else run.hand_over()
             with self._changed:
                 detached, self._detached = self._detached, None
-            if detached is not None:
-                detached.take_over([kind.key for kind in begun], timeout_s)
+            if detached is not None and detached.take_over([k.key for k in begun], timeout_s):
+                logger.info("Missing graphs are built after the end of this process")
         self.close(timeout_s)
 
     def is_cancelled(self, kind: BlockKind) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_folder import BuildFolder, safe_parent
 from onediff_ext.building.forked_exporter import die_with_parent, leave_the_parent
-from onediff_ext.building.gpu_handles import close_gpu_handles
+from onediff_ext.building.inherited_files import let_go_of_inherited
 from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.core.errors import OneDiffError
@@ -34,7 +34,7 @@ from onediff_ext.core.kind_key import KindKey
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 _READY = b"."
-# A forked process may wait for ever for a lock that another thread of this one held.
+# The alarm ends a process that waits for a lock which another thread held at the fork.
 _EXPORT_TIMEOUT_S = 120
 
 
@@ -116,7 +116,8 @@ def _serve(
         leave_the_parent(in_background=True)
         with contextlib.suppress(OSError):  # where memory runs out, the system kills this one
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-        close_gpu_handles()  # the GPU's memory would stay in use after the parent's end
+        let_go_of_inherited(keep=parent.fileno())
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         heard = b""
         while part := parent.recv(1 << 16):
             heard += part
@@ -133,7 +134,7 @@ def _build(context: BuildContext, wanted: Sequence[_Wanted], workers: int) -> No
     context.library.folder.prepare()
     tasks: list[tuple[bytes, Mapping[str, object]]] = []
     for each in wanted:
-        signal.alarm(_EXPORT_TIMEOUT_S)  # ends this process
+        signal.alarm(_EXPORT_TIMEOUT_S)
         if context.library.get(each.kind.key) is not None:
             continue
         with contextlib.suppress(Exception):  # nobody is left to tell; the next process tries again

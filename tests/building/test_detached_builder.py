@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from onediff_ext.building import detached_builder, gpu_handles
+from onediff_ext.building import detached_builder, inherited_files
 from onediff_ext.building.build_folder import BuildFolder
 from onediff_ext.building.detached_builder import DetachedBuilder
 from onediff_ext.core.kind_key import KindKey
@@ -115,10 +116,10 @@ def test_it_ends_when_it_is_dismissed(context) -> None:
 
 
 def test_a_process_that_does_not_answer_is_ended(context, monkeypatch) -> None:
-    def hangs() -> None:
+    def hangs(keep: int) -> None:
         time.sleep(TIMEOUT_S)
 
-    monkeypatch.setattr(detached_builder, "close_gpu_handles", hangs)
+    monkeypatch.setattr(detached_builder, "let_go_of_inherited", hangs)
     detached = DetachedBuilder(context, [kind("one")])
     assert not detached.take_over([], timeout_s=0.2)
     with pytest.raises(ProcessLookupError):
@@ -168,21 +169,49 @@ def test_builds_that_end_dismiss_it(open_session, small, instant_workers, monkey
         os.kill(detached._pid, 0)
 
 
+def test_ports_are_free_while_it_waits(context) -> None:
+    """A WebUI that starts again needs its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        detached = DetachedBuilder(context, [kind("one")])
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                socket.create_server(address, reuse_port=False).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+    finally:
+        detached.dismiss()
+
+
 def test_device_files_are_closed_and_unmapped(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "nvidia0"
+    path, log = tmp_path / "nvidia0", tmp_path / "log"
     path.write_bytes(bytes(mmap.PAGESIZE))
-    monkeypatch.setattr(gpu_handles, "_DEVICES", str(tmp_path / "nvidia"))
-    with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)  # kept until the forked process has ended
+    monkeypatch.setattr(inherited_files, "_GPUS", str(tmp_path / "nvidia"))
+    with path.open("r+b") as file, log.open("w") as logged:
+        mapped = mmap.mmap(file.fileno(), 0)
+        ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
-            gpu_handles.close_gpu_handles()
+            inherited_files.let_go_of_inherited(keep=theirs)
+            new = os.open(tmp_path / "new", os.O_CREAT | os.O_WRONLY)
             links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-            is_open = str(path) in links
-            os._exit(is_open or str(path) in Path("/proc/self/maps").read_text())
-        assert os.waitpid(pid, 0)[1] == 0
+            print("said", file=logged, flush=True)
+            is_open = str(path) in links or str(log) in links
+            is_mapped = str(path) in Path("/proc/self/maps").read_text()
+            os.write(theirs, json.dumps([is_open, is_mapped, new == logged.fileno()]).encode())
+            os._exit(0)
+        os.close(theirs)
+        assert json.loads(os.read(ours, 100)) == [False, False, False]
+        os.waitpid(pid, 0)
+        os.close(ours)
         assert mapped[0] == 0
         mapped.close()
+    assert log.read_text() == ""
+    assert (tmp_path / "new").read_bytes() == b""
 
 
 def test_a_build_folder_is_left_to_the_workers(context, tmp_path) -> None:
