@@ -134,11 +134,17 @@ class PromptWork:
         if not self._may_run_twice():
             return forward(False, args, kwargs)
         # The first comparison mostly decides: the next forwards have the prompt's part done.
+        judged = self._judged_calls()
         with nullcontext() if self._was_compared else unrecorded():
             output = forward(False, args, kwargs)
-        self._was_compared = True
-        self._verify(eager, given, output)
+        if self._judged_calls() == judged:  # else it has eager's results, which 8 bits differ from
+            self._was_compared = True
+            self._verify(eager, given, output)
         return output
+
+    def _judged_calls(self) -> int:
+        """Calls of blocks so far that returned eager's result, to compare a graph with it."""
+        return sum(runner.compared for runner in self._runners)
 
     def _may_run_twice(self) -> bool:
         """Whether nothing counts the calls of the model: a step cache does."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.prompt_recipes import Embedding
 from onediff_ext.session.session import Session
@@ -119,6 +120,34 @@ def test_a_forward_that_is_compared_is_not_recorded(pair: Callable[[str], Pair])
         both.agree()
         assert both.component.captured.replayed
     assert both.recorder.recorded == 2
+
+
+def test_a_forward_whose_graphs_are_judged_is_not_compared(
+    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns eager's results. Graphs in 8 bits differ from them by more than is allowed."""
+    both = pair("z_image")
+    call, verify, judged, compared_with = PromptWork.__call__, PromptWork._verify, [], []
+
+    def noted_call(work: PromptWork, *args: Any) -> Any:
+        before = work._judged_calls()
+        judged.append(0)
+        output = call(work, *args)
+        judged[-1] = work._judged_calls() - before
+        return output
+
+    def noted_verify(work: PromptWork, *args: Any) -> None:
+        compared_with.append(len(judged) - 1)
+        verify(work, *args)
+
+    monkeypatch.setattr(PromptWork, "__call__", noted_call)
+    monkeypatch.setattr(PromptWork, "_verify", noted_verify)
+    both.agree()
+    both.agree()
+    assert any(judged)
+    assert compared_with
+    assert not any(judged[number] for number in compared_with)
+    assert both.work.computed
 
 
 def test_changes_within_a_picture_count(pair: Callable[[str], Pair]) -> None:
