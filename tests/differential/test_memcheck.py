@@ -22,6 +22,7 @@ from tests.differential.memcheck import (
 )
 from tests.differential.moved_weights import NothingToFindError, read_moved_weights
 from tests.differential.sequences import Driver, Step
+from tests.support.systems import needs_signals
 
 ERROR = """========= Invalid __global__ read of size 2 bytes
 =========     at triton_poi_fused_0+0x1b0
@@ -75,6 +76,7 @@ def test_the_sanitizers_output_is_read() -> None:
     assert reports_in(f"{ERROR}{ERROR}========= COMPUTE-SANITIZER\n") == 2
 
 
+@needs_signals
 def test_errors_and_steps_are_counted_where_time_runs_out() -> None:
     text = f"{ERROR}    1.5 s size:1\n"
     code = f"import time; print({text!r}, flush=True); time.sleep(60)"
@@ -84,6 +86,7 @@ def test_errors_and_steps_are_counted_where_time_runs_out() -> None:
     assert not report["has_summary"]
 
 
+@needs_signals
 def test_a_report_is_written_for_a_sequence_that_did_not_end(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     given = ["--store", str(tmp_path), "--device", "cpu", "--model", "sd15", "--fill"]
