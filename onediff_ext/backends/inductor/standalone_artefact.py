@@ -108,7 +108,7 @@ def _without_compilers() -> Iterator[None]:
 
     Otherwise the first load starts one process for each core, which stays until the end. The
     kernels are already compiled, so the pool has nothing to do. It also reads all of Triton's
-    files, a third of a second, for a checksum that names entries of caches that are off here.
+    files for a checksum that names entries of caches that are off here.
     """
     import torch.utils._triton as triton_of_torch
     from torch._inductor import config
