@@ -97,8 +97,11 @@ class Builder:
         if not (kinds and may_detach and context.shared is None):
             return None
         device = kinds[0].device
-        if not workers_after_exit(device):
+        workers = workers_after_exit(device)
+        if not workers:
             return None
         share = context.share.of_turns(device)
         with context.foreground.turn(FORK_PAUSE_S, stop=stop, share=share) as granted:
-            return DetachedBuilder(context, kinds) if granted and not stop.is_set() else None
+            if not granted or stop.is_set():
+                return None
+            return DetachedBuilder(context, kinds, workers)

@@ -14,10 +14,8 @@ import json
 import os
 import signal
 import socket
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -25,12 +23,11 @@ from torch import nn
 
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.build_folder import BuildFolder, safe_parent
-from onediff_ext.building.forked_exporter import die_with_parent, leave_the_parent
+from onediff_ext.building.forked_process import die_with_parent, end, fork, leave_the_parent
 from onediff_ext.building.inherited_files import let_go_of_inherited
-from onediff_ext.building.torch_lock import TORCH_LOCK
-from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.kind_key import KindKey
+from onediff_ext.core.priority import give_memory_first
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 _READY = b"."
@@ -53,21 +50,18 @@ class DetachedBuilder:
     Args:
         context: The store, and how graphs are built.
         kinds: Without a graph, those first whose graph saves most time.
+        workers: How many may build then, at least 1; see `workers_after_exit`.
 
     Raises:
         OSError: There is no memory for another process.
     """
 
-    def __init__(self, context: BuildContext, kinds: Sequence[BlockKind]) -> None:
+    def __init__(self, context: BuildContext, kinds: Sequence[BlockKind], workers: int) -> None:
         # All that asks the GPU comes before the fork.
         wanted = [_Wanted(kind, context.store_request(kind), list(kind.blocks)) for kind in kinds]
-        workers = workers_after_exit(kinds[0].device)
         self._ours, theirs = socket.socketpair()
         try:
-            with TORCH_LOCK, warnings.catch_warnings():
-                # Python 3.12 warns of a fork beside threads: see `forked_exporter`.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._pid = os.fork()
+            self._pid = fork()
         except OSError:
             self._ours.close()
             theirs.close()
@@ -101,10 +95,7 @@ class DetachedBuilder:
 
     def dismiss(self) -> None:
         """End the forked process at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        end(self._pid)
         self._ours.close()
 
 
@@ -114,8 +105,7 @@ def _serve(
     """Run as the forked process, and exit without the parent's handlers and exit functions."""
     try:
         leave_the_parent(in_background=True)
-        with contextlib.suppress(OSError):  # where memory runs out, the system kills this one
-            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+        give_memory_first()
         let_go_of_inherited(keep=parent.fileno())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         heard = b""
@@ -139,7 +129,7 @@ def _build(context: BuildContext, wanted: Sequence[_Wanted], workers: int) -> No
             continue
         with contextlib.suppress(Exception):  # nobody is left to tell; the next process tries again
             tasks.append((each.kind.prepare_export(torch.device("cpu"))(), each.store_request))
-    if not (tasks and workers):
+    if not tasks:
         return
     folder = BuildFolder(safe_parent(context.library.folder))
     device = str(wanted[0].kind.device)

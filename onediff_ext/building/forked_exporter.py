@@ -1,37 +1,28 @@
 """A forked child that exports kinds, so that the drawing process stays undisturbed.
 
-The child has the host's classes as they are now, including the patches of other extensions. torch's
-own DataLoader forks beside CUDA in the same way. A child cannot reach the GPU, so it traces as if
-on the CPU, with what autocast does on a GPU written out; the worker puts the program on the GPU.
+The child has the host's classes as they are now, including the patches of other extensions. It
+cannot reach the GPU, so it traces as if on the CPU, with what autocast does on a GPU written out;
+the worker puts the program on the GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import logging
 import os
 import pickle
-import signal
 import struct
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-import torch
-
 from onediff_ext.building.export_result import ExportResult
-from onediff_ext.building.torch_lock import TORCH_LOCK
+from onediff_ext.building.forked_process import end, fork, leave_the_parent
 from onediff_ext.core.errors import ExportError, WorkerLostError
-from onediff_ext.core.priority import lower_priority
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<IQ")  # index of the kind, length of the message in bytes
-_PR_SET_PDEATHSIG = 1
 # A child without any sign of life for so long hangs.
 CHILD_TIMEOUT_S = 120.0
 
@@ -65,10 +56,7 @@ class ForkedExporter:
         self._heard_at = time.monotonic()
         start = time.monotonic()
         try:
-            with TORCH_LOCK, warnings.catch_warnings():
-                # Python 3.12 warns of a fork beside threads: see the module's docstring.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
+            pid = fork()
         except OSError:
             os.close(self.pipe)
             os.close(theirs)
@@ -115,10 +103,7 @@ class ForkedExporter:
 
     def kill(self) -> None:
         """End the child at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        end(self.pid)
         os.close(self.pipe)
 
 
@@ -135,35 +120,6 @@ def _serve(exports: Sequence[Callable[[], bytes]], pipe: int, in_background: boo
             _write_all(pipe, _HEAD.pack(index, len(message)) + message)
     finally:
         os._exit(0)
-
-
-def leave_the_parent(in_background: bool) -> None:
-    """Prepare a forked process for work of its own. It dies with the thread that forked it.
-
-    Args:
-        in_background: At a low priority.
-    """
-    # The parent's garbage may hold CUDA graphs and events. Without the parent's CUDA context, their
-    # destructors end the process.
-    gc.freeze()
-    die_with_parent(True)
-    os.setsid()  # Ctrl-C goes to the parent only
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    if in_background:
-        lower_priority(in_background)
-    torch.set_num_threads(1)  # the parent's threads do not exist here
-
-
-def die_with_parent(dies: bool) -> None:
-    """Choose whether the system kills this process when the thread that forked it ends.
-
-    Args:
-        dies: Whether it does.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if dies else 0)
 
 
 def _write_all(pipe: int, message: bytes) -> None:

@@ -43,6 +43,12 @@ def lower_priority(in_background: bool) -> None:
         os.nice(_IN_BACKGROUND if in_background else _WAITED_FOR)
 
 
+def give_memory_first() -> None:
+    """Have the system end this process, and not the drawing one, when memory runs out (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
 def nice_for_share(share: float) -> int:
     """Return the nice value that leaves at least this share of a core beside a process at 0.
 

@@ -27,6 +27,7 @@ from tests.support.systems import needs_fork
 
 pytestmark = needs_fork
 TIMEOUT_S = 30
+WORKERS = 2
 
 
 class Workers:
@@ -95,7 +96,7 @@ def test_it_builds_what_is_missing_after_it_was_told(context) -> None:
         stored.key, b"graph", label="stored", backend="eager", build_seconds=1.0, details={}
     )
     kinds = [kind("one"), stored, kind("broken", broken), begun, kind("two")]
-    detached = DetachedBuilder(context, kinds)
+    detached = DetachedBuilder(context, kinds, WORKERS)
     time.sleep(0.2)
     assert not context.given
     assert detached.take_over([begun.key])
@@ -108,7 +109,7 @@ def test_it_builds_what_is_missing_after_it_was_told(context) -> None:
 
 
 def test_it_ends_when_it_is_dismissed(context) -> None:
-    detached = DetachedBuilder(context, [kind("one")])
+    detached = DetachedBuilder(context, [kind("one")], WORKERS)
     detached.dismiss()
     with pytest.raises(ProcessLookupError):
         os.kill(detached._pid, 0)
@@ -120,7 +121,7 @@ def test_a_process_that_does_not_answer_is_ended(context, monkeypatch) -> None:
         time.sleep(TIMEOUT_S)
 
     monkeypatch.setattr(detached_builder, "let_go_of_inherited", hangs)
-    detached = DetachedBuilder(context, [kind("one")])
+    detached = DetachedBuilder(context, [kind("one")], WORKERS)
     assert not detached.take_over([], timeout_s=0.2)
     with pytest.raises(ProcessLookupError):
         os.kill(detached._pid, 0)
@@ -133,7 +134,7 @@ def test_an_export_that_hangs_ends_it(context, monkeypatch) -> None:
         threading.Event().wait()
         return b""
 
-    detached = DetachedBuilder(context, [kind("one", hangs)])
+    detached = DetachedBuilder(context, [kind("one", hangs)], WORKERS)
     assert detached.take_over([])
     wait_for_end_of(detached._pid)
     assert not context.given
@@ -142,7 +143,7 @@ def test_an_export_that_hangs_ends_it(context, monkeypatch) -> None:
 def test_it_ends_with_a_parent_that_is_killed(context, tmp_path) -> None:
     parent = os.fork()
     if parent == 0:
-        detached = DetachedBuilder(context, [kind("one")])
+        detached = DetachedBuilder(context, [kind("one")], WORKERS)
         (tmp_path / "pid").write_text(str(detached._pid))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(parent, 0)
@@ -173,7 +174,7 @@ def test_ports_are_free_while_it_waits(context) -> None:
     """A WebUI that starts again needs its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-        detached = DetachedBuilder(context, [kind("one")])
+        detached = DetachedBuilder(context, [kind("one")], WORKERS)
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while True:
@@ -215,7 +216,7 @@ def test_device_files_are_closed_and_unmapped(tmp_path, monkeypatch) -> None:
 
 
 def test_a_build_folder_is_left_to_the_workers(context, tmp_path) -> None:
-    detached = DetachedBuilder(context, [kind("one")])
+    detached = DetachedBuilder(context, [kind("one")], WORKERS)
     assert detached.take_over([])
     wait_for_end_of(detached._pid)
     # No worker holds it, so the next build folder sweeps it.

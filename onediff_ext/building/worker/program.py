@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 from onediff_ext.building.worker.store_alone import BUILD_ALONE, STORE_ALONE, AloneWorker
-from onediff_ext.core.priority import lower_priority
+from onediff_ext.core.priority import give_memory_first, lower_priority
 from onediff_ext.core.words import first_line
 
 _Request = dict[str, str] | None  # None after the last one
@@ -79,9 +79,7 @@ def main(arguments: list[str]) -> int:
 def _step_back(in_background: bool) -> None:
     """Let pictures go first, for processor time and memory."""
     lower_priority(in_background)
-    # When memory runs out, the system kills this process and not the drawing one.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    give_memory_first()
 
 
 def _read_requests(requests: queue.SimpleQueue[_Request | AloneWorker]) -> None:
