@@ -14,7 +14,7 @@ from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import items, mapping, number, text
 from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_record
+from onediff_ext.store.json_records import RecordError, read_or_empty
 
 _LOG = logging.getLogger(__name__)
 _SCHEMA = 1
@@ -149,13 +149,8 @@ class BuildHistory:
         ]
 
     def _read(self) -> _Record:
-        try:
-            return _parse(read_record(self.folder.home / _FILE))
-        except FileNotFoundError:
-            pass
-        except (StoreError, OSError) as exc:
-            _LOG.debug("The history of builds starts again: %s", exc)
-        return {"builds": {}, "steps": []}
+        empty: _Record = {"builds": {}, "steps": []}
+        return read_or_empty(self.folder.home / _FILE, _parse, empty, "builds")
 
     def _change(self, change: Callable[[_Record], None]) -> None:
         try:

@@ -10,7 +10,7 @@ from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import items, mapping
 from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_record
+from onediff_ext.store.json_records import RecordError, read_or_empty
 from onediff_ext.store.stored_graph import is_digest
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,7 @@ class LastKinds:
             logger.debug("The kinds of this pipeline are not recorded: %s", exc)
 
     def _read(self) -> _Record:
-        try:
-            return _parse(read_record(self._folder.home / LAST_KINDS_FILE))
-        except FileNotFoundError:
-            pass
-        except (StoreError, OSError) as exc:
-            logger.debug("The kinds of pipelines are recorded from now: %s", exc)
-        return {}
+        return read_or_empty(self._folder.home / LAST_KINDS_FILE, _parse, {}, "last kinds")
 
 
 def _parse(record: object) -> _Record:

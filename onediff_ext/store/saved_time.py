@@ -11,7 +11,7 @@ from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import count, mapping, number
 from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_record
+from onediff_ext.store.json_records import RecordError, read_or_empty
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,7 @@ class SavedTimes:
         return self._read().get(machine, {}).get(checkpoint)
 
     def _read(self) -> _Record:
-        try:
-            return _parse(read_record(self._folder.home / SAVED_TIME_FILE))
-        except FileNotFoundError:
-            pass
-        except (StoreError, OSError) as exc:
-            logger.debug("The saved time is counted from now: %s", exc)
-        return {}
+        return read_or_empty(self._folder.home / SAVED_TIME_FILE, _parse, {}, "saved time")
 
     def _write(self, record: _Record) -> None:
         machines = {
