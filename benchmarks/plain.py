@@ -12,8 +12,10 @@ width and random weights. Each contender is that script with one line changed:
 
 Nothing in the script waits for a graph or says where a picture begins. Times are those of the
 files that it writes. It runs once with an empty store, which draws one size without a pause while
-graphs are built, and then twice over all sizes, with some steps and with twice as many. Their
-difference is the time of the steps, the scheduler's included, without text encoder, VAE and PNG.
+graphs are built, and then once over all sizes, with the filled store. There, short and long ones
+take turns. The median of their differences is the time of the steps, the scheduler's included,
+without text encoder, VAE and PNG. Turns keep a GPU's changing clock out of it: with a process for
+the short pictures and another for the long ones, steps differed by 7% from run to run.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ CONTENDERS = {
 }
 DEFAULT = tuple(name for name in CONTENDERS if name != "loop")
 SETTINGS = ("what", "model", "dtype", "steps")
+STEPS = "int(steps)"
 _LOG = "events.txt"
+_ROWS = "rows"  # the folder of a contender's pictures of all sizes
 
 
 def main() -> int:
@@ -58,7 +62,11 @@ def main() -> int:
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--pictures", type=int, default=3, help="timed ones of each size")
+    parser.add_argument(
+        "--more-steps", type=int, default=40,
+        help="of a long picture of 1024x1024; smaller ones have up to four times as many",
+    )  # fmt: skip
+    parser.add_argument("--pictures", type=int, default=3, help="timed pairs of each size")
     parser.add_argument("--first-pictures", type=int, default=100, help="with the empty store")
     parser.add_argument("--work", type=Path, help="model and stores; kept for later runs")
     parser.add_argument("--limit-s", type=float, default=580, help="for each process")
@@ -144,61 +152,67 @@ class Run:
         return found
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Draw all sizes with the filled store: with some steps, and with twice as many."""
-        steps = self._given.steps
-        sizes = [size for size in self._sizes for _ in range(self._given.pictures + 1)]
-        short, long = (
-            self._seconds(name, f"{count} steps", count, sizes) for count in (steps, 2 * steps)
-        )
+        """Draw all sizes with the filled store: one picture, then short and long ones in turns."""
+        steps, pairs = self._given.steps, self._given.pictures
+        sizes = [size for size in self._sizes for _ in range(1 + 2 * pairs)]
+        more = [self._more_steps(size) for size in self._sizes]
+        counts = [n for each in more for n in (steps, *(steps, steps + each) * pairs)]
+        _, times = self._draw(name, _ROWS, counts, sizes)
+        taken = [b - a for a, b in itertools.pairwise([0.0, *(seconds for _, seconds in times)])]
         rows = []
-        for size in dict.fromkeys(sizes):
-            first, *later = short[size]
-            picture_s = statistics.median(later)
-            ms = 1e3 * (statistics.median(long[size][1:]) - picture_s) / steps
+        for number, (size, each) in enumerate(zip(self._sizes, more, strict=True)):
+            of_size = taken[number * (1 + 2 * pairs) :][: 1 + 2 * pairs]
+            short, long = of_size[1::2], of_size[2::2]
+            ms = [1e3 * (b - a) / each for a, b in zip(short, long, strict=True)]
+            picture_s = statistics.median(short)
             rows.append({
                 "contender": name, "dtype": self._figures["dtype"], "measured": now(),
-                "width": size[0], "height": size[1], "first_s": first, "picture_s": picture_s,
-                "ms_median": ms,
+                "width": size[0], "height": size[1], "first_s": of_size[0], "picture_s": picture_s,
+                "more_steps": each, "ms_median": statistics.median(ms),
+                "ms_of_pairs": [round(one, 3) for one in ms],
             })  # fmt: skip
-            print(f"{size[0]}x{size[1]} {name:12} {picture_s:7.2f} s {ms:8.2f} ms a step")
+            print(
+                f"{size[0]}x{size[1]} {name:12} {picture_s:7.2f} s"
+                f" {rows[-1]['ms_median']:8.2f} ms a step"
+            )
         return rows
+
+    def _more_steps(self, size: tuple[int, int]) -> int:
+        """Return the further steps of a size's long pictures: about the same time for each size."""
+        more: int = self._given.more_steps
+        return max(1, round(more * min(4.0, 1024**2 / (size[0] * size[1]))))
 
     def _parity(self, name: str) -> dict[str, Any]:
         """Compare a contender's pictures with eager's, if both have been drawn."""
-        run = f"{self._given.steps} steps"
         if name == "loop":
             return {}
-        eager = self._work / ("eager-lora" if name.endswith("-lora") else "eager") / run
+        eager = self._work / ("eager-lora" if name.endswith("-lora") else "eager") / _ROWS
         return (
-            {"parity": compare_pictures(eager, self._work / name / run)} if eager.exists() else {}
+            {"parity": compare_pictures(eager, self._work / name / _ROWS)} if eager.exists() else {}
         )
 
-    def _seconds(
-        self, name: str, run: str, steps: int, sizes: list[tuple[int, int]]
-    ) -> dict[tuple[int, int], list[float]]:
-        """Return the seconds of each picture, by size; the first one has the start in it."""
-        _, times = self._draw(name, run, steps, sizes)
-        found: dict[tuple[int, int], list[float]] = {}
-        before = 0.0
-        for size, (_, seconds) in zip(sizes, times, strict=True):
-            found.setdefault(size, []).append(seconds - before)
-            before = seconds
-        return found
-
     def _draw(
-        self, name: str, run: str, steps: int, sizes: list[tuple[int, int]]
+        self, name: str, run: str, steps: int | list[int], sizes: list[tuple[int, int]]
     ) -> tuple[float, list[tuple[str, float]]]:
-        """Run a contender's script; return when it started, and the times of its files."""
+        """Run a contender's script; return when it started, and the times of its files.
+
+        Args:
+            name: Of the contender.
+            run: Names the folder.
+            steps: Of all pictures, or of each.
+            sizes: Width and height of each picture, in pixels.
+        """
         folder = self._work / name / run
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.png"):
             old.unlink()
         script = folder / "script.py"
-        script.write_text(script_of(name), encoding="utf-8")
+        script.write_text(script_of(name, steps), encoding="utf-8")
         texts = [f"{width}x{height}" for width, height in sizes]
+        first = steps if isinstance(steps, int) else steps[0]
         started = time.time()
         self._process(
-            ["--run-script", str(script), str(self._work / "model"), str(steps), *texts], folder,
+            ["--run-script", str(script), str(self._work / "model"), str(first), *texts], folder,
             ONEDIFF_STORE=str(self._work / name / "store"),
         )  # fmt: skip
         times = picture_times(folder, started)
@@ -217,11 +231,17 @@ class Run:
         )
 
 
-def script_of(name: str) -> str:
-    """Return a contender's script: the user's, with another line in place of `COMPILE`."""
+def script_of(name: str, steps: int | list[int] = 0) -> str:
+    """Return a contender's script: the user's, with another line in place of `COMPILE`.
+
+    Args:
+        name: Of the contender.
+        steps: Where a list, each picture has its own number of steps instead of the script's.
+    """
     text = SCRIPT.read_text(encoding="utf-8")
-    assert text.count(f"\n{COMPILE}  #") == 1
-    return text.replace(f"\n{COMPILE}  #", f"\n{CONTENDERS[name]}  #")
+    assert text.count(f"\n{COMPILE}  #") == text.count(STEPS) == 1
+    text = text.replace(f"\n{COMPILE}  #", f"\n{CONTENDERS[name]}  #")
+    return text if isinstance(steps, int) else text.replace(STEPS, f"{steps}[number]")
 
 
 def _run_script(command: list[str]) -> int:

@@ -41,6 +41,8 @@ def test_contenders_differ_in_one_line() -> None:
         compile(plain.script_of(name), name, "exec")
         assert [line for line in script if line not in other] in ([], [other_line(script)])
     assert plain.script_of("plain") == plain.SCRIPT.read_text()
+    stepped = plain.script_of("plain", [2, 4])
+    assert stepped.replace("[2, 4][number]", "int(steps)") == plain.SCRIPT.read_text() != stepped
     assert "compile_pipe(" not in plain.script_of("eager")
 
 
@@ -53,8 +55,8 @@ def test_it_is_timed_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = tmp_path / "plain.json"
     monkeypatch.setattr(sys, "argv", [
         "plain", "--model", "tiny", "--contenders", "eager,plain", "--sizes", "64x64, 72x64",
-        "--steps", "2", "--pictures", "1", "--first-pictures", "3", "--work", str(tmp_path),
-        "--json", str(result),
+        "--steps", "2", "--more-steps", "2", "--pictures", "1", "--first-pictures", "3",
+        "--work", str(tmp_path), "--json", str(result),
     ])  # fmt: skip
     # Graphs are not what is tested here: the backend that needs no compiler draws.
     options = 'options={"backend": "eager", "workers": 1}'
@@ -66,6 +68,7 @@ def test_it_is_timed_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = [(row["contender"], row["width"], row["height"]) for row in figures["rows"]]
     assert rows == [(name, w, 64) for name in ("eager", "plain") for w in (64, 72)]
     assert all(row["picture_s"] > 0 for row in figures["rows"])
+    assert [(row["more_steps"], len(row["ms_of_pairs"])) for row in figures["rows"]] == [(8, 1)] * 4
     assert figures["contenders"]["plain"]["parity"]["psnr_db_min"] > 60
     assert figures["contenders"]["plain"]["parity"]["contrast_levels_min"] > 10
     assert figures["contenders"]["eager"]["graphs_built"] == 0
