@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.weight_slots import is_plain
+
 
 class WeightLayouts:
     """The original strides of the weights that were changed to channels last."""
@@ -15,15 +17,26 @@ class WeightLayouts:
     def use_channels_last(self, model: nn.Module) -> None:
         """Change a model's 4-dimensional weights to NHWC, unless they have that layout already.
 
+        The strides are those of ``model.to(memory_format=torch.channels_last)``, also for weights
+        of one pixel, which are in both orders at once. PyTorch calls them contiguous in NHWC with
+        any strides, but compilers decide by the strides: with those of NCHW they take the
+        convolution for one of NCHW, which is slow where the pixels are no multiple of 8.
+
         Args:
             model: The model; its weights stay the same parameters.
         """
         for parameter in model.parameters():
-            if parameter.ndim == 4 and not parameter.is_contiguous(
-                memory_format=torch.channels_last
-            ):
-                self._strides.append((parameter, parameter.shape, parameter.stride()))
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+            if parameter.ndim != 4:
+                continue
+            weight, nhwc = parameter.data, torch.channels_last
+            is_nhwc = weight.is_contiguous(memory_format=nhwc)
+            if is_nhwc and (weight.stride() == _nhwc_stride(weight) or not is_plain(parameter)):
+                continue
+            self._strides.append((parameter, weight.shape, weight.stride()))
+            if is_nhwc:  # the same memory
+                parameter.data = weight.as_strided(weight.shape, _nhwc_stride(weight))
+            else:
+                parameter.data = weight.contiguous(memory_format=nhwc)
 
     def take_over(self, other: WeightLayouts) -> None:
         """Take over the strides that another object would have restored.
@@ -42,3 +55,8 @@ class WeightLayouts:
                 weight = parameter.data
                 parameter.data = weight.new_empty_strided(shape, stride).copy_(weight)
         self._strides = []
+
+
+def _nhwc_stride(weight: torch.Tensor) -> tuple[int, int, int, int]:
+    _, channels, height, width = weight.shape
+    return channels * height * width, 1, channels * width, channels
