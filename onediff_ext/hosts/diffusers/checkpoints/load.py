@@ -153,7 +153,7 @@ def _load_file(
         return _loaded(path.parent, load_folder(path.parent, place))
     file = open_tensor_file(path)
     if read_ahead is not None and read_ahead.is_current():
-        file = replace(file, read_ahead=read_ahead)
+        file = replace(file, take_ahead=read_ahead.take)
     vae_file = None if vae_path is None else open_tensor_file(vae_path.expanduser())
     try:
         return _loaded(path, _read_file(file, vae_file, place))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -14,8 +14,6 @@ from onediff_ext.core.untrusted_files import open_regular
 
 if TYPE_CHECKING:
     import torch
-
-    from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
 
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
@@ -51,13 +49,13 @@ class TensorFile:
         path: The file.
         shapes: Key → shape of every tensor.
         metadata: Free text entries of the file's writer.
-        read_ahead: Has tensors that a thread has read; they are taken first.
+        take_ahead: `TensorReadAhead.take` of a thread whose tensors are taken first, or None.
     """
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    read_ahead: TensorReadAhead | None = None
+    take_ahead: Callable[[Path, str, torch.dtype | None, Any], Any] | None = None
 
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of the first tensor, or None for a file without tensors."""
@@ -83,8 +81,8 @@ class TensorFile:
         try:
             with safe_open(str(self.path), framework="pt", device="cpu") as handle:
                 for key in keys:
-                    if self.read_ahead is not None:
-                        ahead = self.read_ahead.take(self.path, key, dtype, device)
+                    if self.take_ahead is not None:
+                        ahead = self.take_ahead(self.path, key, dtype, device)
                         if ahead is not None:
                             tensors[key] = ahead
                             continue
