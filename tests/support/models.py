@@ -389,12 +389,12 @@ def unet_inputs(
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Random keyword arguments for one forward of any of these UNets, on its device or another."""
-    device = unet.device if device is None else device
+    # Each of these properties walks through all modules.
+    device, dtype = unet.device if device is None else device, unet.dtype
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator)
-        return values.to(device, unet.dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     config = unet.config
     inputs: dict[str, Any] = {
@@ -409,6 +409,6 @@ def unet_inputs(
         time_ids = torch.full((batch, spare // config.addition_time_embed_dim), 128.0)
         inputs["added_cond_kwargs"] = {
             "text_embeds": noise(batch, TEXT_2_WIDTH),
-            "time_ids": time_ids.to(device, unet.dtype),
+            "time_ids": time_ids.to(device, dtype),
         }
     return inputs

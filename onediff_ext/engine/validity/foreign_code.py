@@ -295,7 +295,12 @@ def _other_file(function: Any, globals_: Mapping[str, Any]) -> str | None:
     file = code.co_filename
     if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
         return None  # code that was generated, as dataclasses do
-    return None if PurePath(file).stem == PurePath(own).stem else file
+    return None if _have_one_stem(file, own) else file
+
+
+@functools.lru_cache(maxsize=8192)  # asked for each method of each class, and files are few
+def _have_one_stem(file: str, other: str) -> bool:
+    return PurePath(file).stem == PurePath(other).stem
 
 
 def _is_own(method: object, module: object, name: str) -> bool:
