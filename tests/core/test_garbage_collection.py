@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from onediff_ext.core import garbage_collection
 from onediff_ext.core.garbage_collection import without_collection
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
-    """As in a program that froze nothing; the test run itself has."""
+def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a program that froze nothing; the test run itself has, and says so."""
+    monkeypatch.setattr(garbage_collection, "gc", gc)
     gc.unfreeze()
     yield
     gc.freeze()

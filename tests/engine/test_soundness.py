@@ -25,6 +25,7 @@ from onediff_ext.session.session import Session
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.left_wrapper_extension import leave_on
 from tests.support.models import sd15
+from tests.support.models import unet as make_unet
 
 SIZES = ((8, 12), (8, 8))
 # Of a whole forward, against eager without 8 bits: twice what was measured.
@@ -36,13 +37,12 @@ class Twins:
 
     def __init__(self, session: Session, recorder: FrozenRecorder) -> None:
         self.session, self.recorder = session, recorder
-        self.pipe, self.eager = sd15(seed=3), sd15(seed=3)
-        self.eager.unet.load_state_dict(self.pipe.unet.state_dict())
+        self.pipe, self.eager = sd15(seed=3), make_unet(seed=3)
         self.calls = 0
 
     @property
     def both(self) -> tuple[Any, Any]:
-        return self.pipe.unet, self.eager.unet
+        return self.pipe.unet, self.eager
 
     @property
     def captured(self) -> Any:
@@ -55,7 +55,7 @@ class Twins:
         generator = torch.Generator().manual_seed(self.calls)
         height, width = size
         given = unet_inputs(self.pipe.unet, generator, height_latent=height, width_latent=width)
-        found, expected = (unet(**{**given, **more}).sample for unet in self.both)
+        found, expected = (each(**{**given, **more}).sample for each in self.both)
         return float((found - expected).norm() / expected.norm())
 
     def settle(self) -> None:
@@ -161,9 +161,9 @@ def test_a_lora_that_changes_under_graphs_in_8_bits(
             unet.set_adapters(["x"], [scale])
         assert_close()
         # Another scale is far beyond what 8 bits cost.
-        twins.eager.unet.set_adapters(["x"], [scale + 2.0])
+        twins.eager.set_adapters(["x"], [scale + 2.0])
         assert twins.step() > 3 * ERROR_IN_8_BITS[precision]
-        twins.eager.unet.set_adapters(["x"], [scale])
+        twins.eager.set_adapters(["x"], [scale])
     assert recorder.recorded == recorded
     for unet in twins.both:
         unet.disable_adapters()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -118,6 +119,8 @@ class CommandLine:
 def run_here(command: list[str]) -> Ended:
     """Run `onediff-ext` in this process, as a fresh one would log and exit."""
     from onediff_ext.cli.main import main
+    from onediff_ext.hosts.diffusers.checkpoints import ldm_checkpoint
+    from tests.support import models
     from tests.support.quick_builds import quick_loads
 
     out, err = io.StringIO(), io.StringIO()
@@ -126,7 +129,12 @@ def run_here(command: list[str]) -> Ended:
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, []  # main() adds its own to the new stderr
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), quick_loads():
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            quick_loads(),
+            mock.patch.object(ldm_checkpoint, "make_tokenizer", models.tokenizer),  # read once
+        ):
             status = main(command)
     except SystemExit as exc:  # argparse
         status = int(exc.code or 0)

@@ -59,7 +59,7 @@ def sample(
     sampler: str = "Euler",
     calls: int = 1,
     layout: Callable[[int], Layout] = lambda _: CFG,
-    size: tuple[int, int] = (17, 25),
+    size: tuple[int, int] = (17, 9),
     prompt: Sequence[Entry] = (Entry(10_000),),
     keep: float = 1.0,
     before_call: Callable[[int], None] = lambda _: None,
@@ -75,7 +75,7 @@ def sample(
         p: The job; `steps` are its whole schedule.
         calls: Predictions for each step, as Heun has two.
         layout: Number of a prediction → its calls of the UNet.
-        size: Of the latent.
+        size: Of the latent; odd at each level of the UNet.
         keep: Image to image draws this share of the steps.
         before_call: Called with the number of each prediction after `before_step`.
         tiles: Number of a prediction → the rows of the latent that are drawn on their own.

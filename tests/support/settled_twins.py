@@ -11,7 +11,7 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
 from onediff_ext.session.session import Session
 from tests.support.frozen_recorder import FrozenRecorder
-from tests.support.models import sd15, unet_inputs
+from tests.support.models import sd15, unet, unet_inputs
 
 
 class Twins:
@@ -32,10 +32,10 @@ class Twins:
         **options: Any,
     ) -> None:
         session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=4)
-        self.pipe, self.eager = sd15(seed=3), sd15(seed=3)
-        self.unets = (self.pipe.unet, self.eager.unet)
-        for unet in self.unets:
-            prepare(unet)
+        self.pipe = sd15(seed=3)
+        self.unets = (self.pipe.unet, unet(seed=3))
+        for each in self.unets:
+            prepare(each)
         compile_pipe(self.pipe, session=session, ignores=["vae"], **options)
         for seed in range(6):
             assert self.error(seed) < 1e-5
@@ -51,14 +51,14 @@ class Twins:
     def error(self, seed: int, side: int = 12) -> float:
         """Of one step."""
         found, expected = (
-            unet(**unet_inputs(unet, height_latent=side, width_latent=side, seed=seed)).sample
-            for unet in self.unets
+            each(**unet_inputs(each, height_latent=side, width_latent=side, seed=seed)).sample
+            for each in self.unets
         )
         return float((found - expected).norm() / expected.norm())
 
     def assert_right_after(self, change: Callable[[Any], object]) -> None:
         """Change both, and draw until the compiled one is recorded again."""
         with torch.no_grad():
-            for unet in self.unets:
-                change(unet)
+            for each in self.unets:
+                change(each)
         assert max(self.error(seed) for seed in range(10, 15)) < 1e-4

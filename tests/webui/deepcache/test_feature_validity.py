@@ -223,7 +223,7 @@ def test_a_controlnet_that_begins_and_ends(host: DeepCacheWebUI) -> None:
         arguments["on"] = 4 <= number < 8
 
     def call(x: Any, timesteps: Any, context: Any) -> torch.Tensor:
-        residual = torch.full((2, 32, 5, 7), 0.1)
+        residual = torch.full((2, 32, 5, 3), 0.1)
         lists = {"input": [], "middle": [residual], "output": []}
         return host.call(x, timesteps, context, control=lists if arguments["on"] else None)
 
