@@ -10,6 +10,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from tests.features.feature import (
     Options,
     feature,
+    one_width_sd15,
     plain,
     small_flux,
     small_sd3,
@@ -238,7 +239,7 @@ def _freeu(pipe: Any) -> None:
     pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.4, b2=1.6)
 
 
-@feature(_MODEL, 'tiling: `padding_mode = "circular"`', options=_SIZE)
+@feature(_MODEL, 'tiling: `padding_mode = "circular"`', make=one_width_sd15, options=_SIZE)
 def _tiling(pipe: Any) -> None:
     for module in pipe.unet.modules():
         if isinstance(module, torch.nn.Conv2d):
@@ -301,7 +302,7 @@ def _layerwise_casting(pipe: Any) -> None:
     pipe.unet.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
 
 
-@feature(_MEMORY, "`bfloat16`", options=_SIZE, tolerance=1e-2)
+@feature(_MEMORY, "`bfloat16`", make=one_width_sd15, options=_SIZE, tolerance=1e-2)
 def _bfloat16(pipe: Any) -> None:
     pipe.to(torch.bfloat16)
 

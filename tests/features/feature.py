@@ -18,6 +18,13 @@ def small_sd15(seed: int = 0) -> Any:
     return models.sd15(seed, widths=(32, 64), attention=(True, False))
 
 
+def one_width_sd15(seed: int = 0) -> Any:
+    """Return an SD1.5 pipeline whose blocks are of few kinds, for features that make new kinds."""
+    pipe = models.sd15(seed, widths=(32, 32), attention=(True, False))
+    pipe.register_modules(vae=models.vae((32,) * 4, seed=seed))
+    return pipe
+
+
 def small_sdxl(seed: int = 0) -> Any:
     """Return an SDXL pipeline with two narrow levels."""
     return models.sdxl(seed, widths=(32, 64), attention=(False, True), heads=(1, 2), depths=(1, 2))
