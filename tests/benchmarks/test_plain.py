@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from benchmarks import plain, tables
 from benchmarks.plain_rows import ANNOUNCED, as_used, beside_unet
+from tests.support.command_line import in_child
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +54,24 @@ def other_line(script: list[str]) -> str:
     return next(line for line in script if line.startswith(plain.COMPILE))
 
 
+class EagerHere:
+    """Stands for `subprocess`: eager's scripts run in forks of this process, which has torch."""
+
+    def run(self, command: list[str], *, cwd: Path, env: dict[str, str], **more: Any) -> None:
+        if "eager" not in command[4].split(os.sep):
+            subprocess.run(command, cwd=cwd, env=env, **more)
+            return
+
+        def script() -> int:
+            os.chdir(cwd)
+            os.environ.update(env)
+            logging.getLogger().handlers.clear()  # pytest's
+            sys.argv = command[2:]
+            return plain.main()
+
+        assert in_child(script) == 0
+
+
 @pytest.mark.timeout(900)
 def test_it_is_timed_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = tmp_path / "plain.json"
@@ -62,6 +84,8 @@ def test_it_is_timed_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     options = 'options={"backend": "eager", "workers": 1}'
     monkeypatch.setitem(plain.CONTENDERS, "plain", f"pipe = compile_pipe(pipe, {options})")
     plain._make_model("tiny", tmp_path / "model")  # here, where torch is loaded already
+    if hasattr(os, "fork"):
+        monkeypatch.setattr(plain, "subprocess", EagerHere())
     assert plain.main() == 0
     figures: dict[str, Any] = json.loads(result.read_text())
     assert figures["fingerprint"]["versions"]["torch"]
