@@ -1,5 +1,6 @@
 """Sessions with one store for the whole run."""
 
 from tests.support.shared_store import make_session, quick_eager_graphs, run_store, shared_store
+from tests.support.shared_tokenizers import one_tokenizer
 
-__all__ = ["make_session", "quick_eager_graphs", "run_store", "shared_store"]
+__all__ = ["make_session", "one_tokenizer", "quick_eager_graphs", "run_store", "shared_store"]

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -119,9 +118,8 @@ class CommandLine:
 def run_here(command: list[str]) -> Ended:
     """Run `onediff-ext` in this process, as a fresh one would log and exit."""
     from onediff_ext.cli.main import main
-    from onediff_ext.hosts.diffusers.checkpoints import ldm_checkpoint
-    from tests.support import models
     from tests.support.quick_builds import quick_loads
+    from tests.support.shared_tokenizers import shared_tokenizers
 
     out, err = io.StringIO(), io.StringIO()
     if dynamo := sys.modules.get("torch._dynamo.utils"):
@@ -133,7 +131,7 @@ def run_here(command: list[str]) -> Ended:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             quick_loads(),
-            mock.patch.object(ldm_checkpoint, "make_tokenizer", models.tokenizer),  # read once
+            shared_tokenizers(),
         ):
             status = main(command)
     except SystemExit as exc:  # argparse
