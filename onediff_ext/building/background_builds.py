@@ -139,13 +139,14 @@ class BackgroundBuilds:
             self._stop.set()
         self.wait(timeout_s)
 
-    def hand_over(self, timeout_s: float = 1.0) -> None:
+    def hand_over(self, timeout_s: float = 3.0) -> None:
         """As `close`, but what is missing is built and stored after the end of this process.
 
         Workers finish what they are building. A `DetachedBuilder` does the rest.
 
         Args:
-            timeout_s: How long to wait for each other process, and for the end of the thread.
+            timeout_s: How long to wait for another process: a tenth of a second is usual, a second
+                or more where all cores are busy.
         """
         if os.getpid() != self._process_id:  # a forked process, to which no thread belongs
             return
@@ -157,7 +158,7 @@ class BackgroundBuilds:
                 detached, self._detached = self._detached, None
             if detached is not None and detached.take_over([k.key for k in begun], timeout_s):
                 logger.info("Missing graphs are built after the end of this process")
-        self.close(timeout_s)
+        self.close(timeout_s=1.0)
 
     def is_cancelled(self, kind: BlockKind) -> bool:
         """Whether a kind was missing at a `cancel`, and nothing has asked for it since."""

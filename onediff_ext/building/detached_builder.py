@@ -27,7 +27,7 @@ from onediff_ext.building.forked_process import die_with_parent, end, fork, leav
 from onediff_ext.building.inherited_files import let_go_of_inherited
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.kind_key import KindKey
-from onediff_ext.core.priority import give_memory_first
+from onediff_ext.core.priority import give_memory_first, lower_priority
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 _READY = b"."
@@ -71,7 +71,7 @@ class DetachedBuilder:
             _serve(context, wanted, workers, theirs)
         theirs.close()
 
-    def take_over(self, without: Collection[KindKey], timeout_s: float = 1.0) -> bool:
+    def take_over(self, without: Collection[KindKey], timeout_s: float = 3.0) -> bool:
         """Let the forked process build now, after this one.
 
         Args:
@@ -104,7 +104,7 @@ def _serve(
 ) -> NoReturn:
     """Run as the forked process, and exit without the parent's handlers and exit functions."""
     try:
-        leave_the_parent(in_background=True)
+        leave_the_parent(in_background=False)  # at the parent's end it answers at once
         give_memory_first()
         let_go_of_inherited(keep=parent.fileno())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -115,6 +115,7 @@ def _serve(
         die_with_parent(False)
         parent.sendall(_READY)
         parent.close()
+        lower_priority(in_background=True)
         _build(context, [each for each in wanted if each.kind.key.digest not in without], workers)
     finally:
         os._exit(0)

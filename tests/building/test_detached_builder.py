@@ -108,6 +108,20 @@ def test_it_builds_what_is_missing_after_it_was_told(context) -> None:
     assert {entry[3] for entry in given.values()} == {detached._pid}
 
 
+def test_it_answers_at_the_priority_of_its_parent_and_builds_at_a_low_one(context) -> None:
+    """At a low one, it did not answer in time on a machine whose cores were busy."""
+
+    def priority(pid: int = 0) -> int:
+        return os.getpriority(os.PRIO_PROCESS, pid)
+
+    detached = DetachedBuilder(context, [kind("one", lambda: str(priority()).encode())], WORKERS)
+    time.sleep(0.2)
+    assert priority(detached._pid) == priority()
+    assert detached.take_over([])
+    wait_for_end_of(detached._pid)
+    assert int(context.given["one"][1]) > priority()
+
+
 def test_it_ends_when_it_is_dismissed(context) -> None:
     detached = DetachedBuilder(context, [kind("one")], WORKERS)
     detached.dismiss()
