@@ -12,10 +12,10 @@ width and random weights. Each contender is that script with one line changed:
 
 Nothing in the script waits for a graph or says where a picture begins. Times are those of the
 files that it writes. It runs once with an empty store, which draws one size without a pause while
-graphs are built, and then once over all sizes, with the filled store. There, short and long ones
-take turns. The median of their differences is the time of the steps, the scheduler's included,
-without text encoder, VAE and PNG. Turns keep a GPU's changing clock out of it: with a process for
-the short pictures and another for the long ones, steps differed by 7% from run to run.
+graphs are built, and then once over all sizes, with the filled store. There, pictures of few and
+of many steps take turns. The median of their differences is the time of the steps, the scheduler's
+included, without text encoder, VAE and PNG. Turns keep a GPU's changing clock out of it, which two
+processes, one with few and one with many steps, do not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ DEFAULT = tuple(name for name in CONTENDERS if name != "loop")
 SETTINGS = ("what", "model", "dtype", "steps")
 STEPS = "int(steps)"
 _LOG = "events.txt"
-_ROWS = "rows"  # the folder of a contender's pictures of all sizes
 
 
 def main() -> int:
@@ -157,7 +156,7 @@ class Run:
         sizes = [size for size in self._sizes for _ in range(1 + 2 * pairs)]
         more = [self._more_steps(size) for size in self._sizes]
         counts = [n for each in more for n in (steps, *(steps, steps + each) * pairs)]
-        _, times = self._draw(name, _ROWS, counts, sizes)
+        _, times = self._draw(name, self._rows_run, counts, sizes)
         taken = [b - a for a, b in itertools.pairwise([0.0, *(seconds for _, seconds in times)])]
         rows = []
         for number, (size, each) in enumerate(zip(self._sizes, more, strict=True)):
@@ -177,6 +176,11 @@ class Run:
             )
         return rows
 
+    @property
+    def _rows_run(self) -> str:
+        """The folder of a contender's pictures of all sizes: only equal steps are compared."""
+        return f"{self._given.steps} steps and {self._given.more_steps} more"
+
     def _more_steps(self, size: tuple[int, int]) -> int:
         """Return the further steps of a size's long pictures: about the same time for each size."""
         more: int = self._given.more_steps
@@ -186,9 +190,10 @@ class Run:
         """Compare a contender's pictures with eager's, if both have been drawn."""
         if name == "loop":
             return {}
-        eager = self._work / ("eager-lora" if name.endswith("-lora") else "eager") / _ROWS
+        run = self._rows_run
+        eager = self._work / ("eager-lora" if name.endswith("-lora") else "eager") / run
         return (
-            {"parity": compare_pictures(eager, self._work / name / _ROWS)} if eager.exists() else {}
+            {"parity": compare_pictures(eager, self._work / name / run)} if eager.exists() else {}
         )
 
     def _draw(
