@@ -145,8 +145,8 @@ class BackgroundBuilds:
         Workers finish what they are building. A `DetachedBuilder` does the rest.
 
         Args:
-            timeout_s: How long to wait for another process: a tenth of a second is usual, a second
-                or more where all cores are busy.
+            timeout_s: How long to wait for an answer of another process, which comes late where all
+                cores are busy.
         """
         if os.getpid() != self._process_id:  # a forked process, to which no thread belongs
             return
