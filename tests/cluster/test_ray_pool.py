@@ -46,7 +46,7 @@ def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator
         BatchQueue(sizes, [4] * len(sizes)),
         pool,
         lambda unit: unit,
-        lambda unit, outcome, worker: None,
+        lambda unit, outcome, worker: report(program, outcome),
         lambda picture, reason: poisoned.append(picture),
         worker_limit=2,
     )
@@ -55,6 +55,12 @@ def run(ray: Any, program: NumberProgram, sizes: list[int]) -> tuple[Coordinator
     finally:
         pool.close()
     return coordinator, poisoned
+
+
+def report(program: NumberProgram, outcome: tuple[list[Path], dict[str, Any]]) -> None:
+    if program.reported is not None:
+        for path in outcome[0]:
+            (program.reported / path.name).touch()
 
 
 def prepare_a_file(folder: Path) -> None:
@@ -90,9 +96,13 @@ def test_two_workers_write_each_picture_once(ray: Any, tmp_path: Path) -> None:
 
 
 def test_a_picture_that_ends_its_worker_each_time_is_given_up(ray: Any, tmp_path: Path) -> None:
-    coordinator, poisoned = run(ray, NumberProgram(tmp_path, fatal=(1, 2)), [8])
+    written_to, reported = tmp_path / "written", tmp_path / "reported"
+    written_to.mkdir()
+    reported.mkdir()
+    program = NumberProgram(written_to, fatal=(1, 2), reported=reported)
+    coordinator, poisoned = run(ray, program, [8])
     assert poisoned == [Poisoned(0, 1, 2)]
-    written = lines_of(tmp_path)
+    written = lines_of(written_to)
     assert len(written) == 7
     assert set(written.values()) == {1}
     assert sum(bool(worker.lost) for worker in coordinator.workers) == 5

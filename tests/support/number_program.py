@@ -23,6 +23,8 @@ class NumberProgram(Program):
         seconds: Of each unit.
         fatal: (batch, position) that ends the worker's process.
         failing: Batch whose drawing raises an error of Python's own.
+        reported: Folder where the driver makes a file for each picture that it was told of. The
+            fatal picture waits for all that its worker drew; with None it does not wait.
         full: The disk is full.
         broken: The checkpoint cannot be loaded.
     """
@@ -31,6 +33,7 @@ class NumberProgram(Program):
     seconds: float = 0.01
     fatal: tuple[int, int] | None = None
     failing: int | None = None
+    reported: Path | None = None
     full: bool = False
     broken: bool = False
 
@@ -43,6 +46,7 @@ class NumberProgram(Program):
 class _Open(OpenProgram):
     def __init__(self, program: NumberProgram) -> None:
         self._program = program
+        self._drawn: list[str] = []  # files that this worker writes
 
     def read(self, task: Unit) -> Unit:
         return task
@@ -53,18 +57,32 @@ class _Open(OpenProgram):
         if program.fatal is not None:
             batch, position = program.fatal
             if read.batch == batch and position in read.positions:
+                self._wait_until_reported()
                 os._exit(11)
         if read.batch == program.failing:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._drawn += [path.name for path in self._paths(read)]
         return read
+
+    def _paths(self, unit: Unit) -> list[Path]:
+        positions = unit.positions if unit.writes else ()
+        folder = self._program.folder
+        return [folder / f"{unit.group}-{unit.batch}-{position}" for position in positions]
+
+    def _wait_until_reported(self) -> None:
+        reported = self._program.reported
+        ends_at = time.monotonic() + 60
+        while reported is not None and not all((reported / name).exists() for name in self._drawn):
+            if time.monotonic() > ends_at:
+                raise AssertionError("The driver was not told of a picture within 60 s.")
+            time.sleep(0.01)
 
     def write(self, drawn: Unit) -> list[Path]:
         if self._program.full:
             raise PictureError("a.png cannot be written.", "The disk is full.")
-        paths = []
-        for position in drawn.positions if drawn.writes else ():
-            paths.append(self._program.folder / f"{drawn.group}-{drawn.batch}-{position}")
-            with paths[-1].open("a") as file:
+        paths = self._paths(drawn)
+        for path in paths:
+            with path.open("a") as file:
                 file.write("written\n")
         return paths
 
