@@ -112,6 +112,11 @@ def test_one_result_does_not_live_in_anothers_memory(built):
     assert all(map(torch.equal, first, kept))
 
 
+def test_a_graph_has_no_debug_information(built):
+    *_, payload = built
+    assert b".debug_line" not in payload
+
+
 def test_threads_do_not_mix(built):
     backend, family, block, make_inputs, payload = built
     graph = backend.load(payload, CPU)
