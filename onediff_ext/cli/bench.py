@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("bench", help="measure UNet steps, eager beside compiled")
-    parser.add_argument("--sizes", default="512x512, 768x512, 720x960", help="sizes to measure")
+    parser.add_argument(
+        "--sizes",
+        default="512x512, 768x512, 720x960",
+        help='sizes to measure (default: "%(default)s")',
+    )
     parser.add_argument(
         "--rounds",
         type=positive_count,
         default=10,
-        help="measured steps of each kind",
+        help="measured steps of each size, eager and compiled (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     add_model_arguments(parser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.deepcache_options import COST, LEVELS, DeepCacheOptions
@@ -14,23 +15,40 @@ if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 
 
+DEFAULTS = {
+    "steps": "20; transformers: the model's own",
+    "guidance": "7; transformers: the model's own",
+    "scheduler": "Euler a; transformers: Euler",
+}
+"""What the help says of arguments whose defaults depend on the model."""
+
 _MAX_SEED = 2**53 - 1
 
 
-def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) -> None:
-    """Add prompt, sampler, seed and DeepCache, and for img2img the strength."""
+def add_draw_arguments(
+    parser: argparse.ArgumentParser, *, with_strength: bool, defaults: Mapping[str, str] = DEFAULTS
+) -> None:
+    """Add prompt, sampler, seed and DeepCache, and for img2img the strength.
+
+    Args:
+        parser: Of the command.
+        with_strength: Whether the command starts from pictures.
+        defaults: What the help says of steps, guidance and sampler, which depend on the model.
+    """
     group = parser.add_argument_group("picture")
-    group.add_argument("-p", "--prompt", default="")
-    group.add_argument("-n", "--negative-prompt", default="")
-    group.add_argument("--steps", type=int, help="default: 20; transformers: the model's own")
+    group.add_argument("-p", "--prompt", default="", help="what the picture shows")
+    group.add_argument("-n", "--negative-prompt", default="", help="what it does not show")
+    group.add_argument("--steps", type=int, help=f"sampling steps (default: {defaults['steps']})")
     group.add_argument(
-        "--guidance", type=float, help="CFG scale (default: 7; transformers: the model's own)"
+        "--guidance", type=float, help=f"CFG scale (default: {defaults['guidance']})"
     )
     group.add_argument(
         "--scheduler",
-        help='sampler, such as "DPM++ 2M Karras" or LCM (default: Euler a; transformers: Euler)',
+        help=f'such as "DPM++ 2M Karras" or LCM (default: {defaults["scheduler"]})',
     )
-    group.add_argument("--seed", type=_seed, default=0)
+    group.add_argument(
+        "--seed", type=_seed, default=0, help="the same seed draws the same picture (default: 0)"
+    )
     levels = ", ".join(f"{name} ({interval})" for name, interval in LEVELS.items())
     group.add_argument(
         "--deepcache",
@@ -49,7 +67,12 @@ def add_draw_arguments(parser: argparse.ArgumentParser, *, with_strength: bool) 
         " taylorseer-lite:5 (default: off)",
     )
     if with_strength:
-        group.add_argument("--strength", type=float, default=0.6, help="denoising strength")
+        group.add_argument(
+            "--strength",
+            type=float,
+            default=0.6,
+            help="denoising strength, above 0 and up to 1 (default: %(default)s)",
+        )
 
 
 def _seed(text: str) -> int:

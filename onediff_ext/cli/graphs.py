@@ -42,22 +42,28 @@ def add_parser(commands: Any) -> None:
         else:
             add_store_arguments(sub)
         if name == "status":
-            sub.add_argument("--json", action="store_true", help="for programs")
-            sub.add_argument("--checkpoint", help="only this one, by name")
+            sub.add_argument("--json", action="store_true", help="print JSON")
+            sub.add_argument("--checkpoint", help="name of the only checkpoint to show")
         if name == "verify":
             sub.add_argument("--repair", action="store_true", help="delete damaged graphs")
         if name == "prune":
-            sub.add_argument("--to-gb", type=amount, help="down to this size")
-            sub.add_argument("--older-than-days", type=amount, help="not used for so many days")
+            sub.add_argument("--to-gb", type=amount, help="delete until the store has this size")
             sub.add_argument(
-                "--other-versions", action="store_true", help="those of other versions too"
+                "--older-than-days", type=amount, help="delete what was not used for so many days"
+            )
+            sub.add_argument(
+                "--other-versions", action="store_true", help="also delete graphs of other versions"
             )
         if name in ("export", "import"):
-            sub.add_argument("file", type=Path)
+            sub.add_argument("file", type=Path, help=f"the archive to {name}")
         if name == "export":
-            sub.add_argument("--checkpoint", help="only what this checkpoint uses, by name")
+            sub.add_argument("--checkpoint", help="name of the checkpoint whose graphs to export")
         if name == "import":
-            sub.add_argument("--trust", action="store_true", help="I trust where it comes from")
+            sub.add_argument(
+                "--trust",
+                action="store_true",
+                help="trust the archive's author: its graphs are native code that runs here",
+            )
         sub.set_defaults(run=action)
 
 

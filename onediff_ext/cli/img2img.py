@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
 from onediff_ext.cli.argument_types import picture_path, positive_amount
 from onediff_ext.cli.cluster_arguments import add_cluster_arguments
-from onediff_ext.cli.draw_arguments import add_draw_arguments, draw_settings
+from onediff_ext.cli.draw_arguments import DEFAULTS, add_draw_arguments, draw_settings
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_model
@@ -47,23 +48,45 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, when_stopped="The same command goes on where it stopped.")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all arguments but the inputs; the demo has them too."""
-    parser.add_argument("-o", "--output", type=picture_path, default=Path("onediff-output"))
+def add_arguments(
+    parser: argparse.ArgumentParser, *, defaults: Mapping[str, str] | None = None
+) -> None:
+    """Add all arguments but the inputs; the demo has them too.
+
+    Args:
+        parser: Of the command.
+        defaults: What the help says of `--size`, steps, guidance and sampler where that differs.
+    """
+    defaults = defaults or {}
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=picture_path,
+        default=Path("onediff-output"),
+        help="folder or URL of the results (default: %(default)s)",
+    )
     parser.add_argument(
         "--size",
         default="own",
-        help="own, scale:0.5, longest:768 or fixed:512x512 (default: each picture's own)",
+        help="own, scale:0.5, longest:768 or fixed:512x512 (default: "
+        f"{defaults.get('size', 'own')})",
     )
     parser.add_argument(
-        "--batch-size", type=int, default=4, help="pictures of one size at once (default: 4)"
+        "--batch-size",
+        type=int,
+        default=4,
+        help="pictures of one size at once, 1 to 31 (default: %(default)s)",
     )
-    parser.add_argument("--name", default="{stem}.png", help="name template of the results")
+    parser.add_argument(
+        "--name", default="{stem}.png", help="name template of the results (default: %(default)s)"
+    )
     parser.add_argument("--recursive", action="store_true", help="look into subfolders")
     parser.add_argument(
         "--captions", action="store_true", help="cat.txt beside cat.jpg is that picture's prompt"
     )
-    parser.add_argument("--vary-seed", action="store_true", help="seed + number of the picture")
+    parser.add_argument(
+        "--vary-seed", action="store_true", help="add the picture's number to the seed"
+    )
     parser.add_argument("--keep-alpha", action="store_true", help="keep the inputs' transparency")
     parser.add_argument(
         "--max-megapixels",
@@ -72,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="larger results are left out (default: 4.2)",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
-    add_draw_arguments(parser, with_strength=True)
+    add_draw_arguments(parser, with_strength=True, defaults={**DEFAULTS, **defaults})
     add_model_arguments(parser)
     add_cluster_arguments(parser)
 
@@ -194,7 +217,7 @@ def make_job(arguments: argparse.Namespace, identity: dict[str, object]) -> Img2
     from onediff_ext.pictures.size_rules import parse_size_rule
 
     if not 1 <= arguments.batch_size <= 31:
-        raise OptionError("The batch size must be 1 to 31.", "Leave --batch-size out for 4.")
+        raise OptionError("The batch size must be 1 to 31.", "Leave --batch-size out.")
     batch = BatchJob(
         inputs=arguments.inputs,
         output_dir=arguments.output,

@@ -76,8 +76,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         metavar="FILE[:WEIGHT]",
         help="LoRA .safetensors, may be given several times",
     )
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--dtype", choices=_DTYPES, default="auto", help="auto: fp16 on GPUs")
+    group.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto, a GPU if any)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="auto",
+        help="of the weights (default: auto, which is fp16 on GPUs and fp32 on CPUs)",
+    )
     group.add_argument(
         "--vae-tiling",
         choices=_VAE_TILING,
@@ -87,7 +94,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
     )
     compile_group = parser.add_argument_group("compilation")
     compile_group.add_argument(
-        "--backend", choices=BACKENDS, default=CompileOptions.backend, help=unless_in_panel()
+        "--backend",
+        choices=BACKENDS,
+        default=CompileOptions.backend,
+        help=unless_in_panel("the compiler that builds graphs (default: %(default)s)"),
     )
     compile_group.add_argument(
         "--precision",
@@ -102,14 +112,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         "--eager", action="store_true", help=unless_in_panel("compile nothing at all")
     )
     compile_group.add_argument(
-        "--ignore-vae", action="store_true", help=unless_in_panel("leave the VAE alone")
+        "--ignore-vae", action="store_true", help=unless_in_panel("leave the VAE eager")
     )
     compile_group.add_argument(
         "--ignore",
         action="append",
         default=[],
         choices=COMPONENTS,
-        help=unless_in_panel("leave a part alone"),
+        help=unless_in_panel("leave this part eager, may be given several times"),
     )
     compile_group.add_argument(
         "--build",
@@ -130,7 +140,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         ),
     )
     compile_group.add_argument(
-        "--workers", type=positive_count, help="build processes at the same time"
+        "--workers",
+        type=positive_count,
+        help="build processes at the same time (default: half of the cores, 2 to 8)",
     )
     add_store_arguments(parser)
 

@@ -33,7 +33,9 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("txt2img", help="draw pictures from a prompt")
     parser.add_argument(
-        "--sizes", default="256x256", help='such as "512x768, 720x960@2" (@: pictures at once)'
+        "--sizes",
+        default="256x256",
+        help='such as "512x768, 720x960@2" (@: pictures at once; default: %(default)s)',
     )
     parser.add_argument(
         "--count",
@@ -41,7 +43,13 @@ def add_parser(commands: Any) -> None:
         default=1,
         help="batches of each size (default: 1)",
     )
-    parser.add_argument("-o", "--output", type=picture_path, default=Path("onediff-output"))
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=picture_path,
+        default=Path("onediff-output"),
+        help="folder or URL of the pictures (default: %(default)s)",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what happened as JSON")
     add_draw_arguments(parser, with_strength=False)
     add_model_arguments(parser)

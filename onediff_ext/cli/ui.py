@@ -49,7 +49,13 @@ def add_parser(commands: Any) -> None:
         help="a name that others reach this page by, such as a proxy's",
     )
     parser.add_argument("--no-browser", action="store_true", help="do not open the browser")
-    parser.add_argument("-o", "--output", type=Path, default=Path("onediff-output"))
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("onediff-output"),
+        help="folder of the pictures (default: %(default)s)",
+    )
     add_model_arguments(parser, in_panel=True)
     parser.set_defaults(run=run, when_stopped="The page is closed.")
 

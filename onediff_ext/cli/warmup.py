@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
         "--most",
         type=positive_count,
         default=8,
-        help="sizes to take from folders at most (default: 8)",
+        help="at most so many sizes of --from (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     add_model_arguments(parser)
