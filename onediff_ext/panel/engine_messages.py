@@ -114,11 +114,11 @@ _VAE = (
     "VAE encoded in {dtype}: {why}",
     "VAE decoded in {dtype}: {why}",
     "it ran out of memory otherwise",
-    "its numbers run over in fp16",
+    "it overflows in fp16",
     "{free} free, {needed} needed",
-    "The UNet's numbers ran over (NaN) in {dtype}, so there is nothing to decode.",
-    "The VAE's numbers ran over (NaN) in {dtype} when it read the input picture.",
-    "The VAE's numbers ran over (NaN) in {dtype}, so there is no picture.",
+    "The UNet overflowed (NaN) in {dtype}, so there is nothing to decode.",
+    "The VAE overflowed (NaN) in {dtype} when it read the input picture.",
+    "The VAE overflowed (NaN) in {dtype}, so there is no picture.",
     "Use another VAE (--vae), or another checkpoint.",
 )
 ENGINE_MESSAGES = (*_STORE, *_DEEPCACHE, *_PRECISION, *_GPU, *_VAE)

@@ -61,7 +61,7 @@ RULES = (
     _rule(
         r"another process has been building",
         "another program builds the same graphs",
-        "Draw on: graphs come by themselves.",
+        "Nothing to do: graphs come while you draw.",
     ),
     _rule(
         r"builds are paused",
@@ -81,7 +81,7 @@ RULES = (
     _rule(
         r"there is no graph yet|never loaded on this machine",
         phrases.NOT_BUILT_YET,
-        "Draw on: graphs come by themselves.",
+        "Nothing to do: graphs come while you draw.",
     ),
     _rule(
         r"size box|batch range",
@@ -142,17 +142,17 @@ RULES = (
     _rule(
         r"differ|NaN|\bin use\b|could not be compared|something changes it here",
         "a graph failed its check",
-        "The picture is right. Please send us the report.",
+        "The picture is right. Please copy the report, under Technical details, into an issue.",
     ),
     _rule(
         r"could not be built|failed while running|^failed|cannot be looked at",
         "something went wrong in OneDiff",
-        "The picture is right. Please send us the report.",
+        "The picture is right. Please copy the report, under Technical details, into an issue.",
     ),
     _rule(
         r"IP-?Adapter",
         "IP-Adapter is on",
-        "Nothing: these blocks have no graphs yet.",
+        "Nothing to do: these blocks have no graphs yet.",
     ),
     _rule(
         r"attention (by|of class|processor)|attention is replaced",
@@ -162,7 +162,7 @@ RULES = (
     _rule(
         r"step cache",
         "a step cache is on",
-        "Nothing: it decides at each step, and its blocks run through graphs.",
+        "Nothing to do: it decides at each step, and its blocks run through graphs.",
     ),
     _rule(
         r"another extension",

@@ -484,7 +484,7 @@ def test_a_vae_that_runs_over_in_fp16(run: Run, tmp_path: Path) -> None:
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(72, 64))
     few = ("--steps", "1", "--strength", "1", "--eager", "-m", model)
     report = run(folder, "-o", tmp_path / "out", *few, "--dtype", "fp16")
-    assert report["warnings"] == ["VAE decoded in fp32: its numbers run over in fp16"]
+    assert report["warnings"] == ["VAE decoded in fp32: it overflows in fp16"]
     exact = run(folder, "-o", tmp_path / "exact", *few)
     assert exact["warnings"] == []
     for one, two in zip(outputs(report), outputs(exact), strict=True):

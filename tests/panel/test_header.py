@@ -141,7 +141,7 @@ def test_a_why_has_six_words_at_most() -> None:
         ("builds are paused until Go on", "builds are paused"),
         ("graphs are missing, and none may be built", "on request only"),
         ("512x512 is outside the size box 64x64 - 256x256", "your own size limits"),
-        ("torch 2.3.1 draws eager, captured on a GPU; graphs need 2.8, with", "this torch"),
+        ("torch 2.3.1 draws eager, captured on a GPU; graphs need 2.8 or newer: on", "this torch"),
         ("Triton is missing: python -m pip install triton", "program for builds is missing"),
         ('the setting "Lora/Networks: use old method" applies LoRAs in each forward', "LoRAs"),
         ("ResBlock: differs from eager by 0.3", "failed its check"),

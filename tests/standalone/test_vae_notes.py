@@ -27,7 +27,7 @@ from tests.support.sample_pictures import save_pictures
 from tests.support.vae_stand_ins import overflowing_vae
 
 SETTINGS = DrawSettings(prompt="a fox", steps=1, strength=1.0, scheduler="Euler")
-NOTE = "VAE decoded in fp32: its numbers run over in fp16"
+NOTE = "VAE decoded in fp32: it overflows in fp16"
 
 
 @pytest.fixture
@@ -79,6 +79,6 @@ def test_nan_of_the_unet_is_an_error_with_the_next_step(
     standalone_app: StandaloneApp, tmp_path: Path
 ) -> None:
     standalone_app.loaded().pipe.unet.conv_out.bias.data[0] = torch.nan
-    with pytest.raises(PictureError, match="The UNet's numbers ran over") as raised:
+    with pytest.raises(PictureError, match="The UNet overflowed") as raised:
         draw(standalone_app, tmp_path)
     assert "--dtype bf16" in raised.value.hint

@@ -15,8 +15,8 @@ from tests.support import models
 from tests.support.quick_builds import quick_builds
 from tests.support.vae_stand_ins import MeasuredMemory, latents, overflowing_vae
 
-DECODED = "VAE decoded in fp32: its numbers run over in fp16"
-ENCODED = "VAE encoded in fp32: its numbers run over in fp16"
+DECODED = "VAE decoded in fp32: it overflows in fp16"
+ENCODED = "VAE encoded in fp32: it overflows in fp16"
 
 
 def careful(vae: Any, overflowing: set[str] | None = None) -> GuardedVae:
@@ -124,7 +124,7 @@ def test_a_vae_that_runs_over_in_a_wide_dtype_is_named(dtype: torch.dtype) -> No
     assert len(counter.calls) == 1  # no other dtype would help
     error = run.error(1)
     assert error is not None
-    assert error.message.startswith("The VAE's numbers ran over (NaN) in ")
+    assert error.message.startswith("The VAE overflowed (NaN) in ")
     assert "another VAE" in error.hint
 
 
@@ -143,7 +143,7 @@ def test_latents_that_are_nan_are_the_unets(dtype: torch.dtype, hint: str) -> No
     assert run.error(0) is None
     error = run.error(1)
     assert error is not None
-    assert error.message.startswith("The UNet's numbers ran over (NaN)")
+    assert error.message.startswith("The UNet overflowed (NaN)")
     assert hint in error.hint
 
 

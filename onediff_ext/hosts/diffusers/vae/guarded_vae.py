@@ -141,7 +141,7 @@ class VaeRun:
         dtype = wider_dtype(given.device)
         self._overflowing.add(part)
         done = part.removesuffix("r") + "d"
-        self._note(VaeNote(f"VAE {done} in {_NAMES[dtype]}", "its numbers run over in fp16"))
+        self._note(VaeNote(f"VAE {done} in {_NAMES[dtype]}", "it overflows in fp16"))
         with _in_dtype(getattr(self._vae, part), dtype), _in_dtype(self._latent_conv(part), dtype):
             return self._fitting.run(part, own, given.to(dtype), self._note)
 
@@ -155,12 +155,12 @@ class VaeRun:
         name = _NAMES.get(dtype, str(dtype))
         if not all(bool(flag) for flag in self._encoded):
             return PictureError(
-                f"The VAE's numbers ran over (NaN) in {name} when it read the input picture.",
+                f"The VAE overflowed (NaN) in {name} when it read the input picture.",
                 "Use another VAE (--vae), or another checkpoint.",
             )
         if has_latents:
             return PictureError(
-                f"The VAE's numbers ran over (NaN) in {name}, so there is no picture.",
+                f"The VAE overflowed (NaN) in {name}, so there is no picture.",
                 "Use another VAE (--vae), or another checkpoint.",
             )
         hint = "Use --dtype bf16 or --dtype fp32."
@@ -168,7 +168,7 @@ class VaeRun:
             hint = "Try another sampler or a lower guidance; if that does not help, the checkpoint"
             hint += " or a LoRA is damaged."
         return PictureError(
-            f"The UNet's numbers ran over (NaN) in {name}, so there is nothing to decode.", hint
+            f"The UNet overflowed (NaN) in {name}, so there is nothing to decode.", hint
         )
 
     def _note(self, note: VaeNote) -> None:
