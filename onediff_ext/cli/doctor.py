@@ -51,7 +51,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
         yield True, memory_advice(torch.cuda.get_device_properties(device).total_memory)
     else:
-        yield True, "no GPU: pictures are drawn on the CPU, where graphs win little"
+        yield True, "no GPU: pictures are drawn on the CPU, where graphs gain little"
     reason = no_graphs_reason(device)
     yield reason is None, f"graphs by inductor: {reason or 'available'}"
     reason = make_backend("oneflow").unavailable_reason(device)
@@ -86,12 +86,19 @@ def _store_findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]
         yield False, f"graph store: {exc}"
         return
     if not os.access(library.folder.graphs, os.W_OK):
-        yield False, f"graph store {root} cannot be written: new graphs are not kept"
+        yield (
+            False,
+            (
+                f"graph store {root} cannot be written: new graphs are not kept. Make the folder"
+                " writable, or name another one with --store or ONEDIFF_STORE"
+            ),
+        )
     entries = library.entries()
     used = sum(graph.size_bytes for graph in entries)
     free = shutil.disk_usage(library.folder.root).free
     yield True, f"graph store {root}: {counted(len(entries), 'graph')}, {used / 1e6:.0f} MB"
-    yield free > 2**30, f"free disk space: {free / 1e9:.1f} GB"
+    hint = "" if free > 2**30 else ": free at least 1 GB, or name another folder with --store"
+    yield not hint, f"free disk space: {free / 1e9:.1f} GB{hint}"
     seconds = [graph.header.build_seconds for graph in entries]
     if seconds:
         yield True, f"a graph took {sum(seconds) / len(seconds):.1f} s to build here, on average"

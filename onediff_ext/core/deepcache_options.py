@@ -180,7 +180,7 @@ def few_steps_reason(sampler: str, steps: int | None) -> str | None:
         steps: Steps of the whole schedule; image to image runs fewer. None if unknown.
     """
     if any(name in sampler.lower() for name in _FEW_STEP_SAMPLERS):
-        return f"DeepCache has nothing to win with {sampler}: its few steps differ too much"
+        return f"DeepCache gains nothing with {sampler}: its few steps differ too much"
     if steps is not None and steps < MIN_STEPS:
         return f"DeepCache needs {MIN_STEPS} steps or more; {steps} differ too much"
     return None

@@ -111,6 +111,11 @@ class MachineError(BackendError):
 class NoMemoryError(MachineError):
     """The system has no memory, or no room in its tables, for another process or thread."""
 
+    def __init__(
+        self, message: str, hint: str = "Close other programs; the build is tried again by itself."
+    ) -> None:
+        super().__init__(message, hint)
+
 
 class WorkerLostError(BackendError):
     """A build process crashed, hung or ran out of memory; another attempt may succeed."""

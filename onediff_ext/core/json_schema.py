@@ -66,7 +66,9 @@ def check(value: object, schema: Schema, what: str, formats: FormatChecks | None
         _check_object(value, schema, what, formats)
     elif isinstance(value, (list, tuple)):
         if len(value) > schema.get("maxItems", len(value)):
-            raise OptionError(f"{what}: {len(value)} are too many.", f"Use {schema['maxItems']}.")
+            raise OptionError(
+                f"{what}: {len(value)} are too many.", f"Use at most {schema['maxItems']}."
+            )
         for item in value:
             check(item, schema.get("items", {}), what, formats)
     elif isinstance(value, (int, float)):

@@ -71,7 +71,7 @@ _STORE = (
 )
 # Why DeepCache is off, or cannot be.
 _DEEPCACHE = (
-    "DeepCache has nothing to win with {name}: its few steps differ too much",
+    "DeepCache gains nothing with {name}: its few steps differ too much",
     "DeepCache needs {least} steps or more; {n} differ too much",
     "DeepCache is off: {why}",
     "an extension draws the picture in parts",

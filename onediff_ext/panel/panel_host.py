@@ -113,7 +113,7 @@ class PanelHost(ABC):
         """Why OneDiff is off by default, such as no GPU; None when it is on by default."""
         if self.device().type == "cuda":
             return None
-        return "There is no GPU here, where graphs win little: off unless you turn it on."
+        return "There is no GPU here, where graphs gain little: off unless you turn it on."
 
     def missing_reason(self) -> str | None:
         """The missing requirement of graphs with the command that installs it, or None."""

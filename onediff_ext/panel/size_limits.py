@@ -59,7 +59,7 @@ def parse_size_box(text: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
     if not low or not high:
         raise OptionError(f"{shown(text)} is not a size box.", 'Write "256x256 - 2048x2048".')
     if low[0] > high[0] or low[1] > high[1]:
-        raise OptionError(f'The size box "{text}" is empty.', "The smaller size comes first.")
+        raise OptionError(f'The size box "{text}" is empty.', "Write the smaller size first.")
     return low, high
 
 
@@ -80,5 +80,5 @@ def parse_batch_range(text: str) -> tuple[int, int] | None:
     if low is None or high is None:
         raise OptionError(f"{shown(text)} is not a batch range.", 'Write "1 - 4".')
     if int(low[1]) > int(high[1]):
-        raise OptionError(f'The batch range "{text}" is empty.', "The smaller number comes first.")
+        raise OptionError(f'The batch range "{text}" is empty.', "Write the smaller number first.")
     return int(low[1]), int(high[1])

@@ -53,7 +53,7 @@ def test_what_fits_passes(value: object, schema: dict[str, Any]) -> None:
         ("abcd", {"maxLength": 3}, "It: a text of 4 characters is too long. Use 3 at most."),
         ("abc", {"format": "even"}, "odd"),
         (["a", "b"], {"items": {"enum": ["a"]}}, "It: 'b' is unknown. Use one of: a."),
-        (["a", "a"], {"maxItems": 1}, "It: 2 are too many. Use 1."),
+        (["a", "a"], {"maxItems": 1}, "It: 2 are too many. Use at most 1."),
         ({"age": -1}, PERSON, "It, age: -1 is unknown. Use 0 or more."),
         (
             {"nam": ""},

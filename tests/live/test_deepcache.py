@@ -128,7 +128,7 @@ def test_texts_that_alternate_leave_nothing_to_reuse(webui: WebUI) -> None:
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"steps": STEPS, "sampler_name": "LCM"}, "nothing to win with LCM"),
+        ({"steps": STEPS, "sampler_name": "LCM"}, "gains nothing with LCM"),
         ({"steps": 4}, "needs 10 steps"),
     ],
     ids=["LCM", "few steps"],

@@ -168,8 +168,8 @@ def test_shares_of_the_run(host: DeepCacheWebUI) -> None:
 @pytest.mark.parametrize(
     ("sampler", "schedule", "steps", "said"),
     [
-        ("LCM", "Automatic", 20, "nothing to win with LCM"),
-        ("Euler", "Turbo", 20, "nothing to win with Turbo"),
+        ("LCM", "Automatic", 20, "gains nothing with LCM"),
+        ("Euler", "Turbo", 20, "gains nothing with Turbo"),
         ("Euler", "Automatic", 6, "needs 10 steps"),
     ],
 )

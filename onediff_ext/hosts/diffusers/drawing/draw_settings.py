@@ -45,7 +45,7 @@ class DrawSettings:
                 f"A strength of {self.strength} cannot be used.", "Choose above 0 and up to 1."
             )
         if not 0 <= self.guidance <= 100:
-            raise OptionError(f"A guidance of {self.guidance} cannot be used.", "Choose 1 to 30.")
+            raise OptionError(f"A guidance of {self.guidance} cannot be used.", "Choose 0 to 100.")
         infotext_names(self.scheduler)
 
     def check_img2img_steps(self) -> None:

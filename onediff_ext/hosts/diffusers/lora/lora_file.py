@@ -59,7 +59,7 @@ def load_lora(
             pipe.delete_adapters(name)
         raise CheckpointError(
             f"{path} cannot be loaded: {_reason(exc)}",
-            "It is made for another kind of checkpoint, or its layout is unknown to diffusers.",
+            "Choose a LoRA for this kind of checkpoint, in a layout that diffusers knows.",
         ) from exc
     pipe.set_adapters([*active, name], [*active.values(), weight])
     logger.info("Loaded LoRA %s at %s", name, weight)
