@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("bench", help="measure UNet steps, eager beside compiled")
+    parser = commands.add_parser(
+        "bench", help="measure steps of the UNet or transformer, eager beside compiled"
+    )
     parser.add_argument(
         "--sizes",
         default="512x512, 768x512, 720x960",

@@ -116,7 +116,7 @@ _VAE = (
     "it ran out of memory otherwise",
     "it overflows in fp16",
     "{free} free, {needed} needed",
-    "The UNet overflowed (NaN) in {dtype}, so there is nothing to decode.",
+    "The UNet or transformer overflowed (NaN) in {dtype}, so there is nothing to decode.",
     "The VAE overflowed (NaN) in {dtype} when it read the input picture.",
     "The VAE overflowed (NaN) in {dtype}, so there is no picture.",
     "Use another VAE (--vae), or another checkpoint.",

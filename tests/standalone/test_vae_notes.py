@@ -79,6 +79,6 @@ def test_nan_of_the_unet_is_an_error_with_the_next_step(
     standalone_app: StandaloneApp, tmp_path: Path
 ) -> None:
     standalone_app.loaded().pipe.unet.conv_out.bias.data[0] = torch.nan
-    with pytest.raises(PictureError, match="The UNet overflowed") as raised:
+    with pytest.raises(PictureError, match="The UNet or transformer overflowed") as raised:
         draw(standalone_app, tmp_path)
     assert "--dtype bf16" in raised.value.hint

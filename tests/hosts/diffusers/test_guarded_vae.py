@@ -143,7 +143,7 @@ def test_latents_that_are_nan_are_the_unets(dtype: torch.dtype, hint: str) -> No
     assert run.error(0) is None
     error = run.error(1)
     assert error is not None
-    assert error.message.startswith("The UNet overflowed (NaN)")
+    assert error.message.startswith("The UNet or transformer overflowed (NaN)")
     assert hint in error.hint
 
 

@@ -168,7 +168,8 @@ class VaeRun:
             hint = "Try another sampler or a lower guidance; if that does not help, the checkpoint"
             hint += " or a LoRA is damaged."
         return PictureError(
-            f"The UNet overflowed (NaN) in {name}, so there is nothing to decode.", hint
+            f"The UNet or transformer overflowed (NaN) in {name}, so there is nothing to decode.",
+            hint,
         )
 
     def _note(self, note: VaeNote) -> None:
