@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from onediff_ext.store import GraphLibrary, StoredGraph
 
 
+_HOW_TO_BUILD = "Draw a picture, or run `onediff-ext warmup`."
+
+
 def add_parser(commands: Any) -> None:
     """Register the command and its actions."""
     parser = commands.add_parser("graphs", help="list, explain, check, prune and move graphs")
@@ -86,9 +89,9 @@ def _list(arguments: argparse.Namespace) -> int:
             users.setdefault(digest, []).append(listing.record.name)
     rows = [_row(graph, users.get(graph.digest, [])) for graph in entries]
     header = ["graph", "kind", "backend", "device", "MB", "built in s", "last use", "used by"]
-    print(format_table(header, rows) if rows else "No graphs yet.")
+    print(format_table(header, rows) if rows else f"No graphs yet. {_HOW_TO_BUILD}")
     if any(graph.header.backend == "oneflow" for graph in entries):
-        print("\nOf oneflow's, the program is kept: each process plans each new size again.")
+        print("\nOneFlow's graphs are kept as programs: each process plans each new size again.")
     total = sum(graph.size_bytes for graph in entries)
     print(f"\n{counted(len(entries), 'graph')}, {total / 1e6:.1f} MB in {library.folder.root}")
     for listing in listings:
@@ -141,7 +144,7 @@ def _status(arguments: argparse.Namespace) -> int:
             pictures = counted(status.pays_off_after, "picture")
             print(f"  the builds pay off after {pictures} of 20 steps")
     if not found:
-        print("No checkpoint has been drawn with yet.")
+        print(f"No checkpoint has been used yet. {_HOW_TO_BUILD}")
     return 0
 
 
