@@ -13,6 +13,7 @@ Convolutions, time embeddings and layers between blocks keep the host's precisio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -146,6 +147,7 @@ class QuantizedWeights:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._unit: list[torch.Tensor] = []
         self._sources = WeakTensors([])
+        self._exchanges = 0  # how often the sources were others: at the same addresses, perhaps
         self.made_from: Hashable = None
         self.was_made = False
 
@@ -175,7 +177,9 @@ class QuantizedWeights:
             generation: From `TensorContents.current_generation`.
         """
         sources = self._sources.alive()
-        return None if sources is None else (generation, *map(content_of, sources))
+        if sources is None:
+            return None
+        return (generation, self._exchanges, *map(content_of, sources))
 
     def apply(self, weights: Sequence[torch.Tensor], generation: int) -> list[torch.Tensor]:
         """Return a block's weights as its quantized graph takes them.
@@ -192,7 +196,11 @@ class QuantizedWeights:
             ModelChangedError: A CUDA graph is being recorded, and the copies have to be written.
         """
         sources = [[weights[i] for i in group] for group in self.quantization.groups]
-        self._sources = WeakTensors(weight for group in sources for weight in group)
+        read = [weight for group in sources for weight in group]
+        last = self._sources.alive()
+        if last is None or len(last) != len(read) or not all(map(operator.is_, last, read)):
+            self._exchanges += 1
+        self._sources = WeakTensors(read)
         now = self.would_be_made_from(generation)
         self.was_made = now != self.made_from
         if self.was_made:

@@ -158,9 +158,9 @@ class WeightSlot:
     ) -> None:
         self.path, self.holder, self.name, self._wrapped = path, holder, name, wrapped
         self.merged: torch.Tensor | None = None
-        # The weight that was read last, and how often it was another one: a new weight may lie at
-        # the address of an old one.
-        self._last: weakref.ref[torch.Tensor] | None = None
+        # The tensors that were read last, and how often they were others: a new one may lie at the
+        # address of an old one.
+        self._last: list[weakref.ref[torch.Tensor]] = []
         self._exchanges = 0
         self.layout: Layout | None = None
         self.made_from: Hashable = None
@@ -238,9 +238,13 @@ class WeightSlot:
         """Return what identifies the weight and its wrapper; None without a wrapper."""
         if self._wrapped is None:
             return None
-        if self._last is None or self._last() is not weight:
-            self._last, self._exchanges = weakref.ref(weight), self._exchanges + 1
         rule, wrapper = self._wrapped
+        tensors = [weight, *rule.sources(wrapper)]
+        last = self._last
+        if len(last) != len(tensors) or any(
+            known() is not tensor for known, tensor in zip(last, tensors, strict=True)
+        ):
+            self._last, self._exchanges = list(map(weakref.ref, tensors)), self._exchanges + 1
         return (generation, self._exchanges, rule.state(wrapper))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
@@ -84,6 +85,11 @@ def its_strength(layer: Any) -> None:
     layer.set_scale("style", 0.006)
 
 
+def its_strength_in_place(layer: Any) -> None:
+    """Of a LoRA that may be swapped in place."""
+    layer.scaling["style"].mul_(2.0)
+
+
 def transposed(layer: Any) -> None:
     """The same numbers in other places."""
     weight = layer.get_base_layer().weight
@@ -95,11 +101,22 @@ def transposed(layer: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [one_number, one_number_counted, other_weights, a_factor, its_strength, transposed],
+    [
+        one_number,
+        one_number_counted,
+        other_weights,
+        a_factor,
+        its_strength,
+        its_strength_in_place,
+        transposed,
+    ],
 )
 def test_a_change_while_a_lora_is_fused_stays(
     fusing: Fusing, change: Callable[[Any], None]
 ) -> None:
+    if change is its_strength_in_place:
+        for pipe in (fusing.ours, fusing.twin):
+            prepare_model_for_compiled_hotswap(pipe.unet)
     fusing.fuse()
     for layer in fusing.layers:
         change(layer)

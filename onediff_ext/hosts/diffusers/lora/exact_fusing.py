@@ -107,4 +107,7 @@ def _read_by_unfusing(layer: Any) -> Hashable:
         for name, parameter in layer.named_parameters()
         if name.startswith("base_layer.") or not set(merged).isdisjoint(name.split("."))
     ]
-    return merged, tuple(scaling.get(name) for name in merged), tuple(read)
+    scales = [scaling.get(name) for name in merged]
+    # Those of adapters that are swapped in place (hotswap) are tensors.
+    scales = [digest_of(s) if isinstance(s, torch.Tensor) else s for s in scales]
+    return merged, tuple(scales), tuple(read)

@@ -67,7 +67,7 @@ class PeftLoraRule(WrapperRule):
                 down, up = downs[name], ups[name]
                 parts += (
                     name,
-                    scaling[name],
+                    _content_of_scale(scaling[name]),
                     content_of(_weight_of(down)),
                     content_of(_weight_of(up)),
                     _is_plain(down, up, dropouts[name]),
@@ -82,9 +82,11 @@ class PeftLoraRule(WrapperRule):
         live = self._live(module)
         if not live:
             return ()
-        factors = (module.lora_A, module.lora_B)
-        adapters = [layers[name].weight for name in live for layers in factors]
-        return (module.get_base_layer().weight, *adapters)
+        factors = (_children(module, "lora_A"), _children(module, "lora_B"))
+        adapters = [_weight_of(layers[name]) for name in live for layers in factors]
+        scaling = module.__dict__["scaling"]
+        scales = [s for s in map(scaling.get, live) if isinstance(s, torch.Tensor)]
+        return (_weight_of(_innermost(module)), *adapters, *scales)
 
     def merged_weight(
         self, module: Any, weight: torch.Tensor, allocate: Callable[[], torch.Tensor]
@@ -126,6 +128,11 @@ def _weight_of(layer: nn.Module) -> torch.Tensor:
     fields = layer.__dict__
     found: torch.Tensor | None = fields["_parameters"].get("weight")
     return layer.weight if found is None or "weight" in fields else found  # type: ignore[return-value]
+
+
+def _content_of_scale(scale: Any) -> Hashable:
+    """A scale by value. peft keeps a tensor for adapters that are swapped in place (hotswap)."""
+    return content_of(scale) if isinstance(scale, torch.Tensor) else scale
 
 
 def _is_plain(down: nn.Module, up: nn.Module, dropout: nn.Module) -> bool:
