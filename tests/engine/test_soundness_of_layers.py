@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -296,6 +297,41 @@ def test_a_partial_function_of_torch_is_more_than_its_name(session: Session) -> 
 
     twins = Twins(session, lambda unet: change(unet, 0.1))
     twins.assert_right_after(lambda unet: change(unet, 0.9))
+
+
+class Slotted:
+    """A number, as an extension may keep it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.value
+
+
+@pytest.mark.parametrize("kind", [np.float32, Slotted])
+def test_attributes_that_are_numbers_of_other_packages(
+    session: Session, kind: Callable[[float], Any]
+) -> None:
+    def set_to(value: float) -> Callable[[Any], None]:
+        return lambda unet: setattr(unet.mid_block.resnets[0], "output_scale_factor", kind(value))
+
+    twins = Twins(session)
+    for value in (1.5, 0.75, 2.5):
+        twins.assert_right_after(set_to(value))
+
+
+def test_a_number_that_is_written_in_place(session: Session) -> None:
+    def write(unet: Any) -> None:
+        unet.mid_block.resnets[0].output_scale_factor.value = 0.6
+
+    twins = Twins(session)
+    twins.assert_right_after(
+        lambda unet: setattr(unet.mid_block.resnets[0], "output_scale_factor", Slotted(1.5))
+    )
+    twins.assert_right_after(write)
 
 
 def test_what_a_module_calls_in_place_of_its_forward(session: Session) -> None:

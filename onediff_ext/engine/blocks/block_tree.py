@@ -304,7 +304,8 @@ class BlockTree:
         }
 
     def _describe_attributes(self, module: nn.Module) -> str:
-        return describe(
+        untold: list[str] = []
+        text = describe(
             {
                 name: value
                 for name, value in vars(module).items()
@@ -313,8 +314,12 @@ class BlockTree:
                 and not is_own_method(module, name)
                 and (not name.startswith("_") or reads_attribute(type(module), name))
                 and not self._left_overs.has_attribute(module, name)
-            }
+            },
+            untold=untold,
         )
+        if untold:
+            self._refuse(f"a {type(module).__qualname__} holds a {untold[0]} of unknown value")
+        return text
 
     def _is_known(self, module: nn.Module) -> bool:
         is_known = qualified_name(type(module)).startswith(self._packages)

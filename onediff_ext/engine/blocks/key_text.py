@@ -7,6 +7,7 @@ change of the code here may change it.
 from __future__ import annotations
 
 import hashlib
+import numbers
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+from onediff_ext.engine.object_attributes import attributes_of
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, bytes, range, slice)
+# Packages whose numbers print all of their digits.
+_NUMBERS_OF = ("builtins", "numpy", "fractions", "decimal")
+# Where a block lies and which modules it has is told elsewhere.
+_TOLD_ELSEWHERE = (torch.device, torch.layout, torch.memory_format, nn.Module)
 _DEPTH = 3
 
 
@@ -55,27 +62,39 @@ def source_digest(module_name: str) -> str:
     return digest(Path(path).read_text(encoding="utf-8")) if path else "none"
 
 
-def describe(value: object, depth: int = 0) -> str:
+def describe(value: object, depth: int = 0, untold: list[str] | None = None) -> str:
     """Return text that is equal for equal hyper-parameters; it contains no address.
 
     Args:
         value: An attribute of a module, or a mapping of attributes.
         depth: How many objects `value` is nested in; attributes of deeper ones are left out.
+        untold: Gets the class of each part that another one of the class may stand for in the same
+            text. None drops them.
     """
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return "(" + ",".join(describe(v, depth) for v in value) + ")"
+        return "(" + ",".join(describe(v, depth, untold) for v in value) + ")"
     if isinstance(value, Mapping):
-        parts = (f"{k}={describe(v, depth)}" for k, v in sorted(value.items(), key=_by_name))
-        return "{" + ",".join(parts) + "}"
+        pairs = sorted(value.items(), key=_by_name)
+        return "{" + ",".join(f"{k}={describe(v, depth, untold)}" for k, v in pairs) + "}"
     if isinstance(value, type):
         return qualified_name(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if depth < _DEPTH and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        return qualified_name(type(value)) + describe(vars(value), depth + 1)
-    return qualified_name(type(value))
+    name = qualified_name(type(value))
+    if isinstance(value, (set, frozenset)):
+        return f"{name}({','.join(sorted(describe(v, depth, untold) for v in value))})"
+    if isinstance(value, numbers.Number) and type(value).__module__ in _NUMBERS_OF:
+        return f"{name}({value})"
+    if isinstance(value, _TOLD_ELSEWHERE):
+        return name
+    attributes = None if isinstance(value, torch.Tensor) else attributes_of(value)
+    if attributes is not None and depth < _DEPTH:
+        return name + describe(attributes, depth + 1, untold)
+    if untold is not None:
+        untold.append(name)
+    return name
 
 
 def _by_name(item: tuple[Any, Any]) -> str:

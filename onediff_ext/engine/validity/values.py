@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.object_attributes import attributes_of
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 _FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 # Tensors on the CPU up to this many numbers are compared by content.
@@ -89,8 +91,10 @@ def value_of(value: object, depth: int = _DEPTH) -> object:
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
         return functools.partial, [value_of(part, depth - 1) for part in parts]
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not type(value).__module__.startswith("onediff_ext."):
+    if type(value).__module__.startswith("onediff_ext."):
+        return _Same(value)
+    attributes = attributes_of(value)
+    if attributes is not None:
         return type(value), [(name, value_of(held, depth - 1)) for name, held in attributes.items()]
     return _Same(value)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,6 +28,56 @@ from onediff_ext.engine.blocks.key_text import describe
 )
 def test_hyper_parameters(value: object, text: str) -> None:
     assert describe(value) == text
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: object) -> None:
+        self.scale = scale
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (np.float32(1.5), np.float32(0.7)),
+        (np.int64(8), np.int64(4)),
+        (np.float32(8), np.int64(8)),
+        (Fraction(1, 3), Fraction(2, 3)),
+        (1 + 2j, 1 + 3j),
+        (b"a", b"b"),
+        (range(3), range(4)),
+        ({"a", "b"}, {"a", "c"}),
+        (Slotted(1.5), Slotted(0.7)),
+        ([Slotted((1,))], [Slotted((2,))]),
+    ],
+)
+def test_values_of_one_class_have_texts_of_their_own(value: object, other: object) -> None:
+    untold: list[str] = []
+    assert describe(value, untold=untold) != describe(other, untold=untold)
+    assert describe(value) == describe(copy.deepcopy(value))
+    assert not untold
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ([torch.tensor(1.5)], ["torch.Tensor"]),
+        (np.array([1.5]), ["numpy.ndarray"]),
+        ({"a": deque([1])}, ["collections.deque"]),
+        (
+            SimpleNamespace(a=SimpleNamespace(a=SimpleNamespace(a=SimpleNamespace(a=1)))),
+            ["types.SimpleNamespace"],
+        ),
+    ],
+)
+def test_what_a_text_cannot_tell_has_no_graph(value: object, names: list[str]) -> None:
+    untold: list[str] = []
+    describe(value, untold=untold)
+    assert untold == names
+    block = nn.GroupNorm(32, 64)
+    block.eps = value  # type: ignore[assignment]
+    assert BlockTree(block, ()).refusal_reason == f"a GroupNorm holds a {names[0]} of unknown value"
 
 
 def test_the_entries_of_a_block() -> None:

@@ -17,6 +17,17 @@ class Settings:
         vars(self).update(values)
 
 
+class Slotted:
+    __slots__ = ("scale", "unset")
+
+    def __init__(self, scale: list[float]) -> None:
+        self.scale = scale
+
+
+class SlottedToo(Slotted):
+    """Has a dictionary beside the slots."""
+
+
 @pytest.mark.parametrize(
     ("make", "change"),
     [
@@ -27,6 +38,10 @@ class Settings:
         (lambda: torch.zeros(3), lambda v: v.data.add_(1)),
         (lambda: Settings(scale=[1.0]), lambda v: v.scale.__setitem__(0, 0.2)),
         (lambda: functools.partial(max, [1]), lambda v: v.args[0].append(2)),
+        (lambda: Slotted([1.0]), lambda v: v.scale.append(0.2)),
+        (lambda: Slotted([1.0]), lambda v: setattr(v, "unset", 1)),
+        (lambda: SlottedToo([1.0]), lambda v: v.scale.append(0.2)),
+        (lambda: SlottedToo([1.0]), lambda v: setattr(v, "other", 1)),
         (lambda: (1, {"a": [2]}), lambda v: v[1]["a"].clear()),
     ],
 )
