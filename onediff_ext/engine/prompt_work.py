@@ -38,7 +38,7 @@ from onediff_ext.engine.running.text_kv import stamp_of
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.foreign_code import replaced_methods
 from onediff_ext.engine.validity.model_state import ModelState
-from onediff_ext.engine.weak_tensors import WeakTensors
+from onediff_ext.engine.weak_tensors import WeakTensors, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class PromptWork:
             self.remove()
             return False
         weights = [w for m in (*layers, *blocks) for w in (*m.parameters(), *m.buffers())]
-        self._weights = WeakTensors([*weights, *recipe.parameters(model)])
+        self._weights = WeakTensors(parts_of([*weights, *recipe.parameters(model)]))
         self._state, self._unknown_in = state, _NEVER
         self._is_verified = self._was_compared = False
         return True

@@ -19,11 +19,13 @@ from diffusers.models.unets import unet_2d_blocks
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 from onediff_ext.engine.cuda_graphs.forward_call import read_call
 from onediff_ext.engine.validity.foreign_code import global_hook_reason
 from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.validity.replaced_helpers import replaced_helper_reason
+from onediff_ext.hosts.diffusers.compile import compiled_state
 from onediff_ext.session.session import Session
 from tests.support.models import unet_inputs
 from tests.support.settled_twins import Twins
@@ -329,6 +331,40 @@ def test_weights_of_a_class_with_code_of_its_own(
         layer(unet).weight = nn.Parameter(weight, requires_grad=False)
 
     Twins(session).assert_right_after(change)
+
+
+@pytest.mark.parametrize("layer", [a_blocks, of_no_block])
+def test_weights_that_wrap_others(session: Session, layer: Callable[[Any], Any]) -> None:
+    def wrap(unet: Any) -> None:
+        weight = layer(unet).weight.detach()
+        layer(unet).weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+        unet.requires_grad_(False)
+
+    def change(unet: Any) -> None:
+        layer(unet).weight.a = layer(unet).weight.a * 1.5
+
+    twins = Twins(session)
+    twins.assert_right_after(wrap)
+    twins.assert_right_after(change)
+
+
+def test_traces_of_torch_jit_keep_no_calls_numbers(session: Session) -> None:
+    """A graph of a compiler has no operators to write down: its output would be a constant."""
+    twins, traced = Twins(session), []
+    for unet in twins.unets:
+        given = unet_inputs(unet, height_latent=12, width_latent=12, seed=1)
+
+        def run(sample: torch.Tensor, unet: Any = unet, given: Any = given) -> torch.Tensor:
+            return unet(**{**given, "sample": sample}).sample
+
+        with torch.no_grad():
+            trace = torch.jit.trace(run, (given["sample"],), check_trace=False)
+            traced.append(trace(2 * given["sample"]))
+    reasons = {runner.eager_reason for runner in compiled_state(twins.pipe).components[0].runners}
+    assert reasons == {"torch.jit traces the model"}
+    assert torch.allclose(*traced, atol=1e-5)
+    assert twins.error(5) < 1e-5
+    assert twins.captured.reason == ""
 
 
 def test_transforms_of_torch_func_run_eager_and_leave_nothing_behind(

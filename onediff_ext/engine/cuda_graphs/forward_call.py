@@ -17,7 +17,7 @@ from onediff_ext.engine.torch_versions import (
     float32_settings,
     fp16_accumulation,
 )
-from onediff_ext.engine.validity.foreign_code import transform_is_active
+from onediff_ext.engine.validity.foreign_code import transform_reason
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 # They name a prompt and change no computation: a host may give each prompt a new one in each image.
@@ -91,8 +91,9 @@ def read_call(args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardCall | str:
         return "no argument is a tensor"
     if torch.is_grad_enabled():
         return "gradients are enabled"
-    if transform_is_active():
-        return "a transform of torch.func or forward-mode AD is active"
+    reason = transform_reason()
+    if reason is not None:
+        return reason
     device = max(tensors, key=lambda t: t.numel()).device
     if device.type == "meta":
         return "arguments have no contents"

@@ -19,7 +19,7 @@ from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.once_per_image import OncePerImage
 from onediff_ext.engine.validity.python_code import PythonCode
-from onediff_ext.engine.weak_tensors import WeakTensors
+from onediff_ext.engine.weak_tensors import WeakTensors, is_made_of_others, parts_of
 
 # Packages with quantized tensors, whose operators have no state.
 _TENSOR_SOURCES = ("torchao.", "bitsandbytes.")
@@ -152,7 +152,8 @@ class Snapshot:
             parameters=True,
             left=[wrapper for _, _, wrapper in left],
         )
-        tensors = [*model.parameters(), *model.buffers()]
+        weights = [*model.parameters(), *model.buffers()]
+        tensors = parts_of(weights)
         self._tensors = WeakTensors(tensors)
         self._layouts = list(map(_form_of, tensors))
         self._note_places(tensors)
@@ -164,7 +165,7 @@ class Snapshot:
                 None,
             )
             or next(filter(None, (_processor_reason(p, known) for p in processors)), None)
-            or next(filter(None, (_tensor_reason(t, known) for t in tensors)), None)
+            or next(filter(None, (_tensor_reason(t, known) for t in weights)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
             or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
         )
@@ -285,8 +286,10 @@ def _form_of(tensor: torch.Tensor) -> Hashable:
 
 
 def _tensor_reason(tensor: torch.Tensor, known: TrustedModules) -> str | None:
-    """Refuse weights of classes with Python code of their own, unless the code is known."""
+    """Refuse weights that wrap others or have Python code of their own, unless that is known."""
     cls = type(tensor)
+    if is_made_of_others(tensor):  # its operators are Python code, and nobody sees what they read
+        return f"a weight is stored as {cls.__qualname__}, which wraps other tensors"
     if f"{cls.__module__}.".startswith(("torch.", *_TENSOR_SOURCES, *known.prefixes)):
         return None
     return f"a weight is stored as {cls.__qualname__}, not known as free of side effects"

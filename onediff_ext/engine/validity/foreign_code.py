@@ -261,8 +261,9 @@ def global_hook_reason() -> str | None:
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return "a hook of another extension runs in all modules"
     bindings: Any = torch._C
-    if transform_is_active():
-        return "a transform of torch.func or forward-mode AD is active"
+    reason = transform_reason()
+    if reason is not None:
+        return reason
     if bindings._len_torch_function_stack() or bindings._len_torch_dispatch_stack():
         functions: Any = _get_current_function_mode_stack  # has no type hints
         modes = [*functions(), *_get_current_dispatch_mode_stack()]
@@ -272,13 +273,17 @@ def global_hook_reason() -> str | None:
     return None
 
 
-def transform_is_active() -> bool:
-    """Whether tensors may be those of `torch.func`'s transforms, or carry tangents.
+def transform_reason() -> str | None:
+    """Say which transform of torch sees the operators of this thread, or None.
 
-    A graph reads their memory, and knows nothing of what else they are.
+    Tensors may be those of `torch.func`'s transforms, or carry tangents: a graph reads their
+    memory, and knows nothing of what else they are. `torch.jit.trace` and `torch.onnx.export` write
+    down operators: of a graph they would keep one call's numbers.
     """
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    bindings: Any = torch._C
+    if bindings._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return "a transform of torch.func or forward-mode AD is active"
+    return "torch.jit traces the model" if bindings._is_tracing() else None
 
 
 def _decorates(function: types.FunctionType) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from onediff_ext.engine.validity.once_per_image import OncePerImage
 from onediff_ext.engine.validity.values import has_no_attributes, is_equal, is_mutable, value_of
-from onediff_ext.engine.weak_tensors import WeakTensors
+from onediff_ext.engine.weak_tensors import WeakTensors, is_made_of_others, parts_of
 
 # The attributes that torch itself keeps in every module.
 INTERNAL = frozenset(vars(nn.Module()))
@@ -86,6 +86,7 @@ class ModuleAttributes:
         self._dicts = [each for each in self._dicts if each]
         empty += [each for each in self._weight_dicts if not each]
         self._weight_dicts = [each for each in self._weight_dicts if each]
+        self._wraps = any(map(is_made_of_others, self._all_weights()))
         weights = self._read_weights()
         self._weights = WeakTensors(each for each in weights if each is not None)
         self._absent_weights = _which_are_none(weights)
@@ -143,6 +144,9 @@ class ModuleAttributes:
         return [*called, *map(_CHILDREN_OF, self._uncalled)]
 
     def _read_weights(self) -> list[Any]:
+        return parts_of(self._all_weights()) if self._wraps else self._all_weights()
+
+    def _all_weights(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._weight_dicts)))
 
     def _read(self) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.prompt_work import PromptWork
@@ -184,6 +185,24 @@ def test_changes_within_a_picture_count(pair: Callable[[str], Pair]) -> None:
     for each in (both.pipe, both.twin):
         each.transformer.context_embedder.base_layer.weight.data.mul_(3)  # counts no version
     assert relative_error(both.agree(), plain) > 1e-4
+
+
+def test_an_embedder_whose_weight_wraps_others(pair: Callable[[str], Pair]) -> None:
+    """torch moves such a model by exchanging tensors, which weak references would forbid."""
+    both = pair("flux")
+    for each in (both.pipe, both.twin):
+        layer = each.transformer.context_embedder
+        weight = TwoTensor(layer.weight.detach().clone(), layer.weight.detach().clone())
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    both.agree()
+    before = both.agree()
+    for each in (both.pipe, both.twin):
+        weight = each.transformer.context_embedder.weight
+        weight.a, weight.b = 2 * weight.a, 2 * weight.b
+    assert relative_error(both.agree(), before) > 1e-4
+    for each in (both.pipe, both.twin):
+        each.transformer.to(torch.float64).to(torch.float32)
+    both.agree()
 
 
 def test_a_hook_on_an_embedder_runs_at_each_step(pair: Callable[[str], Pair]) -> None:
