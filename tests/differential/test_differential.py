@@ -169,7 +169,7 @@ def test_operations_that_show_a_fault_together_meet() -> None:
 
 
 def test_a_loaded_lora_is_often_changed_while_it_is_replayed() -> None:
-    """Of 169 operations, few are a LoRA's; the strength of one that is replayed has to change."""
+    """Of 172 operations, few are a LoRA's; the strength of one that is replayed has to change."""
     changed = Counter[str]()
     with Driver(model="sd15", compiled=False)._world(5) as (world, _):
         OPERATIONS["lora_add"].apply(world, Random(1))

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import torch
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 from tests.differential.drawing import LORA_SCALE_IN
 from tests.differential.registry import feature, operation
@@ -171,7 +172,17 @@ def lora_scaling_written(world: World, random: Random) -> None:
     name, scale = random.choice(_names(world)), random.choice((0.1, 2.0))
     for model in world.each_denoiser():
         for layer in _layers(model, name):
-            layer.scaling[name] = scale
+            if isinstance(layer.scaling[name], torch.Tensor):
+                layer.scaling[name].fill_(scale)
+            else:
+                layer.scaling[name] = scale
+
+
+@operation(_loaded, then=("again", "lora_scaling_written", "lora_hotswap"))
+def lora_scales_are_tensors(world: World, random: Random) -> None:
+    """As diffusers' `enable_lora_hotswap` has peft prepare a LoRA."""
+    for model in world.each_denoiser():
+        prepare_model_for_compiled_hotswap(model)
 
 
 @operation(lambda w: _loaded(w) and w.model in LORA_SCALE_IN, weight=2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -61,6 +62,13 @@ def tiling_of_one_layer(world: World, random: Random) -> Callable[[], None]:
 @feature(lambda w: w.is_unet)
 def output_scale_factor(world: World, random: Random) -> Callable[[], None]:
     return _set(world, _one(world, random, "ResnetBlock2D"), "output_scale_factor", 1.7)
+
+
+@feature(lambda w: w.is_unet)
+def a_number_of_numpy(world: World, random: Random) -> Callable[[], None]:
+    """Another one of the same class at each time."""
+    factor = np.float32(random.choice((0.6, 1.3, 1.7)))
+    return _set(world, _one(world, random, "ResnetBlock2D"), "output_scale_factor", factor)
 
 
 @feature()
