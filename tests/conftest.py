@@ -32,8 +32,6 @@ _SETTINGS = {
     # and half of the time of a test that draws goes into getting the pages again.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    # A graph's kernels are compiled as always. What calls them is most of a build's processor time.
-    "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
 }
 _store = pytest.StashKey[str]()
 

@@ -1,4 +1,4 @@
-"""``--device`` and ``--dtype`` as torch objects."""
+"""``--device`` as a torch object."""
 
 from __future__ import annotations
 
@@ -31,12 +31,3 @@ def find_device(name: str) -> torch.device:
             f"torch sees no GPU {name!r}.", "Use --device cpu, or run `onediff-ext doctor`."
         )
     return device
-
-
-def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of ``--dtype``; for "auto" float16 on GPUs and float32 on CPUs."""
-    import torch
-
-    if name == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]

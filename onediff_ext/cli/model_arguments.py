@@ -83,7 +83,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         "--dtype",
         choices=_DTYPES,
         default="auto",
-        help="of the weights (default: auto, which is fp16 on GPUs and fp32 on CPUs)",
+        help="of the weights (default: auto, which is fp32 on CPUs and fp16 on GPUs; bf16 for"
+        " transformers on GPUs that compute in it)",
     )
     group.add_argument(
         "--vae-tiling",

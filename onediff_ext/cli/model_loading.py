@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onediff_ext.cli import library_imports
-from onediff_ext.cli.device_options import find_device, find_dtype
+from onediff_ext.cli.device_options import find_device
 from onediff_ext.cli.model_arguments import parse_ignored_components, parse_options
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.start_up_times import StartUpTimes
@@ -111,6 +111,7 @@ def open_session(arguments: argparse.Namespace, identity: dict[str, object]) -> 
 def read_weights_ahead(arguments: argparse.Namespace) -> TensorReadAhead | None:
     """Begin to read a single file's weights to the device, while libraries are imported."""
     from onediff_ext.hosts.diffusers.checkpoints.tensor_read_ahead import TensorReadAhead
+    from onediff_ext.hosts.diffusers.checkpoints.weights_dtype import weights_dtype
 
     if arguments.config is not None or arguments.model.is_dir():
         return None
@@ -118,7 +119,7 @@ def read_weights_ahead(arguments: argparse.Namespace) -> TensorReadAhead | None:
         device = find_device(arguments.device)
     except OptionError:
         return None  # the session reports it when it is opened
-    dtype = find_dtype(arguments.dtype, device)
+    dtype = weights_dtype(arguments.dtype, device, arguments.model)
     return TensorReadAhead(arguments.model, dtype, device, without_vae=arguments.vae is not None)
 
 
@@ -135,14 +136,14 @@ def load_image_generator(
         OneDiffError: Something cannot be loaded or used.
     """
     from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+    from onediff_ext.hosts.diffusers.checkpoints.weights_dtype import weights_dtype
     from onediff_ext.hosts.diffusers.drawing.image_generator import ImageGenerator
     from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 
     device = find_device(arguments.device)
-    dtype = find_dtype(arguments.dtype, device)
     checkpoint = load_checkpoint(
         arguments.model,
-        dtype=dtype,
+        dtype=weights_dtype(arguments.dtype, device, arguments.model, arguments.config),
         device=device,
         vae_path=arguments.vae,
         config=arguments.config,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.cli import library_imports
-from onediff_ext.cli.device_options import find_device, find_dtype
+from onediff_ext.cli.device_options import find_device
 from onediff_ext.cli.model_arguments import add_model_arguments, parse_options
 from onediff_ext.core.words import printable
 
@@ -89,17 +89,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     library_imports.import_libraries()
     print("Loading the page.", flush=True)
-    device = find_device(arguments.device)
     serve(
         arguments.model,
-        device=device,
-        dtype=find_dtype(arguments.dtype, device),
+        device=find_device(arguments.device),
+        dtype_name=arguments.dtype,
         options=parse_options(arguments),
         loras=[parse_lora(text) for text in arguments.lora],
         output_dir=arguments.output,
         serving=serving,
         vae_tiling=arguments.vae_tiling,
-        dtype_name=arguments.dtype,
     )
     return 0
 

@@ -13,9 +13,10 @@ from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
+from onediff_ext.hosts.diffusers.checkpoints.weights_dtype import weights_dtype
 from onediff_ext.hosts.diffusers.compile import compile_pipe, new_session, undo_compile
 from onediff_ext.hosts.diffusers.drawing.image_generator import Drawn, ImageGenerator
-from onediff_ext.hosts.diffusers.jobs.model_identity import AUTO, model_identity
+from onediff_ext.hosts.diffusers.jobs.model_identity import model_identity
 from onediff_ext.hosts.diffusers.lora.lora_file import load_lora
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import STOP
@@ -39,13 +40,14 @@ class StandaloneApp:
     """Loads, compiles and draws, one job at a time; other jobs wait for their turn.
 
     Args:
-        device, dtype: Of the weights.
+        device: Of the weights.
+        dtype_name: Of the weights: "auto", "fp32", "fp16" or "bf16", as for `weights_dtype`.
         options: Store, limit and workers; the panel sets the others.
         vae_tiling: As for `ImageGenerator`.
-        dtype_name: `dtype` as the command line names it: "auto", "fp32", "fp16" or "bf16".
 
     Attributes:
         image_generator: Of the loaded checkpoint; None before the first load.
+        dtype: Of the loaded checkpoint's weights.
         session: Owns the graphs; None when nothing is compiled.
         identity: Checkpoint and LoRAs, as they decide an image.
         loras: Files and weights of the loaded LoRAs.
@@ -56,16 +58,16 @@ class StandaloneApp:
     def __init__(
         self,
         device: torch.device,
-        dtype: torch.dtype,
+        dtype_name: str,
         options: CompileOptions,
         vae_tiling: str = "auto",
-        dtype_name: str = AUTO,
     ) -> None:
-        self.device, self.dtype, self.options = device, dtype, options
-        self.dtype_name, self.vae_tiling = dtype_name, vae_tiling
+        self.device, self.dtype_name, self.options = device, dtype_name, options
+        self.vae_tiling = vae_tiling
         # Parts of each checkpoint's VAE that overflow in float16, for the life of the process.
         self._overflowing: dict[object, set[str]] = {}
         self.image_generator: ImageGenerator | None = None
+        self.dtype: torch.dtype | None = None
         self.session: Session | None = None
         self.identity: dict[str, object] = {}
         self.loras: tuple[tuple[Path, float], ...] = ()
@@ -134,13 +136,15 @@ class StandaloneApp:
             if self.image_generator is not None and identity == self.identity:
                 return
             self.check_cancelled()
-            checkpoint = load_checkpoint(model, dtype=self.dtype, device=self.device)
+            dtype = weights_dtype(self.dtype_name, self.device, model)
+            checkpoint = load_checkpoint(model, dtype=dtype, device=self.device)
             overflowing = self._overflowing.setdefault(identity["checkpoint"], set())
             image_generator = ImageGenerator(checkpoint, self.vae_tiling, overflowing)
             for path, weight in loras:
                 self.check_cancelled()
                 load_lora(image_generator.pipe, path, weight)
             self.image_generator, self.identity, self._applied = image_generator, identity, None
+            self.dtype = dtype
             self.loras = tuple(loras)
 
     def draw(

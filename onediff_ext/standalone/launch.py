@@ -33,13 +33,12 @@ def serve(
     model: Path,
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype_name: str,
     options: CompileOptions,
     loras: Sequence[tuple[Path, float]],
     output_dir: Path,
     serving: Serving,
     vae_tiling: str = "auto",
-    dtype_name: str = "auto",
 ) -> None:
     """Load a checkpoint and serve the page until the process ends.
 
@@ -48,7 +47,7 @@ def serve(
             writable.
     """
     make_folder(output_dir)
-    standalone_app = StandaloneApp(device, dtype, options, vae_tiling, dtype_name)
+    standalone_app = StandaloneApp(device, dtype_name, options, vae_tiling)
     standalone_app.load(model, loras)
     page = make_page(standalone_app, output_dir.resolve(), is_local=serving.is_local)
     try:

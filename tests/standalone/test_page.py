@@ -41,7 +41,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     patch = pytest.MonkeyPatch()
     patch.setattr(tempfile, "tempdir", str(temporary))
     options = CompileOptions(store=folder / "store", build="wait")
-    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app = StandaloneApp(torch.device("cpu"), "auto", options)
     standalone_app.load(DEMO_MODEL)
     made = make_page(standalone_app, folder / "out")
     launch(made, Serving(open_browser=False), wait=False)

@@ -28,7 +28,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
 
     folder = tmp_path_factory.mktemp("page")
     options = CompileOptions(store=folder / "store", build="never")
-    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app = StandaloneApp(torch.device("cpu"), "auto", options)
     standalone_app.load(DEMO_MODEL)
     serving = parse_serving(
         host="127.0.0.1", port=None, open_browser=False, auth=["someone:se:cret"],

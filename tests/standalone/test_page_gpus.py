@@ -47,7 +47,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneApp]:
     import torch
 
     options = CompileOptions(store=tmp_path_factory.mktemp("store"), build="never")
-    app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    app = StandaloneApp(torch.device("cpu"), "auto", options)
     app.load(DEMO_MODEL)
     yield app
     app.close()

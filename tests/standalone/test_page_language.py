@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
 
     folder = tmp_path_factory.mktemp("page")
     options = CompileOptions(store=folder / "store", build="never")
-    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app = StandaloneApp(torch.device("cpu"), "auto", options)
     standalone_app.load(DEMO_MODEL)
     with pytest.MonkeyPatch.context() as patch:  # a second GPU shows the field "GPUs"
         patch.setattr(folder_on_gpus, "gpu_count", lambda: 2)

@@ -29,7 +29,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     folder = tmp_path_factory.mktemp("page")
     app = StandaloneApp(
-        torch.device("cpu"), torch.float32, CompileOptions(store=folder / "store", build="never")
+        torch.device("cpu"), "auto", CompileOptions(store=folder / "store", build="never")
     )
     app.load(save_folder("flux", folder / "flux"))
     page: Any = None  # is not shown

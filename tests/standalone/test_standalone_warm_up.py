@@ -36,7 +36,7 @@ def test_a_picture_goes_first_and_the_warm_up_goes_on(
     monkeypatch.setattr(host_module, "pipe_warm_up", counted)
     model = save_ldm(models.sd15(), tmp_path / "small.safetensors")
     options = CompileOptions(store=tmp_path / "store", workers=1)
-    standalone_app = StandaloneApp(torch.device("cpu"), torch.float32, options)
+    standalone_app = StandaloneApp(torch.device("cpu"), "auto", options)
     standalone_app.load(model)
     panel_host = StandalonePanelHost(standalone_app, tmp_path / "out")
     choices = Choices.parse(

@@ -37,7 +37,7 @@ def standalone_app(tmp_path: Path) -> StandaloneApp:
     pipe.vae = overflowing_vae("decoder")
     model = save_ldm(pipe, tmp_path / "overflowing.safetensors")
     options = CompileOptions(store=tmp_path / "store", build="never")
-    standalone_app = StandaloneApp(torch.device("cpu"), torch.float16, options)
+    standalone_app = StandaloneApp(torch.device("cpu"), "fp16", options)
     standalone_app.load(model)
     return standalone_app
 

@@ -192,7 +192,15 @@ def _stored_dtype(folder: Path) -> Any:
     return open_tensor_file(weights[0]).dtype() if weights else None
 
 
+def is_transformer_folder(folder: Path) -> bool:
+    """Whether a diffusers folder's denoiser is a transformer and no UNet.
+
+    Args:
+        folder: Any path; a file is no such folder.
+    """
+    return (folder / "transformer").is_dir()
+
+
 def _denoiser_folder(folder: Path) -> Path:
     """The subfolder of the transformer, or of the UNet."""
-    transformer = folder / "transformer"
-    return transformer if transformer.is_dir() else folder / "unet"
+    return folder / ("transformer" if is_transformer_folder(folder) else "unet")
