@@ -6,6 +6,7 @@ import copy
 import functools
 import types
 from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -305,21 +306,18 @@ class BlockTree:
 
     def _describe_attributes(self, module: nn.Module) -> str:
         untold: list[str] = []
-        text = describe(
-            {
-                name: value
-                for name, value in vars(module).items()
-                if name not in self._not_in_key
-                and not is_ours(value)
-                and not is_own_method(module, name)
-                and (not name.startswith("_") or reads_attribute(type(module), name))
-                and not self._left_overs.has_attribute(module, name)
-            },
-            untold=untold,
+        told = ",".join(
+            f"{name}={describe(value, untold=untold)}"
+            for name, value in sorted(vars(module).items(), key=itemgetter(0))
+            if name not in self._not_in_key
+            and not is_ours(value)
+            and not is_own_method(module, name)
+            and (not name.startswith("_") or reads_attribute(type(module), name))
+            and not self._left_overs.has_attribute(module, name)
         )
         if untold:
             self._refuse(f"a {type(module).__qualname__} holds a {untold[0]} of unknown value")
-        return text
+        return f"{{{told}}}"
 
     def _is_known(self, module: nn.Module) -> bool:
         is_known = qualified_name(type(module)).startswith(self._packages)

@@ -6,9 +6,11 @@ change of the code here may change it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import numbers
 import sys
+import types
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -66,25 +68,26 @@ def describe(value: object, depth: int = 0, untold: list[str] | None = None) -> 
     """Return text that is equal for equal hyper-parameters; it contains no address.
 
     Args:
-        value: An attribute of a module, or a mapping of attributes.
+        value: An attribute of a module.
         depth: How many objects `value` is nested in; attributes of deeper ones are left out.
         untold: Gets the class of each part that another one of the class may stand for in the same
-            text. None drops them.
+            text. None drops them. The caller judges modules and functions that are attributes
+            themselves.
     """
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return "(" + ",".join(describe(v, depth, untold) for v in value) + ")"
+        return "(" + ",".join(_part(v, depth, untold) for v in value) + ")"
     if isinstance(value, Mapping):
         pairs = sorted(value.items(), key=_by_name)
-        return "{" + ",".join(f"{k}={describe(v, depth, untold)}" for k, v in pairs) + "}"
+        return "{" + ",".join(f"{k}={_part(v, depth, untold)}" for k, v in pairs) + "}"
     if isinstance(value, type):
         return qualified_name(value)
-    if callable(value) and hasattr(value, "__qualname__"):
+    if callable(value) and hasattr(value, "__qualname__") and hasattr(value, "__module__"):
         return f"{value.__module__}.{value.__qualname__}"
     name = qualified_name(type(value))
     if isinstance(value, (set, frozenset)):
-        return f"{name}({','.join(sorted(describe(v, depth, untold) for v in value))})"
+        return f"{name}({','.join(sorted(_part(v, depth, untold) for v in value))})"
     if isinstance(value, numbers.Number) and type(value).__module__ in _NUMBERS_OF:
         return f"{name}({value})"
     if isinstance(value, _TOLD_ELSEWHERE):
@@ -95,6 +98,22 @@ def describe(value: object, depth: int = 0, untold: list[str] | None = None) -> 
     if untold is not None:
         untold.append(name)
     return name
+
+
+def _part(value: object, depth: int, untold: list[str] | None) -> str:
+    """Describe what an attribute holds."""
+    if isinstance(value, types.FunctionType):
+        is_untold = value.__closure__ is not None
+    elif isinstance(value, types.BuiltinFunctionType):  # also a method of a list or a dict
+        is_untold = not isinstance(value.__self__, (type(None), types.ModuleType))
+    else:
+        is_untold = isinstance(value, (nn.Module, functools.partial, types.MethodType))
+    if is_untold:
+        name = qualified_name(type(value))
+        if untold is not None:
+            untold.append(name)
+        return name
+    return describe(value, depth, untold)
 
 
 def _by_name(item: tuple[Any, Any]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
+from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -24,6 +26,10 @@ from onediff_ext.engine.blocks.key_text import describe
         (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
         (torch.nn.functional.silu, "torch.nn.functional.silu"),
         (SimpleNamespace(x=("s", 1.5)), "types.SimpleNamespace{x=('s',1.5)}"),
+        (
+            [torch.relu, torch.nn.functional.silu, abs, Fraction],
+            "(torch._VariableFunctionsClass.relu,torch.nn.functional.silu,builtins.abs,fractions.Fraction)",
+        ),
     ],
 )
 def test_hyper_parameters(value: object, text: str) -> None:
@@ -35,6 +41,13 @@ class Slotted:
 
     def __init__(self, scale: object) -> None:
         self.scale = scale
+
+    def scaled(self, number: float) -> float:
+        return number * self.scale  # type: ignore[operator]
+
+
+def scaled_by(scale: float) -> Callable[[float], float]:
+    return lambda number: number * scale
 
 
 @pytest.mark.parametrize(
@@ -65,6 +78,12 @@ def test_values_of_one_class_have_texts_of_their_own(value: object, other: objec
         ([torch.tensor(1.5)], ["torch.Tensor"]),
         (np.array([1.5]), ["numpy.ndarray"]),
         ({"a": deque([1])}, ["collections.deque"]),
+        ([nn.Linear(1, 1)], ["torch.nn.modules.linear.Linear"]),
+        ({"a": functools.partial(round, ndigits=1)}, ["functools.partial"]),
+        ((1.5).__mul__, ["builtins.method-wrapper"]),
+        (SimpleNamespace(a=Slotted(1).scaled), ["builtins.method"]),
+        ((scaled_by(2),), ["builtins.function"]),
+        ([{"a": 1}.get], ["builtins.builtin_function_or_method"]),
         (
             SimpleNamespace(a=SimpleNamespace(a=SimpleNamespace(a=SimpleNamespace(a=1)))),
             ["types.SimpleNamespace"],
