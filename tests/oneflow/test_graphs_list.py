@@ -19,6 +19,6 @@ def test_only_of_oneflow_it_says_that_programs_are_kept(tmp_path, capsys, backen
     assert main(["graphs", "list", "--store", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert backend in printed
-    assert ("the program is kept: each process plans each new size" in printed) == (
+    assert ("graphs are kept as programs: each process plans each new size" in printed) == (
         backend == "oneflow"
     )
