@@ -29,9 +29,7 @@ CPU_CONFIG: Mapping[str, Any] = {
 }
 # Folder of a build's files in Inductor's cache. Its usual name has 52 characters, and so have two
 # more names below it: Windows allows 247 for the path of a folder.
-_OUTPUT: Mapping[str, Any] = {"aot_inductor.output_path": "g"}
-# For profilers of C++. They make a library three to four times as large and change no result.
-_LINE_TABLES = "aot_inductor.enable_line_tables"
+_OUTPUT = {"aot_inductor.output_path": "g"}
 _loads = itertools.count()
 _PREFIX, _SUFFIX = "onediff-graph-", ".so"
 _LEFT_AGE_S = 3600.0  # a younger file may be one that is about to be loaded
@@ -49,9 +47,9 @@ def build_library(graph_module: torch.fx.GraphModule, fakes: list[torch.Tensor])
     """
     from torch._inductor import aot_compile, config
 
-    options = dict(_OUTPUT)
-    if hasattr(config.aot_inductor, "enable_line_tables"):
-        options[_LINE_TABLES] = False
+    options: dict[str, Any] = dict(_OUTPUT)
+    if hasattr(config.aot_inductor, "enable_line_tables"):  # torch 2.13; profilers of C++ read them
+        options["aot_inductor.enable_line_tables"] = False
     with config.patch(dict(CPU_CONFIG)), reused_compiler_files():
         library = aot_compile(graph_module, tuple(fakes), options=options)
     if not isinstance(library, str):

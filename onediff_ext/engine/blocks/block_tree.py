@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -13,7 +12,13 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.blocks.family import BlockFamily
-from onediff_ext.engine.blocks.key_text import describe, digest, qualified_name, source_digest
+from onediff_ext.engine.blocks.key_text import (
+    describe,
+    digest,
+    qualified_name,
+    says_all_by_name,
+    source_digest,
+)
 from onediff_ext.engine.blocks.weight_slots import (
     Layout,
     WeightSlot,
@@ -349,7 +354,8 @@ class BlockTree:
             elif _is_called(value, module, name) and not _is_known_callable(
                 value, (own, *self._packages, *self._trusted_patchers)
             ):
-                self._refuse(f"{what} holds a function of {defining_module(value)} ({name})")
+                source = defining_module(value) or f"a {type(value).__qualname__}"
+                self._refuse(f"{what} holds a function of {source} ({name})")
 
     def _refuse(self, reason: str) -> None:
         """Keep the first reason."""
@@ -384,14 +390,8 @@ def _is_called(value: object, module: nn.Module, name: str) -> bool:
 
 
 def _is_known_callable(value: object, packages: Sequence[str]) -> bool:
-    """Whether the text in a kind's key says what a callable computes.
-
-    It has a function's name and a known object's attributes. A closure's name does not say it, and
-    neither is there anything of what a method is bound to or a partial function has been given.
-    """
-    if isinstance(value, (functools.partial, types.MethodType)):
-        return False
-    if isinstance(value, types.FunctionType) and value.__closure__ is not None:
+    """Whether the text in a kind's key says what a callable computes, by name and attributes."""
+    if not says_all_by_name(value):
         return False
     module = defining_module(value)
     return not module or f"{module}.".startswith(("builtins.", "torch.", *packages))

@@ -102,18 +102,27 @@ def describe(value: object, depth: int = 0, untold: list[str] | None = None) -> 
 
 def _part(value: object, depth: int, untold: list[str] | None) -> str:
     """Describe what an attribute holds."""
-    if isinstance(value, types.FunctionType):
-        is_untold = value.__closure__ is not None
-    elif isinstance(value, types.BuiltinFunctionType):  # also a method of a list or a dict
-        is_untold = not isinstance(value.__self__, (type(None), types.ModuleType))
-    else:
-        is_untold = isinstance(value, (nn.Module, functools.partial, types.MethodType))
-    if is_untold:
+    if isinstance(value, nn.Module) or not says_all_by_name(value):
         name = qualified_name(type(value))
         if untold is not None:
             untold.append(name)
         return name
     return describe(value, depth, untold)
+
+
+def says_all_by_name(value: object) -> bool:
+    """Whether a callable computes what its name and its own attributes say.
+
+    A closure, a method and a partial function compute with values besides.
+
+    Args:
+        value: Any object; of one that cannot be called nothing is left unsaid.
+    """
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
+    if isinstance(value, types.BuiltinFunctionType):  # also a method of a list or a dict
+        return isinstance(value.__self__, (type(None), types.ModuleType))
+    return not isinstance(value, (functools.partial, types.MethodType))
 
 
 def _by_name(item: tuple[Any, Any]) -> str:

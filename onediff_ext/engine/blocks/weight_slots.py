@@ -198,8 +198,15 @@ class WeightSlot:
         Args:
             generation: From `TensorContents.current_generation`.
         """
-        weight = self.unmerged()
-        return None if weight is None else self._origin(weight, generation)
+        tensors, last = self.sources(), self._last
+        if self._wrapped is None or not tensors:
+            return None
+        if len(last) != len(tensors) or any(
+            known() is not tensor for known, tensor in zip(last, tensors, strict=True)
+        ):
+            self._last, self._exchanges = list(map(weakref.ref, tensors)), self._exchanges + 1
+        rule, wrapper = self._wrapped
+        return (generation, self._exchanges, rule.state(wrapper))
 
     def release(self) -> None:
         """Free the merged weight; the next `read` merges again."""
@@ -221,7 +228,7 @@ class WeightSlot:
         if weight is None or self._wrapped is None:
             return weight
         rule, wrapper = self._wrapped
-        made_from = self._origin(weight, generation)
+        made_from = self.would_be_made_from(generation)
         if self.merged is None or made_from != self.made_from:
             if rule.refusal_reason(wrapper) is not None:
                 return None
@@ -233,19 +240,6 @@ class WeightSlot:
             if self.on_merge is not None:
                 self.on_merge(rule.sources(wrapper))
         return self.merged
-
-    def _origin(self, weight: torch.Tensor, generation: int) -> Hashable:
-        """Return what identifies the weight and its wrapper; None without a wrapper."""
-        if self._wrapped is None:
-            return None
-        rule, wrapper = self._wrapped
-        tensors = [weight, *rule.sources(wrapper)]
-        last = self._last
-        if len(last) != len(tensors) or any(
-            known() is not tensor for known, tensor in zip(last, tensors, strict=True)
-        ):
-            self._last, self._exchanges = list(map(weakref.ref, tensors)), self._exchanges + 1
-        return (generation, self._exchanges, rule.state(wrapper))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return the last merged tensor where it fits, otherwise a new one."""

@@ -99,6 +99,14 @@ def test_what_a_text_cannot_tell_has_no_graph(value: object, names: list[str]) -
     assert BlockTree(block, ()).refusal_reason == f"a GroupNorm holds a {names[0]} of unknown value"
 
 
+def test_a_method_of_a_builtin_object_has_no_graph() -> None:
+    """As an attribute of its own: its name says nothing of the object that it is bound to."""
+    block = nn.GroupNorm(32, 64)
+    block.eps = {"a": 1.0}.get  # type: ignore[assignment]
+    reason = BlockTree(block, ()).refusal_reason
+    assert reason == "the block holds a function of a builtin_function_or_method (eps)"
+
+
 def test_the_entries_of_a_block() -> None:
     assert BlockTree(nn.GroupNorm(32, 64), ()).entries == {
         "block": "torch.nn.modules.normalization.GroupNorm",

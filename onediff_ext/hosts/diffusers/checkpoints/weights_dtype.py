@@ -32,6 +32,13 @@ def weights_dtype(
         return torch.float32
     folder = model.parent if model.name == "model_index.json" else model
     is_transformer = config is not None or is_transformer_folder(folder)
-    if is_transformer and torch.cuda.get_device_capability(device) >= _FIRST_WITH_BF16:
-        return torch.bfloat16
-    return torch.float16
+    return torch.bfloat16 if is_transformer and computes_in_bf16(device) else torch.float16
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether a device is a GPU that is as fast in bfloat16 as in float16.
+
+    Args:
+        device: Any device.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_BF16

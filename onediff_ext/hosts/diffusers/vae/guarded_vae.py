@@ -12,6 +12,7 @@ from torch import nn
 
 from onediff_ext.core.errors import PictureError
 from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.diffusers.checkpoints.weights_dtype import computes_in_bf16
 from onediff_ext.hosts.diffusers.vae.vae_fallbacks import VaeFallbacks, VaeNote
 from onediff_ext.hosts.diffusers.vae.vae_memory import DeviceMemory
 
@@ -25,9 +26,7 @@ def wider_dtype(device: torch.device) -> torch.dtype:
 
     bfloat16 where the device supports it, because it is as fast as float16; else float32.
     """
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float32
+    return torch.bfloat16 if computes_in_bf16(device) else torch.float32
 
 
 class GuardedVae:
