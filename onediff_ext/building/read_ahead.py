@@ -3,8 +3,12 @@ needed."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,12 +19,15 @@ from onediff_ext.core.errors import BackendError, StoreError
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.priority import quick_switches
 from onediff_ext.engine.backend_port import Graph
+from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.store import StoredGraph
 
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 10.0
+_END_S = 2.0  # an import or the load of one graph takes a second at most
+_all: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
 
 
 class ReadAhead:
@@ -28,9 +35,15 @@ class ReadAhead:
 
     It loads only graphs that have passed their load check on this machine.
 
+    A picture that begins meanwhile waits for its graphs, or is drawn eager where the wait costs
+    more than they save (`defer`).
+
     Args:
         context: The stored graphs, and the backend that loads them.
         key_entries: Returns the entries of a key that depend on machine and backend.
+
+    Attributes:
+        load_s: How long it took to load the graphs, in seconds; None until they are loaded.
     """
 
     def __init__(
@@ -42,6 +55,13 @@ class ReadAhead:
         self._graphs: dict[str, Graph] = {}
         self._thread: threading.Thread | None = None
         self._device: torch.device | None = None
+        self.load_s: float | None = None
+        self._began_at = self._expected_s = 0.0
+        self._patience_s = math.inf
+        self._is_deferred: bool | None = None  # None until the first kind is asked for
+        self._deferred: list[BlockKind] = []
+        self._stop = threading.Event()
+        _all.add(self)
 
     @property
     def is_reading(self) -> bool:
@@ -49,7 +69,14 @@ class ReadAhead:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    def start(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
+    def start(
+        self,
+        digests: Callable[[], Sequence[str]],
+        device: torch.device,
+        *,
+        patience_s: float = math.inf,
+        expected_s: float = 0.0,
+    ) -> None:
         """Load the graphs that were used last time.
 
         Does nothing while other graphs are being loaded.
@@ -58,12 +85,16 @@ class ReadAhead:
             digests: Returns those of their kinds, the first ones to be needed first. Called in the
                 thread, and may raise `StoreError`.
             device: The device that the models will be on.
+            patience_s: How long a picture may wait for them: the seconds that they save in it.
+            expected_s: Estimate of how long they take to load, in seconds.
         """
         with self._changed:
-            if self.is_reading:
+            if self.is_reading or self._stop.is_set():
                 return
             self._graphs.clear()  # of a checkpoint that drew no picture
-            self._device = device
+            self._device, self._is_deferred = device, None
+            self._patience_s, self._expected_s = patience_s, expected_s
+            self._began_at = time.monotonic()
             self._thread = threading.Thread(
                 target=self._read, args=(digests, device), name="onediff-read", daemon=True
             )
@@ -83,6 +114,32 @@ class ReadAhead:
             self._coming |= set(digests)
         with quick_switches(), without_collection():
             self._read_each(digests, device)
+
+    def defer(self, kind: BlockKind) -> bool:
+        """Have a graph come into use after the present picture, if a wait for it does not pay.
+
+        The first kind that is asked for decides for all of them, so that one picture is not drawn
+        with those that happen to be loaded.
+
+        Args:
+            kind: A kind without a graph.
+
+        Returns:
+            Whether the kind's blocks run eager meanwhile. Otherwise `take` has its graph, if any.
+        """
+        digest = kind.key.digest
+        with self._changed:
+            if not _is_same(kind.device, self._device):
+                return False
+            if digest not in self._coming and digest not in self._graphs:
+                return False
+            if self._is_deferred is None:
+                left_s = self._began_at + self._expected_s - time.monotonic()
+                self._is_deferred = bool(self._coming) and left_s > self._patience_s
+            if self._is_deferred:
+                self._deferred.append(kind)
+                kind.is_coming, kind.reason = True, "its stored graph is being loaded"
+            return self._is_deferred
 
     def take(self, digest: str, device: torch.device) -> Graph | None:
         """Hand over a graph, once; waits up to 10 s for one that is about to be loaded.
@@ -106,6 +163,14 @@ class ReadAhead:
         if thread is not None:
             thread.join(timeout_s)
 
+    def stop(self) -> None:
+        """End the thread after the graph in work, and wait for that; later starts do nothing.
+
+        A thread that goes on while the interpreter ends crashes in a library's code.
+        """
+        self._stop.set()
+        self.wait(_END_S)
+
     def _read(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
         with quick_switches(), without_collection():
             self._read_all(digests, device)
@@ -120,19 +185,36 @@ class ReadAhead:
             self._coming = set(found)
         try:
             for step in self._context.backend.loading_steps(device):
+                if self._stop.is_set():
+                    break
                 with TORCH_LOCK:  # a fork in the middle of an import would never end
                     step()
         finally:
             self._read_each(found, device)
+            self.load_s = time.monotonic() - self._began_at
 
     def _read_each(self, digests: Sequence[str], device: torch.device) -> None:
         try:
             for digest in digests:
+                if self._stop.is_set():
+                    break
                 self._read_one(digest, device)
         finally:
             with self._changed:
                 self._coming.clear()
                 self._changed.notify_all()
+            self._context.foreground.between_pictures(self._use_deferred)
+
+    def _use_deferred(self) -> None:
+        with self._changed:
+            deferred, self._deferred, self._is_deferred = self._deferred, [], False
+            found = [(kind, self._graphs.pop(kind.key.digest, None)) for kind in deferred]
+        for kind, graph in found:
+            if graph is None:
+                kind.miss("its stored graph was not loaded")  # a build run looks at it
+            else:
+                kind.accept(graph, "loaded")
+                self._context.event_log.note("loaded", kind.label, "read ahead")
 
     def _read_one(self, digest: str, device: torch.device) -> None:
         graph = None
@@ -165,3 +247,9 @@ def _is_same(device: torch.device, other: torch.device | None) -> bool:
         and device.type == other.type
         and (device.index or 0) == (other.index or 0)
     )
+
+
+@atexit.register
+def _stop_all() -> None:
+    for read_ahead in list(_all):
+        read_ahead.stop()

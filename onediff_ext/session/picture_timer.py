@@ -51,6 +51,18 @@ class PictureTimer:
         self._depth = 0
         self._began, self._is_interrupted = 0.0, False
         self._forwards: list[tuple[BatchShape | None, Seconds]] = []
+        self._last_forwards: list[tuple[BatchShape | None, Seconds]] = []
+
+    @property
+    def steps_s(self) -> float:
+        """Seconds of the last picture's steps, each counted as long as the usual one of its size.
+
+        So a wait in the first step does not count. 0 without steps.
+        """
+        total_s = 0.0
+        for taken in _by_size(self._last_forwards).values():
+            total_s += len(taken) * statistics.median(taken)
+        return total_s
 
     def begin(self) -> None:
         """Note that a picture begins."""
@@ -95,7 +107,7 @@ class PictureTimer:
         if self._depth:
             return None
         if self._is_interrupted:
-            self.last, self._forwards = None, []
+            self.last, self._forwards, self._last_forwards = None, [], []
             return None
         seconds = time.perf_counter() - self._began
         without_s, other_pace = None, False
@@ -103,7 +115,7 @@ class PictureTimer:
             saved_s, other_pace = _saved_s(self._forwards, steps())
             without_s = None if saved_s is None else max(0.0, seconds + saved_s)
         sizes = frozenset(str(shape) for shape, _ in self._forwards)
-        self._forwards = []
+        self._last_forwards, self._forwards = self._forwards, []
         self.last = PictureTime(seconds, without_s, sizes, other_pace)
         return self.last
 
@@ -119,11 +131,8 @@ def _saved_s(
     Returns:
         (seconds, whether the pace was another). Seconds are None without comparable measurements.
     """
-    by_size: dict[str, list[float]] = {}
-    for shape, seconds in forwards:
-        by_size.setdefault(str(shape), []).append(seconds())
     saved_s = 0.0
-    for size, taken in by_size.items():
+    for size, taken in _by_size(forwards).items():
         step = steps.get(size)
         if step is None:
             return None, False
@@ -135,6 +144,13 @@ def _saved_s(
         pace = statistics.median(s for s in taken if s >= _FASTEST * usual_s) / usual_s
         saved_s += len(taken) * step.eager_ms / 1000 * min(pace, _SLOWEST) - sum(taken)
     return saved_s, False
+
+
+def _by_size(forwards: list[tuple[BatchShape | None, Seconds]]) -> dict[str, list[float]]:
+    by_size: dict[str, list[float]] = {}
+    for shape, seconds in forwards:
+        by_size.setdefault(str(shape), []).append(seconds())
+    return by_size
 
 
 def _shape_of(latent: torch.Tensor) -> BatchShape | None:

@@ -41,6 +41,8 @@ class StoredGraphLookup:
         if eager_reason is not None:
             kind.fail(eager_reason)
             return
+        if self._read_ahead.defer(kind):
+            return
         graph = self._read_ahead.take(kind.key.digest, kind.device)
         if graph is not None:
             kind.accept(graph, "loaded")

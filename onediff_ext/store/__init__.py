@@ -9,7 +9,7 @@ from onediff_ext.store.eviction import PruneReport
 from onediff_ext.store.graph_archive import ImportReport
 from onediff_ext.store.graph_exchange import GraphExchange
 from onediff_ext.store.graph_file import UnknownSchemaError
-from onediff_ext.store.last_kinds import LastKinds
+from onediff_ext.store.last_kinds import LastKinds, LastUse
 from onediff_ext.store.library import GraphLibrary
 from onediff_ext.store.locks import StoreBusyError
 from onediff_ext.store.saved_time import SavedTime, SavedTimes
@@ -28,6 +28,7 @@ __all__ = [
     "GraphLibrary",
     "ImportReport",
     "LastKinds",
+    "LastUse",
     "LoadCheck",
     "PruneReport",
     "SavedTime",

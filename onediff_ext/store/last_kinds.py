@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import math
+from dataclasses import asdict, dataclass
 
 from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import items, mapping
@@ -16,12 +17,28 @@ from onediff_ext.store.stored_graph import is_digest
 logger = logging.getLogger(__name__)
 
 LAST_KINDS_FILE = "last-kinds.json"
-_SCHEMA = 1
+_SCHEMA = 2
 _KEPT = 64  # forms
 # At the end of a picture: a next start that reads no graphs ahead is better than a wait.
 _LOCK_TIMEOUT_S = 0.1
 
-_Record = dict[str, list[str]]  # form → digests, the form that was used last at the end
+
+@dataclass(frozen=True)
+class LastUse:
+    """What pipelines of one form did last.
+
+    Args:
+        kinds: Digests of the kinds' keys, in the order of their first use.
+        saved_s: Estimate of what graphs save in a picture, in seconds.
+        load_s: How long it took to load the graphs ahead, in seconds; 0 where that is not known.
+    """
+
+    kinds: tuple[str, ...] = ()
+    saved_s: float = 0.0
+    load_s: float = 0.0
+
+
+_Record = dict[str, LastUse]  # by form, the form that was used last at the end
 
 
 class LastKinds:
@@ -34,29 +51,29 @@ class LastKinds:
     def __init__(self, folder: StoreFolder) -> None:
         self._folder = folder
 
-    def of(self, form: str) -> list[str]:
-        """Return the digests of a form's kinds in the order of their first use.
+    def of(self, form: str) -> LastUse:
+        """Return the last use of a form; one without kinds where nothing is recorded.
 
         Args:
             form: As for `record`.
         """
-        return self._read().get(form, [])
+        return self._read().get(form, LastUse())
 
-    def record(self, form: str, digests: Sequence[str]) -> None:
-        """Record the kinds of one form, in place of earlier ones.
+    def record(self, form: str, use: LastUse) -> None:
+        """Record the last use of one form, in place of the earlier one.
 
         Args:
             form: Digest of all that pipelines with the same kinds have in common.
-            digests: Of the kinds' keys, in the order of their first use.
+            use: The use.
         """
         try:
             self._folder.prepare()
             with self._folder.locks.hold("last-kinds", _LOCK_TIMEOUT_S):
                 record = self._read()
                 record.pop(form, None)
-                record[form] = list(digests)
-                whole = {"schema": _SCHEMA, "forms": dict(list(record.items())[-_KEPT:])}
-                encoded = json.dumps(whole, indent=1).encode("ascii")
+                record[form] = use
+                kept = {name: asdict(use) for name, use in list(record.items())[-_KEPT:]}
+                encoded = json.dumps({"schema": _SCHEMA, "forms": kept}, indent=1).encode("ascii")
                 publish(self._folder, self._folder.home / LAST_KINDS_FILE, [encoded])
         except StoreError as exc:
             logger.debug("The kinds of this pipeline are not recorded: %s", exc)
@@ -69,7 +86,20 @@ def _parse(record: object) -> _Record:
     fields = mapping(record, "record of kinds")
     if fields.get("schema") != _SCHEMA:
         raise RecordError("It is of another version.")
-    return {
-        form: [digest for digest in items(digests) if isinstance(digest, str) and is_digest(digest)]
-        for form, digests in mapping(fields.get("forms"), "forms").items()
-    }
+    return {form: _use(use) for form, use in mapping(fields.get("forms"), "forms").items()}
+
+
+def _use(record: object) -> LastUse:
+    fields = mapping(record, "last use")
+    digests = items(fields.get("kinds"))
+    return LastUse(
+        tuple(digest for digest in digests if isinstance(digest, str) and is_digest(digest)),
+        _seconds(fields.get("saved_s")),
+        _seconds(fields.get("load_s")),
+    )
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, (int, float)) and math.isfinite(value) and value > 0:
+        return float(value)
+    return 0.0

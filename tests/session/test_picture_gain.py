@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,23 @@ def test_an_interrupted_picture_has_no_time(timed):
     clock.interrupt()  # after its end
     clock.begin()
     assert clock.end(None) is clock.last is not None
+
+
+def test_a_wait_in_the_first_step_does_not_count(monkeypatch):
+    taken = iter([5.0, 0.2, 0.2, 0.3, 1.0])
+    monkeypatch.setattr(picture_timer, "stopwatch", lambda _: lambda: partial(float, next(taken)))
+    clock = PictureTimer()
+    assert clock.steps_s == 0.0
+    clock.begin()
+    for latent in [LATENT] * 4 + [torch.zeros(2, 4, 32, 48)]:
+        with clock.forward([latent]):
+            pass
+    clock.end(None)
+    assert clock.steps_s == pytest.approx(4 * 0.25 + 1.0)
+    clock.begin()
+    clock.interrupt()
+    clock.end(None)
+    assert clock.steps_s == 0.0
 
 
 def test_forwards_outside_pictures_are_not_counted():

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from onediff_ext.core.components import ComponentId
+from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.session.session import Session
-from onediff_ext.store import LastKinds
+from onediff_ext.store import LastKinds, LastUse
+
+# Until it was measured: 31 graphs of Stable Diffusion 1.5 on an H100.
+_USUAL_LOAD_S = 3.0
+# What graphs save, as a share of the steps' time without them and with them. An estimate.
+_SAVED_OF_EAGER, _SAVED_OF_COMPILED = 0.55, 1.2
 
 
 class PipelineKinds:
@@ -19,6 +26,10 @@ class PipelineKinds:
 
     A script's pipeline has no checkpoint file that is known here. Its form stands for it: what its
     models are, without their weights. It is a hint alone; a graph is used where its key fits.
+
+    On a GPU, the first picture waits for the graphs only if they save more time in it than their
+    loading takes: a picture of one second is drawn eager meanwhile. On a CPU it always waits:
+    loading and drawing would share the cores, and steps take longer.
 
     Args:
         session: The pipeline's own.
@@ -28,18 +39,38 @@ class PipelineKinds:
     def __init__(self, session: Session, models: Sequence[tuple[ComponentId, nn.Module]]) -> None:
         self._session, self._records = session, LastKinds(session.library.folder)
         self._form = form_of(session, models)
-        self._recorded = self._records.of(self._form)
+        last = self._last = self._records.of(self._form)
+        self._pictures = 0
         parameter = next(models[0][1].parameters(), None)
-        if parameter is not None and self._recorded:
-            session.read_ahead.start(lambda: self._recorded, parameter.device)
+        if parameter is None or not last.kinds:
+            return
+        waits = parameter.device.type == "cpu" or not last.saved_s
+        session.read_ahead.start(
+            lambda: last.kinds,
+            parameter.device,
+            patience_s=math.inf if waits else last.saved_s,
+            expected_s=last.load_s or _USUAL_LOAD_S,
+        )
 
     def record(self) -> None:
-        """Record the kinds that have a graph, if they are others than before."""
-        kinds = [kind for kind in self._session.kinds if kind.graph is not None]
-        digests = [kind.key.digest for kind in kinds]
-        if digests and digests != self._recorded:
-            self._recorded = digests
-            self._records.record(self._form, digests)
+        """Record the last picture's kinds, if they are others than before, and its time."""
+        self._pictures += 1
+        kinds = [k for k in self._session.kinds if k.state is not KindState.FAILED]
+        digests = tuple(kind.key.digest for kind in kinds)
+        saved_s = self._saved_s(kinds) if self._pictures == 1 else 0.0
+        load_s = self._session.read_ahead.load_s
+        use = LastUse(digests, saved_s or self._last.saved_s, load_s or self._last.load_s)
+        if digests and use != self._last:
+            self._last = use
+            self._records.record(self._form, use)
+
+    def _saved_s(self, kinds: Sequence[BlockKind]) -> float:
+        """Estimate what graphs save in such a picture, in seconds; 0 where nothing is known."""
+        served = {kind.state is KindState.READY for kind in kinds}  # new ones serve the next one
+        if len(served) != 1:
+            return 0.0
+        share = _SAVED_OF_COMPILED if served == {True} else _SAVED_OF_EAGER
+        return round(share * self._session.timer.steps_s, 3)
 
 
 def form_of(session: Session, models: Sequence[tuple[ComponentId, nn.Module]]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, one_picture
-from onediff_ext.hosts.diffusers.pipeline_kinds import form_of
-from onediff_ext.store import LastKinds
+from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds, form_of
+from onediff_ext.store import LastKinds, LastUse
 from tests.support.draw import relative_error
 from tests.support.session_fixtures import (  # noqa: F401
     SmallUNet,
@@ -56,10 +59,12 @@ def test_kinds_are_recorded_in_the_order_of_their_first_use(
     small, session = compiled(tmp_path)
     records, form = LastKinds(session.library.folder), form_of(session, models_of(small))
     draw(small)
-    assert records.of(form) == []
+    used = tuple(kind.key.digest for kind in session.kinds)
+    assert records.of(form).kinds == used  # their graphs may be built after this process
+    assert records.of(form).saved_s > 0
     assert session.wait_for_builds(TIMEOUT_S)
     draw(small)
-    assert records.of(form) == [kind.key.digest for kind in session.kinds]
+    assert records.of(form).kinds == used
     session.close()
 
 
@@ -81,7 +86,7 @@ def test_a_shared_session_reads_and_records_nothing(open_session):  # noqa: F811
     small, session = SmallUNet(), open_session()
     compile_pipe(small.pipe, session=session)
     draw(small)
-    assert LastKinds(session.library.folder).of(form_of(session, models_of(small))) == []
+    assert LastKinds(session.library.folder).of(form_of(session, models_of(small))) == LastUse()
 
 
 def models_of(small: SmallUNet):
@@ -97,3 +102,36 @@ def test_a_form_is_of_classes_configurations_dtypes_backend_and_precision(open_s
     assert form_of(open_session(precision="fp8"), models_of(small)) != form
     small.unet.half()
     assert form_of(session, models_of(small)) != form
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "load_s", "patience_s", "expected_s"),
+    [(0.4, 2.5, 0.4, 2.5), (0.4, 0.0, 0.4, 3.0), (0.0, 2.5, math.inf, 2.5)],
+)
+def test_on_a_gpu_a_picture_waits_no_longer_than_its_graphs_save(
+    open_session,  # noqa: F811
+    monkeypatch,
+    saved_s,
+    load_s,
+    patience_s,
+    expected_s,
+):
+    session, small = open_session(), SmallUNet()
+    small.unet.to("meta")  # any device but a CPU
+    models = models_of(small)
+    use = LastUse(("a" * 64,), saved_s, load_s)
+    LastKinds(session.library.folder).record(form_of(session, models), use)
+    started = []
+    monkeypatch.setattr(session.read_ahead, "start", lambda *_, **given: started.append(given))
+    PipelineKinds(session, models)
+    assert started == [{"patience_s": patience_s, "expected_s": expected_s}]
+
+
+def test_on_a_cpu_a_picture_waits(open_session, monkeypatch):  # noqa: F811
+    session, small = open_session(), SmallUNet()
+    use = LastUse(("a" * 64,), 0.4, 2.5)
+    LastKinds(session.library.folder).record(form_of(session, models_of(small)), use)
+    started = []
+    monkeypatch.setattr(session.read_ahead, "start", lambda *_, **given: started.append(given))
+    PipelineKinds(session, models_of(small))
+    assert [given["patience_s"] for given in started] == [math.inf]

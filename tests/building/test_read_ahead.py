@@ -1,0 +1,198 @@
+"""Pictures that begin while their graphs are loaded: they wait, or are drawn eager."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.core.errors import BackendError
+from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
+from onediff_ext.hosts.diffusers.compile import compile_pipe, one_picture
+from onediff_ext.session.session import Session
+from tests.support.draw import relative_error
+from tests.support.session_fixtures import (  # noqa: F401
+    SmallUNet,
+    exports,
+    instant_workers,
+    open_session,
+)
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+TIMEOUT_S = 60
+IS_LOADING = "its stored graph is being loaded"
+
+
+class SlowLoads:
+    """Loads of a session that wait until they may go on."""
+
+    def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on, self.begun = threading.Event(), threading.Event()
+        self.fails: set[int] = set()
+        self._load, self._count = session.build_context.load, 0
+        monkeypatch.setattr(session.build_context, "load", self)
+
+    def __call__(self, payload: bytes, device: torch.device) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(TIMEOUT_S)
+        self._count += 1
+        if self._count in self.fails:
+            raise BackendError("no luck")
+        return self._load(payload, device)
+
+
+def draw(small: SmallUNet, count: int = 1) -> torch.Tensor:
+    with one_picture(small.pipe):
+        return [small() for _ in range(count)][-1]
+
+
+@pytest.fixture
+def expected() -> torch.Tensor:
+    return SmallUNet()()
+
+
+@pytest.fixture
+def used(open_session: Callable[..., Session], instant_workers: None) -> list[str]:  # noqa: F811
+    """Digests of the small UNet's kinds, whose graphs are stored."""
+    small, session = SmallUNet(), open_session()
+    compile_pipe(small.pipe, session=session)
+    draw(small)
+    assert session.wait_for_builds(TIMEOUT_S)
+    return [kind.key.digest for kind in session.kinds]
+
+
+def second(open_session: Callable[..., Session]) -> tuple[SmallUNet, Session]:  # noqa: F811
+    small, session = SmallUNet(), open_session()
+    compile_pipe(small.pipe, session=session)
+    return small, session
+
+
+def states(session: Session) -> set[KindState]:
+    return {kind.state for kind in session.kinds}
+
+
+def test_a_picture_that_saves_less_than_the_wait_is_drawn_eager(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    expected: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, session = second(open_session)
+    loads = SlowLoads(session, monkeypatch)
+    session.read_ahead.start(lambda: used, CPU, patience_s=1.0, expected_s=1000.0)
+    assert loads.begun.wait(TIMEOUT_S)
+    assert torch.equal(draw(small, 2), expected)
+    assert {kind.reason for kind in session.kinds} == {IS_LOADING}
+    assert states(session) == {KindState.MISSING}
+    assert session.missing() == []  # nothing is built
+    assert not session.background.is_building
+    assert session.status().running == "eager"
+    loads.go_on.set()
+    session.read_ahead.wait(TIMEOUT_S)
+    assert relative_error(draw(small, 2), expected) < 1e-4
+    assert states(session) == {KindState.READY}
+    assert session.count("loaded") == len(used)
+    assert {event.reason for event in session.event_log.events} == {"read ahead"}
+
+
+def test_graphs_change_after_the_picture_only(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    expected: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, session = second(open_session)
+    loads = SlowLoads(session, monkeypatch)
+    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
+    assert loads.begun.wait(TIMEOUT_S)
+    with one_picture(small.pipe):
+        small()
+        loads.go_on.set()
+        session.read_ahead.wait(TIMEOUT_S)
+        assert torch.equal(small(), expected)
+        assert states(session) == {KindState.MISSING}
+    assert states(session) == {KindState.UNCHECKED}
+
+
+@pytest.mark.parametrize(("patience_s", "expected_s"), [(math.inf, 1000.0), (2.0, 1.0)])
+def test_a_picture_that_saves_more_waits(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    expected: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    patience_s: float,
+    expected_s: float,
+) -> None:
+    small, session = second(open_session)
+    loads = SlowLoads(session, monkeypatch)
+    session.read_ahead.start(lambda: used, CPU, patience_s=patience_s, expected_s=expected_s)
+    assert loads.begun.wait(TIMEOUT_S)
+    threading.Timer(0.2, loads.go_on.set).start()
+    assert relative_error(draw(small, 2), expected) < 1e-4
+    assert states(session) == {KindState.READY}
+
+
+def test_loaded_graphs_are_used_at_once(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+) -> None:
+    small, session = second(open_session)
+    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
+    session.read_ahead.wait(TIMEOUT_S)
+    assert session.read_ahead.load_s is not None
+    draw(small, 2)
+    assert states(session) == {KindState.READY}
+
+
+def test_a_graph_that_cannot_be_loaded_is_looked_at_by_a_build(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    expected: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, session = second(open_session)
+    loads = SlowLoads(session, monkeypatch)
+    loads.fails = {2}
+    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
+    assert loads.begun.wait(TIMEOUT_S)
+    draw(small)
+    loads.go_on.set()
+    session.read_ahead.wait(TIMEOUT_S)
+    left: list[BlockKind] = session.missing()
+    assert [kind.key.digest for kind in left] == [used[1]]
+    draw(small)
+    assert session.wait_for_builds(TIMEOUT_S)
+    assert relative_error(draw(small, 2), expected) < 1e-4
+    assert states(session) == {KindState.READY}
+
+
+def test_a_process_that_ends_meanwhile_ends_well_and_soon(tmp_path: Path) -> None:
+    script = f"""
+import atexit, time
+atexit.register(lambda: print(len(loaded), session.read_ahead.is_reading))  # runs last
+import torch
+from onediff_ext.hosts.diffusers.compile import new_session
+session = new_session({{"backend": "eager", "store": {str(tmp_path)!r}}})
+context, loaded = session.build_context, []
+context.library.find = lambda digest: loaded.append(digest) or time.sleep(0.05)
+session.read_ahead.start(lambda: ["a" * 64] * 1000, torch.device("cpu"), patience_s=0.0)
+while not loaded:
+    time.sleep(0.01)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert (said.returncode, said.stderr) == (0, "")
+    count, is_reading = said.stdout.split()
+    assert int(count) < 100
+    assert is_reading == "False"
