@@ -36,14 +36,16 @@ class ReadAhead:
     It loads only graphs that have passed their load check on this machine.
 
     A picture that begins meanwhile waits for its graphs, or is drawn eager where the wait costs
-    more than they save (`defer`).
+    more than they save (`defer`). Loading pauses while that picture is drawn: both compute in
+    Python, one at a time.
 
     Args:
         context: The stored graphs, and the backend that loads them.
         key_entries: Returns the entries of a key that depend on machine and backend.
 
     Attributes:
-        load_s: How long it took to load the graphs, in seconds; None until they are loaded.
+        load_s: How long it took to load the graphs, in seconds without a pause; None until they
+            are loaded.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ReadAhead:
         self._began_at = self._expected_s = 0.0
         self._patience_s = math.inf
         self._is_deferred: bool | None = None  # None until the first kind is asked for
+        self._is_paused, self._paused_s = False, 0.0
         self._deferred: list[BlockKind] = []
         self._stop = threading.Event()
         _all.add(self)
@@ -85,7 +88,8 @@ class ReadAhead:
             digests: Returns those of their kinds, the first ones to be needed first. Called in the
                 thread, and may raise `StoreError`.
             device: The device that the models will be on.
-            patience_s: How long a picture may wait for them: the seconds that they save in it.
+            patience_s: How long a picture may wait for them: the seconds that they are likely to
+                save in this process.
             expected_s: Estimate of how long they take to load, in seconds.
         """
         with self._changed:
@@ -94,7 +98,7 @@ class ReadAhead:
             self._graphs.clear()  # of a checkpoint that drew no picture
             self._device, self._is_deferred = device, None
             self._patience_s, self._expected_s = patience_s, expected_s
-            self._began_at = time.monotonic()
+            self._began_at, self._paused_s = time.monotonic(), 0.0
             self._thread = threading.Thread(
                 target=self._read, args=(digests, device), name="onediff-read", daemon=True
             )
@@ -136,6 +140,9 @@ class ReadAhead:
             if self._is_deferred is None:
                 left_s = self._began_at + self._expected_s - time.monotonic()
                 self._is_deferred = bool(self._coming) and left_s > self._patience_s
+                if self._is_deferred:
+                    self._is_paused = True
+                    self._context.foreground.between_pictures(self._end_pause)
             if self._is_deferred:
                 self._deferred.append(kind)
                 kind.is_coming, kind.reason = True, "its stored graph is being loaded"
@@ -158,7 +165,8 @@ class ReadAhead:
             return self._graphs.pop(digest, None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all graphs are loaded, or for `timeout_s`."""
+        """Wait until all graphs are loaded, or for `timeout_s`. Ends a pause."""
+        self._end_pause()
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -185,18 +193,18 @@ class ReadAhead:
             self._coming = set(found)
         try:
             for step in self._context.backend.loading_steps(device):
-                if self._stop.is_set():
+                if not self._goes_on():
                     break
                 with TORCH_LOCK:  # a fork in the middle of an import would never end
                     step()
         finally:
             self._read_each(found, device)
-            self.load_s = time.monotonic() - self._began_at
+            self.load_s = time.monotonic() - self._began_at - self._paused_s
 
     def _read_each(self, digests: Sequence[str], device: torch.device) -> None:
         try:
             for digest in digests:
-                if self._stop.is_set():
+                if not self._goes_on():
                     break
                 self._read_one(digest, device)
         finally:
@@ -204,6 +212,19 @@ class ReadAhead:
                 self._coming.clear()
                 self._changed.notify_all()
             self._context.foreground.between_pictures(self._use_deferred)
+
+    def _goes_on(self) -> bool:
+        """Wait for the end of a pause; then return whether there is more to load."""
+        with self._changed:
+            began_at = time.monotonic()
+            self._changed.wait_for(lambda: not self._is_paused or self._stop.is_set())
+            self._paused_s += time.monotonic() - began_at
+        return not self._stop.is_set()
+
+    def _end_pause(self) -> None:
+        with self._changed:
+            self._is_paused = False
+            self._changed.notify_all()
 
     def _use_deferred(self) -> None:
         with self._changed:

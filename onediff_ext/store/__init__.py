@@ -9,7 +9,7 @@ from onediff_ext.store.eviction import PruneReport
 from onediff_ext.store.graph_archive import ImportReport
 from onediff_ext.store.graph_exchange import GraphExchange
 from onediff_ext.store.graph_file import UnknownSchemaError
-from onediff_ext.store.last_kinds import LastKinds, LastUse
+from onediff_ext.store.last_kinds import COUNTED_PICTURES, LastKinds, LastUse
 from onediff_ext.store.library import GraphLibrary
 from onediff_ext.store.locks import StoreBusyError
 from onediff_ext.store.saved_time import SavedTime, SavedTimes
@@ -17,6 +17,7 @@ from onediff_ext.store.stored_graph import StoredGraph
 from onediff_ext.store.verification import StoreProblem
 
 __all__ = [
+    "COUNTED_PICTURES",
     "BuildHistory",
     "BuildRecord",
     "BuildRecords",

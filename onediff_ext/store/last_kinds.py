@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 LAST_KINDS_FILE = "last-kinds.json"
 _SCHEMA = 2
 _KEPT = 64  # forms
+COUNTED_PICTURES = 10
 # At the end of a picture: a next start that reads no graphs ahead is better than a wait.
 _LOCK_TIMEOUT_S = 0.1
 
@@ -31,11 +32,13 @@ class LastUse:
         kinds: Digests of the kinds' keys, in the order of their first use.
         saved_s: Estimate of what graphs save in a picture, in seconds.
         load_s: How long it took to load the graphs ahead, in seconds; 0 where that is not known.
+        pictures: How many pictures the process has drawn; `COUNTED_PICTURES` for more.
     """
 
     kinds: tuple[str, ...] = ()
     saved_s: float = 0.0
     load_s: float = 0.0
+    pictures: int = 0
 
 
 _Record = dict[str, LastUse]  # by form, the form that was used last at the end
@@ -96,6 +99,7 @@ def _use(record: object) -> LastUse:
         tuple(digest for digest in digests if isinstance(digest, str) and is_digest(digest)),
         _seconds(fields.get("saved_s")),
         _seconds(fields.get("load_s")),
+        round(min(_seconds(fields.get("pictures")), COUNTED_PICTURES)),
     )
 
 

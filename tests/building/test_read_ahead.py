@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.support.session_fixtures import (  # noqa: F401
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TIMEOUT_S = 60
+PAUSE_S = 0.5
 IS_LOADING = "its stored graph is being loaded"
 
 
@@ -38,14 +40,14 @@ class SlowLoads:
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on, self.begun = threading.Event(), threading.Event()
         self.fails: set[int] = set()
-        self._load, self._count = session.build_context.load, 0
+        self._load, self.count = session.build_context.load, 0
         monkeypatch.setattr(session.build_context, "load", self)
 
     def __call__(self, payload: bytes, device: torch.device) -> Any:
         self.begun.set()
         assert self.go_on.wait(TIMEOUT_S)
-        self._count += 1
-        if self._count in self.fails:
+        self.count += 1
+        if self.count in self.fails:
             raise BackendError("no luck")
         return self._load(payload, device)
 
@@ -121,6 +123,51 @@ def test_graphs_change_after_the_picture_only(
         assert torch.equal(small(), expected)
         assert states(session) == {KindState.MISSING}
     assert states(session) == {KindState.UNCHECKED}
+
+
+def test_loading_pauses_while_that_picture_is_drawn(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, session = second(open_session)
+    loads = SlowLoads(session, monkeypatch)
+    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
+    assert loads.begun.wait(TIMEOUT_S)
+    with one_picture(small.pipe):
+        small()
+        loads.go_on.set()
+        time.sleep(PAUSE_S)
+        assert loads.count == 1 < len(used)  # the one that was in work
+        assert session.read_ahead.is_reading
+    thread = session.read_ahead._thread
+    assert thread is not None
+    thread.join(TIMEOUT_S)
+    assert loads.count == len(used)
+    assert session.read_ahead.load_s is not None
+    with one_picture(small.pipe):
+        small()
+    assert states(session) == {KindState.READY}
+
+
+def test_the_pause_is_no_part_of_the_loading_time(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, session = second(open_session)
+    loads = SlowLoads(session, monkeypatch)
+    began_at = time.monotonic()
+    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
+    assert loads.begun.wait(TIMEOUT_S)
+    with one_picture(small.pipe):
+        small()
+        loads.go_on.set()
+        time.sleep(PAUSE_S)
+    session.read_ahead.wait(TIMEOUT_S)
+    elapsed_s = time.monotonic() - began_at
+    assert session.read_ahead.load_s is not None
+    assert 0 < session.read_ahead.load_s < elapsed_s - 0.9 * PAUSE_S
 
 
 @pytest.mark.parametrize(("patience_s", "expected_s"), [(math.inf, 1000.0), (2.0, 1.0)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onediff_ext.store import GraphLibrary, LastKinds, LastUse
+from onediff_ext.store import COUNTED_PICTURES, GraphLibrary, LastKinds, LastUse
 from onediff_ext.store.last_kinds import _KEPT, LAST_KINDS_FILE
 
 ONE, TWO = "a" * 64, "b" * 64
@@ -17,8 +17,8 @@ def library(tmp_path: Path) -> GraphLibrary:
     return GraphLibrary(tmp_path / "store", 10**9)
 
 
-def use(*kinds: str, saved_s: float = 0.0, load_s: float = 0.0) -> LastUse:
-    return LastUse(kinds, saved_s, load_s)
+def use(*kinds: str, saved_s: float = 0.0, load_s: float = 0.0, pictures: int = 0) -> LastUse:
+    return LastUse(kinds, saved_s, load_s, pictures)
 
 
 def test_the_last_use_of_a_form_replaces_earlier_ones(library: GraphLibrary) -> None:
@@ -26,9 +26,9 @@ def test_the_last_use_of_a_form_replaces_earlier_ones(library: GraphLibrary) -> 
     assert kinds.of("form") == use()
     kinds.record("form", use(ONE))
     kinds.record("other", use(ONE))
-    kinds.record("form", use(TWO, ONE, saved_s=0.5, load_s=2.5))
+    kinds.record("form", use(TWO, ONE, saved_s=0.5, load_s=2.5, pictures=3))
     again = LastKinds(GraphLibrary(library.folder.root, 10**9).folder)
-    assert again.of("form") == use(TWO, ONE, saved_s=0.5, load_s=2.5)
+    assert again.of("form") == use(TWO, ONE, saved_s=0.5, load_s=2.5, pictures=3)
     assert again.of("other") == use(ONE)
 
 
@@ -61,6 +61,12 @@ def test_only_digests_are_believed(library: GraphLibrary) -> None:
     kinds = LastKinds(library.folder)
     kinds.record("form", use(ONE, "../../etc/passwd", TWO))
     assert kinds.of("form") == use(ONE, TWO)
+
+
+def test_no_more_pictures_count_than_anybody_writes(library: GraphLibrary) -> None:
+    kinds = LastKinds(library.folder)
+    kinds.record("form", use(ONE, pictures=10**9))
+    assert kinds.of("form") == use(ONE, pictures=COUNTED_PICTURES)
 
 
 @pytest.mark.parametrize("seconds", ["-1", "NaN", "Infinity", '"3"', "null"])

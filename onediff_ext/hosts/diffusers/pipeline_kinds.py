@@ -13,7 +13,7 @@ from torch import nn
 from onediff_ext.core.components import ComponentId
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.session.session import Session
-from onediff_ext.store import LastKinds, LastUse
+from onediff_ext.store import COUNTED_PICTURES, LastKinds, LastUse
 
 # Until it was measured: 31 graphs of Stable Diffusion 1.5 on an H100.
 _USUAL_LOAD_S = 3.0
@@ -27,9 +27,10 @@ class PipelineKinds:
     A script's pipeline has no checkpoint file that is known here. Its form stands for it: what its
     models are, without their weights. It is a hint alone; a graph is used where its key fits.
 
-    On a GPU, the first picture waits for the graphs only if they save more time in it than their
-    loading takes: a picture of one second is drawn eager meanwhile. On a CPU it always waits:
-    loading and drawing would share the cores, and steps take longer.
+    On a GPU, the first picture waits for the graphs only if they are likely to save more time in
+    this process than their loading takes. A script of one quick picture draws it eager. The process
+    before, with a pipeline of this form, tells how many pictures to expect.
+    On a CPU the first picture always waits: steps take longer there.
 
     Args:
         session: The pipeline's own.
@@ -48,7 +49,7 @@ class PipelineKinds:
         session.read_ahead.start(
             lambda: last.kinds,
             parameter.device,
-            patience_s=math.inf if waits else last.saved_s,
+            patience_s=math.inf if waits else last.saved_s * max(1, last.pictures),
             expected_s=last.load_s or _USUAL_LOAD_S,
         )
 
@@ -59,7 +60,12 @@ class PipelineKinds:
         digests = tuple(kind.key.digest for kind in kinds)
         saved_s = self._saved_s(kinds) if self._pictures == 1 else 0.0
         load_s = self._session.read_ahead.load_s
-        use = LastUse(digests, saved_s or self._last.saved_s, load_s or self._last.load_s)
+        use = LastUse(
+            digests,
+            saved_s or self._last.saved_s,
+            load_s or self._last.load_s,
+            min(self._pictures, COUNTED_PICTURES),
+        )
         if digests and use != self._last:
             self._last = use
             self._records.record(self._form, use)

@@ -10,7 +10,7 @@ import torch
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, one_picture
 from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds, form_of
-from onediff_ext.store import LastKinds, LastUse
+from onediff_ext.store import COUNTED_PICTURES, LastKinds, LastUse
 from tests.support.draw import relative_error
 from tests.support.session_fixtures import (  # noqa: F401
     SmallUNet,
@@ -68,6 +68,16 @@ def test_kinds_are_recorded_in_the_order_of_their_first_use(
     session.close()
 
 
+def test_a_process_records_how_many_pictures_it_drew(tmp_path, exports, instant_workers):  # noqa: F811
+    for drawn, recorded in ((3, 3), (1, 1), (12, COUNTED_PICTURES)):
+        small, session = compiled(tmp_path)
+        records, form = LastKinds(session.library.folder), form_of(session, models_of(small))
+        for _ in range(drawn):
+            draw(small)
+        assert records.of(form).pictures == recorded
+        session.close()
+
+
 def test_nothing_is_loaded_for_another_form(tmp_path, exports, instant_workers):  # noqa: F811
     small, session = compiled(tmp_path)
     draw(small)
@@ -105,21 +115,28 @@ def test_a_form_is_of_classes_configurations_dtypes_backend_and_precision(open_s
 
 
 @pytest.mark.parametrize(
-    ("saved_s", "load_s", "patience_s", "expected_s"),
-    [(0.4, 2.5, 0.4, 2.5), (0.4, 0.0, 0.4, 3.0), (0.0, 2.5, math.inf, 2.5)],
+    ("saved_s", "load_s", "pictures", "patience_s", "expected_s"),
+    [
+        (0.5, 2.5, 0, 0.5, 2.5),
+        (0.5, 2.5, 1, 0.5, 2.5),
+        (0.5, 2.5, 8, 4.0, 2.5),
+        (0.5, 0.0, 1, 0.5, 3.0),
+        (0.0, 2.5, 8, math.inf, 2.5),
+    ],
 )
-def test_on_a_gpu_a_picture_waits_no_longer_than_its_graphs_save(
+def test_on_a_gpu_a_picture_waits_no_longer_than_graphs_save_in_the_process(
     open_session,  # noqa: F811
     monkeypatch,
     saved_s,
     load_s,
+    pictures,
     patience_s,
     expected_s,
 ):
     session, small = open_session(), SmallUNet()
     small.unet.to("meta")  # any device but a CPU
     models = models_of(small)
-    use = LastUse(("a" * 64,), saved_s, load_s)
+    use = LastUse(("a" * 64,), saved_s, load_s, pictures)
     LastKinds(session.library.folder).record(form_of(session, models), use)
     started = []
     monkeypatch.setattr(session.read_ahead, "start", lambda *_, **given: started.append(given))
