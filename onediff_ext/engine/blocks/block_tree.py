@@ -62,6 +62,7 @@ class BlockTree:
 
     Attributes:
         refusal_reason: Why no graph may replace this block, or None.
+        changing: Attributes of a module, and the one that changes its weights at each call.
         entries: The part of the kind's key that the block decides.
         slots: The weights, in the order of `weights`.
         names: Full names of the weights, in the order of `weights`.
@@ -82,6 +83,7 @@ class BlockTree:
         epoch: Hashable = None,
     ) -> None:
         self.refusal_reason: str | None = None
+        self.changing: tuple[dict[str, Any], str] | None = None
         self._parts, self._ignored_attrs = parts, ignored_attrs
         self._dynamic_weight_attrs, self._trusted_patchers = dynamic_weight_attrs, trusted_patchers
         self._not_in_key = _NOT_IN_KEY | ignored_attrs | redundant_attrs
@@ -346,6 +348,7 @@ class BlockTree:
         own = f"{type(module).__module__.partition('.')[0]}."
         for name, value in vars(module).items():
             if name in self._dynamic_weight_attrs and value:
+                self.changing = self.changing or (vars(module), name)
                 self._refuse(f"{what} has weights that change at each call ({name})")
             if name in self._not_in_key or not reads_attribute(type(module), name):
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,18 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a block has to run eager."""
+    """Why a block has to run eager.
+
+    Args:
+        reason: In plain words.
+        still: Tells at a later call of the same image, without a look at the block, whether the
+            reason holds; None if the block has to be looked at.
+        is_known_code: Whether all of the block's code was looked at and is known.
+    """
 
     reason: str
+    still: Callable[[], bool] | None = None
+    is_known_code: bool = False
 
 
 UNKNOWN_ARGUMENTS = Refusal("called with arguments that are not known")

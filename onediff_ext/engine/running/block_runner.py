@@ -31,6 +31,7 @@ from onediff_ext.engine.running.call_signature import (
 )
 from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
+from onediff_ext.engine.running.streamed_weights import KeptRefusal, device_refusal, tree_refusal
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
@@ -108,6 +109,7 @@ class BlockRunner:
         self._check = GraphCheck(family, registry)
         self._found: dict[Hashable, BlockKind] = {}
         self._missing_in: int | None = None  # the epoch of the last call without a graph
+        self._refused = KeptRefusal()
         self._must_compare = False  # wrappers of another extension are around the block's layers
 
     @property
@@ -143,13 +145,15 @@ class BlockRunner:
         if not self.active or self._is_still_missing():
             return self.eager(*args, **kwargs)
         try:
-            prepared = self._prepare(args, kwargs)
+            prepared = self._refused.still(self.epoch) or self._prepare(args, kwargs)
         except Exception as exc:
             return self._run_after(exc, args, kwargs)
         if isinstance(prepared, Refusal):
+            self._refused.keep(prepared, self.epoch)
             self.used, self.eager_reason = None, prepared.reason
             self._registry.fell_back(self.family.label, prepared.reason)
-            self._registry.code.doubt()  # other extensions' code may run now
+            if not prepared.is_known_code:
+                self._registry.code.doubt()  # other extensions' code may run now
             return self.eager(*args, **kwargs)
         kind = self.used = prepared.kind
         kind.calls += 1
@@ -341,18 +345,20 @@ class BlockRunner:
             tree = self._read_block()
         if tree.is_training:
             return Refusal("the model is in training mode")
-        if tree.refusal_reason is not None:
-            return Refusal(tree.refusal_reason)
+        if refusal := tree_refusal(tree):
+            return refusal
         weights = self.weights.read(tree)
         if weights is None:
             tree = self._read_block()
             weights = None if tree.refusal_reason else self.weights.read(tree)
             if weights is None:
-                return Refusal(tree.refusal_reason or "weights change while they are read")
+                return tree_refusal(tree) or Refusal("weights change while they are read")
         inputs = [normalise(t) for t in call.tensors]
-        reason = boundary_reason(inputs, call, weights)
+        reason = boundary_reason(inputs, call)
         if reason is not None:
             return Refusal(reason)
+        if refusal := device_refusal(tree, weights, inputs[0].device):
+            return refusal
         if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
             return Refusal("more elements than a 32-bit index reaches")
         call = replace(call, tensors=tuple(inputs))

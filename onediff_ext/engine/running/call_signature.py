@@ -41,9 +41,7 @@ def normalise(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def boundary_reason(
-    inputs: Sequence[torch.Tensor], call: BlockCall, weights: Sequence[torch.Tensor]
-) -> str | None:
+def boundary_reason(inputs: Sequence[torch.Tensor], call: BlockCall) -> str | None:
     """Say why a stored graph would compute nonsense, or None.
 
     A stored graph checks none of its inputs.
@@ -51,11 +49,10 @@ def boundary_reason(
     Args:
         inputs: The normalised tensors of the call.
         call: Names their dims.
-        weights: The weights of the block.
 
     Returns:
         The eager reason, in plain words: inputs of other forms or classes, empty or unequal dims,
-        weights or inputs on other devices, or more than 63 images.
+        inputs on several devices, or more than 63 images.
     """
     device = inputs[0].device
     sizes: dict[str, int] = {}
@@ -73,8 +70,6 @@ def boundary_reason(
                 return f"an empty {name}"
             if sizes.setdefault(name, size) != size:
                 return f"{name} differs between inputs"
-    if any(weight.device != device for weight in weights):
-        return "weights are on another device (offloading)"
     if sizes["batch"] > DIM_BOUNDS["batch"][1]:
         return "more than 63 images at once"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.hosts.forge_memory import share_with
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.fake_gpu import GB
@@ -94,38 +96,114 @@ def test_while_a_job_runs_the_host_asks_us_first(host: ForgeStandIn, tmp_path: P
     assert (management.free_memory, management.get_free_memory) == own
 
 
-def test_resident_blocks_run_their_graphs_and_streamed_ones_eager(
-    host: ForgeStandIn, tmp_path: Path
-) -> None:
-    """The meta device stands for the one that the weights are streamed from."""
-    graphs, p = GraphsForJobs(ADAPTERS[host.name]()), FakeProcessing()
-    graphs.begin(p, CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1))
-    graphs.before_sampling(p)
-    for _ in range(2):
-        expected = host.draw()
-    (unet,) = [a.component for a in graphs.models.attached if not a.component.role.is_vae]
-    streamed = unet.runners[0]
-    layer = next(m for m in streamed.block.modules() if "weight" in m._parameters)
+@contextmanager
+def streaming(runner: BlockRunner) -> Iterator[None]:
+    """Let the host move one weight of a block in at each call.
+
+    The meta device stands for the one that the weight is streamed from.
+    """
+    layer = next(m for m in runner.block.modules() if "weight" in m._parameters)
     own = layer._parameters["weight"]
     assert own is not None
     with torch.inference_mode():
         elsewhere = torch.nn.Parameter(own.detach().to("meta"))
-    layer._parameters["weight"] = elsewhere
-    method = type(streamed.block).forward
+    method = type(runner.block).forward
 
     def fetching(block: Any, *args: Any, **kwargs: Any) -> Any:
         """The host's own forward, which copies the weights at each call."""
+        is_streamed = layer._parameters["weight"] is elsewhere
         layer._parameters["weight"] = own
         try:
             return method(block, *args, **kwargs)
         finally:
-            layer._parameters["weight"] = elsewhere
+            layer._parameters["weight"] = elsewhere if is_streamed else own
 
+    layer._parameters["weight"] = elsewhere
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(streamed), "eager", property(lambda self: fetching.__get__(self.block)))
-        found = host.draw()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert "offloading" in str(streamed.eager_reason)
-    others = [runner for runner in unet.runners if runner is not streamed]
-    assert [runner.eager_reason for runner in others] == [None] * len(others)
+        patch.setattr(BlockRunner, "eager", property(lambda self: fetching.__get__(self.block)))
+        try:
+            yield
+        finally:
+            layer._parameters["weight"] = own
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> list[BlockRunner]:
+    """The runners that examined their block, once for each call."""
+    found: list[BlockRunner] = []
+    prepare = BlockRunner._prepare
+
+    def noted(runner: BlockRunner, *arguments: Any) -> Any:
+        found.append(runner)
+        return prepare(runner, *arguments)
+
+    monkeypatch.setattr(BlockRunner, "_prepare", noted)
+    return found
+
+
+def test_resident_blocks_run_their_graphs_and_streamed_ones_eager(
+    host: ForgeStandIn, tmp_path: Path, examined: list[BlockRunner]
+) -> None:
+    """Streamed blocks are examined once in an image, until their weights are there."""
+    graphs, options = (
+        GraphsForJobs(ADAPTERS[host.name]()),
+        CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1),
+    )
+    p = FakeProcessing()
+    graphs.begin(p, options)
+    graphs.before_sampling(p)
+    for _ in range(2):
+        expected = host.draw()
     graphs.end(p)
+    for _ in range(2):  # two images
+        p = FakeProcessing()
+        graphs.begin(p, options)
+        graphs.before_sampling(p)
+        (unet,) = [a.component for a in graphs.models.attached if not a.component.role.is_vae]
+        streamed, *others = unet.runners
+        examined.clear()
+        with streaming(streamed):
+            for _ in range(3):
+                torch.testing.assert_close(host.draw(), expected, rtol=1e-4, atol=1e-5)
+            assert "offloading" in str(streamed.eager_reason)
+            assert [runner.eager_reason for runner in others] == [None] * len(others)
+        assert examined.count(streamed) == 1
+        assert {examined.count(runner) for runner in others} == {3}
+        torch.testing.assert_close(host.draw(), expected, rtol=1e-4, atol=1e-5)
+        assert streamed.eager_reason is None
+        graphs.end(p)
+    graphs.close()
+
+
+def test_a_block_whose_weights_change_at_each_call_is_examined_once_in_an_image(
+    host: ForgeStandIn, tmp_path: Path, examined: list[BlockRunner]
+) -> None:
+    """A LoRA of layers that the host moves in: it is merged at each call."""
+    graphs, p = GraphsForJobs(ADAPTERS[host.name]()), FakeProcessing()
+    graphs.begin(p, CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1))
+    graphs.before_sampling(p)
+    for _ in range(2):
+        plain = host.draw()
+    (unet,) = [a.component for a in graphs.models.attached if not a.component.role.is_vae]
+    layer = host.unet.transformer.ff.out
+    (changed,) = [r for r in unet.runners if layer in r.block.modules()]
+    addition = torch.full_like(layer.weight, 0.05)
+    examined.clear()
+    merge_at_each_call(host, layer, addition)
+    merged = [host.draw() for _ in range(3)]
+    assert "change at each call" in str(changed.eager_reason)
+    assert examined.count(changed) == 1
+    assert not torch.allclose(merged[0], plain, atol=1e-3)
+    merge_at_each_call(host, layer, None)
+    torch.testing.assert_close(host.draw(), plain, rtol=1e-4, atol=1e-5)
+    assert changed.eager_reason is None
+    graphs.end(p)
+    graphs.close()
+
+
+def merge_at_each_call(host: ForgeStandIn, layer: Any, addition: torch.Tensor | None) -> None:
+    """Have the host add something to a layer's weight at each call, or no longer."""
+    if host.name == "forge":
+        layer.forge_online_loras = {} if addition is None else {"weight": addition}
+    else:
+        layer.weight_function = [] if addition is None else [lambda weight: weight + addition]
