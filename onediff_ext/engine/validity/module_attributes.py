@@ -181,8 +181,9 @@ class ModuleAttributes:
         return True
 
     def _deciding(self, names: list[str], values: list[Any]) -> list[tuple[str, Any]]:
+        left_out = self._ignored - {"forward"}
         pairs = zip(names, values, strict=True)
-        return [(name, value) for name, value in pairs if name not in self._ignored - {"forward"}]
+        return [(name, value) for name, value in pairs if name not in left_out]
 
     def _mutable_attributes(self, skipped: Collection[int]) -> list[Any]:
         ignored = INTERNAL | self._ignored
