@@ -1,9 +1,9 @@
 """Pictures under a memory limit: ``python -m benchmarks.small_gpu --gigabytes 8 --json FILE``.
 
-A large GPU plays a small one. torch's allocator refuses memory above the limit, and what asks for
-free or total memory is told the limit's. What another process takes does not count, so a build
-worker is charged to nobody. Rows say how long a picture took, the most memory that torch had
-reserved, and how often memory ran out. Graphs are built before the timed pictures.
+A large GPU plays a small one (`benchmarks.limited_memory`). Without ``--host`` diffusers draws.
+Rows say how long a picture took, the most memory that torch had reserved, and how often memory ran
+out. Graphs are built before the timed pictures. ``--host`` names a WebUI and ``--checkout`` its
+folder, which has this extension; `benchmarks.small_gpu_webui` says what is drawn there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import small_gpu_webui
 from benchmarks.fingerprint import fingerprint
+from benchmarks.limited_memory import limit_memory
 from benchmarks.models import DTYPES, make_pipeline
 from benchmarks.results import check_mergeable, merge, now, read_result, write_result
 from benchmarks.timing import synchronize
 from onediff_ext.core.shapes import parse_sizes
 
-# What a CUDA context and its libraries take beside torch's own memory.
-CONTEXT_BYTES = 2**29
 OFFLOADS: dict[str, Callable[[Any], None]] = {
     "none": lambda pipe: pipe.to("cuda" if torch.cuda.is_available() else "cpu"),
     "model": lambda pipe: pipe.enable_model_cpu_offload(),
@@ -36,6 +36,7 @@ OFFLOADS: dict[str, Callable[[Any], None]] = {
         onload_device=torch.device("cuda"), offload_type="block_level", num_blocks_per_group=1
     ),
 }
+HOSTS = ("diffusers", "a1111", "forge", "reforge", "neo")
 CONTENDERS = ("eager", "ours")
 SETTINGS = ("what", "model", "steps", "gigabytes", "host", "offload")
 
@@ -43,23 +44,42 @@ SETTINGS = ("what", "model", "steps", "gigabytes", "host", "offload")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=8)
-    parser.add_argument("--host", choices=("diffusers",), default="diffusers")
+    parser.add_argument("--host", choices=HOSTS, default=HOSTS[0])
     parser.add_argument("--offload", choices=sorted(OFFLOADS), default="model")
-    parser.add_argument("--model", choices=("tiny", "small", "sd1", "sdxl"), default="tiny")
+    parser.add_argument("--model", default="tiny", help="tiny, small, sd1, or sdxl")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--sizes", default="1024x1024, 768x1152")
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pictures", type=int, default=3, help="timed ones of each size")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--contenders", help="of eager and ours; for a WebUI, of host and ours")
     parser.add_argument("--limit-s", type=float, default=170, help="for each contender")
     parser.add_argument("--store", type=Path, help="kept for later runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--replace", action="store_true", help="forget what is in the JSON file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    webui = parser.add_argument_group("only for a WebUI")
+    webui.add_argument("--checkout", type=Path, help="its folder")
+    webui.add_argument("--flags", default="", help="of its command line, without --api and port")
+    webui.add_argument("--python-path", help="its PYTHONPATH, instead of this process's")
+    webui.add_argument("--port", type=int, default=7864)
+    webui.add_argument("--checkpoint", help="file name in models/Stable-diffusion")
+    webui.add_argument("--lora", help="name of a LoRA in models/Lora")
+    webui.add_argument("--soak", type=int, default=50, help="pictures at the end, of all sizes")
+    webui.add_argument("--batch", type=int, default=1)
+    webui.add_argument("--upscale", type=float, default=1, help="hires-fix to so many times a side")
+    webui.add_argument("--backend", default="", help="of OneDiff's graphs")
+    webui.add_argument("--work", type=Path, help="caches, logs and the host's own pictures")
     given = parser.parse_args()
     if given.one:
         return _draw(given)
+    if given.host != HOSTS[0]:
+        missing = [name for name in ("checkout", "work", "json") if getattr(given, name) is None]
+        if missing:
+            parser.error(f"a WebUI needs --{', --'.join(missing)}")
+        given.contenders = given.contenders or ",".join(small_gpu_webui.CONTENDERS)
+        return 0 if small_gpu_webui.measure(given) else 1
+    given.contenders = given.contenders or ",".join(CONTENDERS)
     with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
         given.store = given.store or Path(folder)
         given.json = given.json or Path(folder) / "figures.json"
@@ -74,33 +94,6 @@ def main() -> int:
             failed += subprocess.run([*command, *["--replace"] * given.replace]).returncode
             given.replace = False
         return min(failed, 1)
-
-
-def limit_memory(gigabytes: float) -> None:
-    """Make torch and everybody who asks it believe in a smaller GPU, in this process."""
-    real_info, real_properties = torch.cuda.mem_get_info, torch.cuda.get_device_properties
-    limit = int(gigabytes * 2**30)
-    total = real_info()[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - CONTEXT_BYTES) / total))
-
-    class Properties:
-        """The device's, with less memory."""
-
-        def __init__(self, own: Any) -> None:
-            self._own, self.total_memory = own, limit
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._own, name)
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        taken = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
-        return max(0, min(real_info(device)[0], limit - taken)), limit
-
-    def get_device_properties(device: Any = None) -> Any:
-        return Properties(real_properties(device))
-
-    torch.cuda.mem_get_info = mem_get_info
-    torch.cuda.get_device_properties = get_device_properties
 
 
 def _draw(given: argparse.Namespace) -> int:

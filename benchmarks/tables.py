@@ -14,11 +14,12 @@ from typing import Any
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.plain_rows import as_used, beside_unet
 from benchmarks.results import read_result
+from benchmarks.small_gpu_table import small_gpu_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRIPT = ROOT / "benchmarks" / "plain_script.py"
-PAGES = ("README.md", "docs/benchmarks.md", "docs/hosts-neo.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/hosts-neo.md", "docs/small-gpus.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SIZES = (
     *((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512)),
@@ -137,6 +138,9 @@ def with_tables(text: str, results: Path) -> str:
         ),
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h100")),
         "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
+        "small gpu": lambda: small_gpu_table(
+            [result(f"small-gpu-{host}-sdxl-8gb-h100") for host in ("a1111", "neo", "diffusers")]
+        ),
         "one set of graphs": lambda: one_set_table(
             [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]
         ),

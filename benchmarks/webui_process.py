@@ -15,6 +15,8 @@ from tests.support.webui_client import WebUI, WebUIError
 
 _POLL_S = 0.25
 _STOPS_WITHIN_S = 15
+# All of these hosts print it when their page and their API are there.
+_STARTED = b"Startup time: "
 
 
 class WebUIProcess:
@@ -28,6 +30,7 @@ class WebUIProcess:
             empty one is a first start; with the same one again, it is a restart.
         log: File for what the WebUI prints; it is continued.
         environment: More environment variables.
+        runner: Arguments of Python that run the launcher, e.g. ``("-m", "benchmarks.x")``.
     """
 
     def __init__(
@@ -38,11 +41,13 @@ class WebUIProcess:
         caches: Path,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        runner: Sequence[str] = (),
     ) -> None:
         self.log = log
         self.webui = WebUI(f"http://127.0.0.1:{port}", checkout)
         self._checkout = checkout
-        self._command = [sys.executable, "launch.py", "--api", "--port", str(port), *flags]
+        launcher = [sys.executable, *runner, "launch.py"]
+        self._command = [*launcher, "--api", "--port", str(port), *flags]
         self._environment = {
             **os.environ,
             "XDG_CACHE_HOME": str(caches),
@@ -66,6 +71,7 @@ class WebUIProcess:
         started = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            begin = log.tell()
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self._checkout,
@@ -74,7 +80,7 @@ class WebUIProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its build workers end with it
             )
-        while not self._answers():
+        while not self._has_started(begin) or not self._answers():
             if self._process.poll() is not None:
                 raise WebUIError(f"the WebUI has ended, see {self.log}")
             if time.monotonic() - started > limit_s:
@@ -93,6 +99,12 @@ class WebUIProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOPS_WITHIN_S)
         self._process = None
+
+    def _has_started(self, begin: int) -> bool:
+        """Whether its log says so. A1111 does not survive a request before."""
+        with self.log.open("rb") as log:
+            log.seek(begin)
+            return _STARTED in log.read()
 
     def _answers(self) -> bool:
         try:
