@@ -67,7 +67,7 @@ class LastKinds:
 
         Args:
             form: Digest of all that pipelines with the same kinds have in common.
-            use: The use.
+            use: What the process has done with it so far.
         """
         try:
             self._folder.prepare()

@@ -19,6 +19,9 @@ def tree_refusal(tree: BlockTree) -> Refusal | None:
 
     Args:
         tree: The block as it is now.
+
+    Returns:
+        The refusal; None if a graph may replace it.
     """
     if tree.refusal_reason is None:
         return None
@@ -37,6 +40,9 @@ def device_refusal(
         tree: The block as it is now, without a refusal.
         weights: From `BlockTree.weights`.
         device: Of the call's tensors.
+
+    Returns:
+        The refusal; None if all weights are on that device.
     """
     for slot, weight in zip(tree.slots, weights, strict=True):
         if weight.device != device:
@@ -57,11 +63,23 @@ class KeptRefusal:
         self._epoch: int | None = None
 
     def keep(self, refusal: Refusal, epoch: int) -> None:
-        """Keep the refusal of a call of this image."""
+        """Keep the refusal of a call.
+
+        Args:
+            refusal: Why the block ran eager.
+            epoch: Of the call's image; see `KindRegistry.epoch`.
+        """
         self._refusal, self._epoch = refusal, epoch
 
     def still(self, epoch: int) -> Refusal | None:
-        """Return the refusal if it still holds, in the same image."""
+        """Return the refusal if it still holds, in the same image.
+
+        Args:
+            epoch: Of the present call's image.
+
+        Returns:
+            The refusal; None if the block has to be looked at.
+        """
         last = self._refusal
         if last is None or last.still is None or self._epoch != epoch or not last.still():
             return None
