@@ -36,6 +36,7 @@ OFFLOADS: dict[str, Callable[[Any], None]] = {
         onload_device=torch.device("cuda"), offload_type="block_level", num_blocks_per_group=1
     ),
 }
+MODELS = ("tiny", "small", "sd1", "sdxl")  # of diffusers; a WebUI's model is only named
 HOSTS = ("diffusers", "a1111", "forge", "reforge", "neo")
 CONTENDERS = ("eager", "ours")
 SETTINGS = ("what", "model", "steps", "gigabytes", "host", "offload")
@@ -46,7 +47,9 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=8)
     parser.add_argument("--host", choices=HOSTS, default=HOSTS[0])
     parser.add_argument("--offload", choices=sorted(OFFLOADS), default="model")
-    parser.add_argument("--model", default="tiny", help="tiny, small, sd1, or sdxl")
+    parser.add_argument(
+        "--model", default="tiny", help=f"one of {', '.join(MODELS)}; of a WebUI, its name"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES))
     parser.add_argument("--sizes", default="1024x1024, 768x1152")
     parser.add_argument("--scale", type=int, default=1, help="divide sizes by it")
@@ -79,6 +82,8 @@ def main() -> int:
             parser.error(f"a WebUI needs --{', --'.join(missing)}")
         given.contenders = given.contenders or ",".join(small_gpu_webui.CONTENDERS)
         return 0 if small_gpu_webui.measure(given) else 1
+    if given.model not in MODELS:
+        parser.error(f"--model is one of {', '.join(MODELS)}, not {given.model}")
     given.contenders = given.contenders or ",".join(CONTENDERS)
     with tempfile.TemporaryDirectory(prefix="onediff-bench-") as folder:
         given.store = given.store or Path(folder)

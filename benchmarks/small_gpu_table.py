@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-HOSTS = {"a1111": "A1111", "neo": "Forge Neo", "forge": "Forge", "reforge": "reForge"}
+WEBUIS = {"a1111": "A1111", "neo": "Forge Neo", "forge": "Forge", "reforge": "reForge"}
 TITLES = (
     *("GPU memory", "host", "size", "without, s", "with OneDiff, s", "times faster"),
     "pictures, failed",
@@ -25,7 +25,7 @@ def small_gpu_table(runs: list[dict[str, Any]]) -> str:
         }
         alone, ours = by_name.get("host") or by_name["eager"], by_name["ours"]
         flags = [f for f in run.get("flags", ()) if "vram" in f]
-        how = " ".join([HOSTS.get(run["host"], run["host"]), *flags])
+        how = " ".join([WEBUIS.get(run["host"], run["host"]), *flags])
         if "offload" in run:
             how += f", {run['offload']} offloading"
         before_s, after_s = alone["picture_s"], ours["picture_s"]

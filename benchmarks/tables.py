@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.plain_rows import as_used, beside_unet
 from benchmarks.results import read_result
-from benchmarks.small_gpu_table import small_gpu_table
+from benchmarks.small_gpu_table import WEBUIS, small_gpu_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -60,7 +60,6 @@ PIPELINE_NAMES = {
 }
 
 TITLES = {"sdxl": "SDXL", "sd15": "SD1.5", "sd1": "SD1.5"}
-WEBUIS = {"a1111": "A1111", "forge": "Forge", "reforge": "reForge"}
 
 Figures = dict[str, Any]
 

@@ -52,6 +52,9 @@ class SlowLoads:
         return self._load(payload, device)
 
 
+Loading = Callable[..., tuple[SmallUNet, Session, SlowLoads]]
+
+
 def draw(small: SmallUNet, count: int = 1) -> torch.Tensor:
     with one_picture(small.pipe):
         return [small() for _ in range(count)][-1]
@@ -78,20 +81,36 @@ def second(open_session: Callable[..., Session]) -> tuple[SmallUNet, Session]:  
     return small, session
 
 
+@pytest.fixture
+def loading(
+    open_session: Callable[..., Session],  # noqa: F811
+    used: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Loading:
+    """Begins a second process that loads the graphs; the first load waits in `SlowLoads`."""
+
+    def begin(
+        patience_s: float = 0.0, expected_s: float = 1000.0
+    ) -> tuple[SmallUNet, Session, SlowLoads]:
+        small, session = second(open_session)
+        loads = SlowLoads(session, monkeypatch)
+        session.read_ahead.start(lambda: used, CPU, patience_s=patience_s, expected_s=expected_s)
+        assert loads.begun.wait(TIMEOUT_S)
+        return small, session, loads
+
+    return begin
+
+
 def states(session: Session) -> set[KindState]:
     return {kind.state for kind in session.kinds}
 
 
 def test_a_picture_that_saves_less_than_the_wait_is_drawn_eager(
-    open_session: Callable[..., Session],  # noqa: F811
+    loading: Loading,
     used: list[str],
     expected: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small, session = second(open_session)
-    loads = SlowLoads(session, monkeypatch)
-    session.read_ahead.start(lambda: used, CPU, patience_s=1.0, expected_s=1000.0)
-    assert loads.begun.wait(TIMEOUT_S)
+    small, session, loads = loading(patience_s=1.0)
     assert torch.equal(draw(small, 2), expected)
     assert {kind.reason for kind in session.kinds} == {IS_LOADING}
     assert states(session) == {KindState.MISSING}
@@ -107,15 +126,10 @@ def test_a_picture_that_saves_less_than_the_wait_is_drawn_eager(
 
 
 def test_graphs_change_after_the_picture_only(
-    open_session: Callable[..., Session],  # noqa: F811
-    used: list[str],
+    loading: Loading,
     expected: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small, session = second(open_session)
-    loads = SlowLoads(session, monkeypatch)
-    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
-    assert loads.begun.wait(TIMEOUT_S)
+    small, session, loads = loading()
     with one_picture(small.pipe):
         small()
         loads.go_on.set()
@@ -126,14 +140,10 @@ def test_graphs_change_after_the_picture_only(
 
 
 def test_loading_pauses_while_that_picture_is_drawn(
-    open_session: Callable[..., Session],  # noqa: F811
+    loading: Loading,
     used: list[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small, session = second(open_session)
-    loads = SlowLoads(session, monkeypatch)
-    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
-    assert loads.begun.wait(TIMEOUT_S)
+    small, session, loads = loading()
     with one_picture(small.pipe):
         small()
         loads.go_on.set()
@@ -151,15 +161,10 @@ def test_loading_pauses_while_that_picture_is_drawn(
 
 
 def test_the_pause_is_no_part_of_the_loading_time(
-    open_session: Callable[..., Session],  # noqa: F811
-    used: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    loading: Loading,
 ) -> None:
-    small, session = second(open_session)
-    loads = SlowLoads(session, monkeypatch)
     began_at = time.monotonic()
-    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
-    assert loads.begun.wait(TIMEOUT_S)
+    small, session, loads = loading()
     with one_picture(small.pipe):
         small()
         loads.go_on.set()
@@ -172,17 +177,12 @@ def test_the_pause_is_no_part_of_the_loading_time(
 
 @pytest.mark.parametrize(("patience_s", "expected_s"), [(math.inf, 1000.0), (2.0, 1.0)])
 def test_a_picture_that_saves_more_waits(
-    open_session: Callable[..., Session],  # noqa: F811
-    used: list[str],
+    loading: Loading,
     expected: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
     patience_s: float,
     expected_s: float,
 ) -> None:
-    small, session = second(open_session)
-    loads = SlowLoads(session, monkeypatch)
-    session.read_ahead.start(lambda: used, CPU, patience_s=patience_s, expected_s=expected_s)
-    assert loads.begun.wait(TIMEOUT_S)
+    small, session, loads = loading(patience_s, expected_s)
     threading.Timer(0.2, loads.go_on.set).start()
     assert relative_error(draw(small, 2), expected) < 1e-4
     assert states(session) == {KindState.READY}
@@ -201,16 +201,12 @@ def test_loaded_graphs_are_used_at_once(
 
 
 def test_a_graph_that_cannot_be_loaded_is_looked_at_by_a_build(
-    open_session: Callable[..., Session],  # noqa: F811
+    loading: Loading,
     used: list[str],
     expected: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small, session = second(open_session)
-    loads = SlowLoads(session, monkeypatch)
+    small, session, loads = loading()
     loads.fails = {2}
-    session.read_ahead.start(lambda: used, CPU, patience_s=0.0, expected_s=1000.0)
-    assert loads.begun.wait(TIMEOUT_S)
     draw(small)
     loads.go_on.set()
     session.read_ahead.wait(TIMEOUT_S)

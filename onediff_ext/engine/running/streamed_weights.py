@@ -54,8 +54,8 @@ def device_refusal(
 class KeptRefusal:
     """The refusal of a block's last call, which may hold for the next one.
 
-    A host that moves weights in at each call does so for most blocks. Examining all of them took as
-    long as half of a step.
+    A host that moves weights in at each call does so for most blocks, and at each step. One lookup
+    says that it still does.
     """
 
     def __init__(self) -> None:
