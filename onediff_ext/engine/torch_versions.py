@@ -229,3 +229,20 @@ def keep_device_guard() -> None:
 
     threading.Thread(target=stay, name="onediff-device-guard", daemon=True).start()
     registered.wait()
+
+
+def pinned_cache_bytes() -> int | None:
+    """Return how much pinned memory torch holds unused; None where it cannot tell (before 2.7)."""
+    if not hasattr(torch.cuda, "host_memory_stats") or not torch.cuda.is_available():
+        return None
+    stats = torch.cuda.host_memory_stats()
+    held, active = (stats.get(f"{name}_bytes.current", 0) for name in ("allocated", "active"))
+    return max(0, int(held) - int(active))
+
+
+def empty_pinned_cache() -> None:
+    """Give pinned memory that torch holds unused back to the system."""
+    for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):
+        if (empty := getattr(torch._C, name, None)) is not None and torch.cuda.is_available():
+            empty()
+            return

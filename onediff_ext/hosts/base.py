@@ -172,6 +172,13 @@ class WebUIHost(ABC):
             returnable: How many bytes of tensors would be given back.
         """
 
+    def speed_up_moves(self, patches: Patches) -> None:  # noqa: B027
+        """Let whole models move between main memory and the GPU faster. Most hosts move none.
+
+        Args:
+            patches: Makes the changes and undoes them.
+        """
+
     @abstractmethod
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         """One forward of the UNet on noise, with CFG, as the sampler would call it; for warm-up.

@@ -19,7 +19,8 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.forge_denoisers import UNETS, Denoiser, StepNoise, denoiser_of
-from onediff_ext.hosts.forge_memory import share_with
+from onediff_ext.hosts.forge_memory import move_through_pinned_memory, share_with
+from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
 # Height and width of the VAE's warm-up in latent cells: its kinds do not depend on the size.
@@ -46,6 +47,7 @@ class ForgeFamilyHost(WebUIHost):
 
     def __init__(self) -> None:
         self._embeddings = TimestepEmbeddings()
+        self._moves = PinnedMoves()
 
     def rules(self) -> Sequence[WrapperRule]:
         return ()  # LoRAs are merged into the weights
@@ -213,6 +215,9 @@ class ForgeFamilyHost(WebUIHost):
         returnable: Callable[[], int],
     ) -> None:
         share_with(self.memory_management(), patches, make_room, returnable)
+
+    def speed_up_moves(self, patches: Patches) -> None:
+        move_through_pinned_memory(self.memory_management(), patches, self._moves)
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record a UNet's or transformer's forward as a CUDA graph."""

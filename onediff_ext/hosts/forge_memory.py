@@ -1,4 +1,4 @@
-"""Memory that CUDA graphs hold, in the memory management of Forge and its descendants.
+"""The GPU's memory in Forge and its descendants: what CUDA graphs hold, and moves of models.
 
 The host asks `get_free_memory` how much there is, unloads models in `free_memory` until there is
 enough, and then loads as much of a model as fits. To the host, a CUDA graph's pool looks unused and
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.pinned_moves import PinnedMoves
 
 
 def share_with(
@@ -47,3 +48,26 @@ def share_with(
 
     patches.set(memory_management, "free_memory", freeing)
     patches.set(memory_management, "get_free_memory", counting)
+
+
+def move_through_pinned_memory(
+    memory_management: Any, patches: Patches, moves: PinnedMoves
+) -> None:
+    """Let the host's memory management move models, and parts of them, through pinned memory.
+
+    Args:
+        memory_management: The host's Python module.
+        patches: Makes the changes and undoes them.
+        moves: Entered around whatever moves models.
+    """
+
+    def pinned(move: Callable[..., Any]) -> Callable[..., Any]:
+        def moving(*args: Any, **kwargs: Any) -> Any:
+            with moves:
+                return move(*args, **kwargs)
+
+        return moving
+
+    for name in ("free_memory", "load_models_gpu"):
+        if (move := getattr(memory_management, name, None)) is not None:
+            patches.set(memory_management, name, pinned(move))

@@ -95,6 +95,7 @@ class GraphsForJobs:
                     self.host.share_memory(
                         self._memory, self._sessions.make_room, self._sessions.returnable_bytes
                     )
+                    self.host.speed_up_moves(self._memory)
             if is_foreground:
                 self._enter_foreground(job)
             with self.eager.on_failure():

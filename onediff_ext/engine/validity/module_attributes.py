@@ -28,7 +28,8 @@ _DICT_OF = operator.attrgetter("__dict__")
 _SETTLED = (nn.Linear, nn.Identity)
 # What accelerate leaves on a module whose forward it hooks. diffusers hooks models again with each
 # picture (``enable_model_cpu_offload``). On the outer module the hook runs around all the rest.
-_HOOKED = frozenset({"_hf_hook", "_old_forward"})
+# ``to`` is this package's (`hosts/pinned_moves.py`), for such a model.
+_HOOKED = frozenset({"_hf_hook", "_old_forward", "to"})
 
 
 class ModuleAttributes:

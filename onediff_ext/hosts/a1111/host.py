@@ -14,12 +14,14 @@ from onediff_ext.core.shapes import CELL_PX, BatchShape
 from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
+from onediff_ext.engine.validity.foreign_code import replaced_methods
 from onediff_ext.hosts.a1111.blocks import AttentionSetting, ldm_families
 from onediff_ext.hosts.a1111.controlnet import control_models, owner_of
 from onediff_ext.hosts.a1111.eager_reasons import attention_eager_reason, job_eager_reason
 from onediff_ext.hosts.a1111.lora import LAYER_ATTRS, PendingNetworks, loaded_loras
+from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
+from onediff_ext.hosts.pinned_moves import PinnedMoves, use_pinned_memory
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
 # Height and width of the VAE's warm-up, in latent cells.
@@ -47,6 +49,7 @@ class A1111Host(WebUIHost):
     def __init__(self) -> None:
         self._pending: WeakKeyDictionary[nn.Module, PendingNetworks] = WeakKeyDictionary()
         self._embeddings = TimestepEmbeddings(_embedding_settings)
+        self._moves = PinnedMoves()
 
     def families(self) -> Sequence[BlockFamily]:
         from modules import shared
@@ -136,6 +139,9 @@ class A1111Host(WebUIHost):
             device = torch.device("cuda", torch.cuda.current_device())
         return device
 
+    def speed_up_moves(self, patches: Patches) -> None:
+        use_pinned_memory(self._moves, patches, moved_models(_loaded_model()))
+
     def step(self, shape: BatchShape, noise: torch.Generator) -> None:
         from modules import devices
 
@@ -181,16 +187,6 @@ class A1111Host(WebUIHost):
 
         with queue_lock:
             task()
-
-
-def bring_to_gpu(module: nn.Module) -> None:
-    """Move a model to the GPU as the host does before it runs, with --medvram and --lowvram.
-
-    There the host's hook moves another model out for it. It does nothing without these options.
-    """
-    for hook in list(module._forward_pre_hooks.values()):
-        if defining_module(hook) == "modules.lowvram":
-            hook(module, ())
 
 
 def _embedding_settings() -> Hashable:

@@ -17,6 +17,7 @@ from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lifted_from
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
+from onediff_ext.hosts.diffusers.offloading import offloaded_models
 from onediff_ext.hosts.diffusers.pipeline_calls import leave_calls, watch_calls
 from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds
 from onediff_ext.hosts.diffusers.step_cache import (
@@ -24,6 +25,7 @@ from onediff_ext.hosts.diffusers.step_cache import (
     enable_step_cache,
     lifted_step_cache,
 )
+from onediff_ext.hosts.pinned_moves import PinnedMoves, use_pinned_memory
 from onediff_ext.session.cfg_parallel import CfgParallel
 from onediff_ext.session.model_component import Component
 from onediff_ext.session.session import Session
@@ -61,6 +63,7 @@ class CompiledPipe:
         self._pipe, self._ignored = pipe, ignored
         self.has_step_cache = False
         self._patches = Patches()
+        self._moves = PinnedMoves()
         self._kinds: PipelineKinds | None = None
         if not find_models(pipe, ignored):
             raise OptionError(
@@ -86,6 +89,7 @@ class CompiledPipe:
     def picture(self) -> Iterator[None]:
         """Draw one picture within the ``with`` block; see `one_picture`."""
         self.refresh()
+        use_pinned_memory(self._moves, self._patches, offloaded_models(self._pipe))
         with self.session.picture():
             yield
         if self._kinds is not None:

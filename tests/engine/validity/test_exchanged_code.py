@@ -12,7 +12,8 @@ from torch import fx, nn
 
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.validity.python_code import PythonCode
-from onediff_ext.hosts.forge_memory import share_with
+from onediff_ext.hosts.forge_memory import move_through_pinned_memory, share_with
+from onediff_ext.hosts.pinned_moves import PinnedMoves
 
 
 class Asking(nn.Module):
@@ -114,6 +115,7 @@ def test_our_own_stand_ins_in_a_host_are_no_other_code(
     for _ in range(2):
         with Patches() as patches:
             share_with(memory, patches, lambda *_: None, lambda: 0)
+            move_through_pinned_memory(memory, patches, PinnedMoves())
             code.watch([cls])
             code.current_generation()
             assert code.helper_reason(cls) is None

@@ -1,0 +1,137 @@
+"""Moves of models between main memory and a GPU, through pinned memory.
+
+Hosts for small GPUs move models in and out at each phase of a picture. From ordinary main memory a
+GPU is fed at a fraction of the bus's speed, and each move back allocates all of the memory again.
+With SDXL in 8 GB, such moves were more than half of a picture's time in A1111 and in Forge Neo.
+
+torch's allocator of pinned memory keeps what is freed, so pinning itself costs time only once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.torch_versions import empty_pinned_cache, pinned_cache_bytes
+
+logger = logging.getLogger(__name__)
+
+# Main memory that has to stay free beside pinned weights, which cannot be swapped out.
+SPARE_BYTES = 4 * 2**30
+
+# Smaller tensors gain nothing, and each would take a page and a call of the driver.
+MIN_BYTES = 2**16
+
+_TO = torch._C.TensorBase.to
+
+
+class PinnedMoves(TorchFunctionMode):
+    """In the ``with`` block, tensors that move from a GPU to main memory get pinned memory there.
+
+    All else about it is as without this class: each move makes a new tensor and has copied all
+    numbers when it returns, so it does not matter who reads or writes weights in between. From
+    pinned memory the way back to the GPU is fast, too.
+
+    Args:
+        available_bytes: Returns how much main memory can be used without swapping.
+    """
+
+    def __init__(self, available_bytes: Callable[[], int] | None = None) -> None:
+        super().__init__()
+        self._available_bytes = available_bytes or main_memory_available
+        self._is_off = False
+        self._room_bytes = 0
+
+    def __enter__(self) -> PinnedMoves:
+        self._room_bytes = 0
+        unused = pinned_cache_bytes()
+        if unused is not None and not self._is_off:
+            self._room_bytes = self._available_bytes() + unused - SPARE_BYTES
+            if self._room_bytes <= 0:
+                self._turn_off("main memory is short")
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do what was called, or the same with pinned memory."""
+        kwargs = kwargs or {}
+        if func is _TO and self._room_bytes > 0 and _moves_out(*args, **kwargs):
+            moved = self._move_out(args[0].detach())
+            if moved is not None:
+                return moved
+        return func(*args, **kwargs)
+
+    def _move_out(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        self._room_bytes -= 1 << (tensor.nbytes - 1).bit_length()  # as torch rounds it
+        if self._room_bytes < 0:
+            return None
+        try:
+            moved = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self._turn_off(str(error).partition("\n")[0])
+            return None
+        return moved.copy_(tensor)
+
+    def _turn_off(self, reason: str) -> None:
+        self._is_off, self._room_bytes = True, 0
+        logger.warning("Models are moved without pinned memory from now on: %s", reason)
+        empty_pinned_cache()
+
+
+def use_pinned_memory(moves: PinnedMoves, patches: Patches, models: Iterable[nn.Module]) -> None:
+    """Have models moved through pinned memory. Models that are already stay as they are.
+
+    Args:
+        moves: Decides whether there is enough main memory.
+        patches: Undoes it. Models stay where they are then.
+        models: The host moves each as a whole. One with a ``to`` of somebody else keeps that.
+    """
+    for model in models:
+        if "to" not in vars(model):
+            patches.set(model, "to", _through(moves, model))
+
+
+def _through(moves: PinnedMoves, module: nn.Module) -> Callable[..., nn.Module]:
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        with moves:
+            moved: nn.Module = type(module).to(module, *args, **kwargs)
+        return moved
+
+    return to
+
+
+def main_memory_available() -> int:
+    """Return the bytes of main memory that can be used without swapping; 0 if nothing tells."""
+    try:
+        import psutil  # a dependency of the hosts that move models
+    except ImportError:
+        return 0
+    return int(psutil.virtual_memory().available)
+
+
+def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether ``tensor.to(...)`` moves a plain tensor to main memory and changes nothing else."""
+    if (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.device.type != "cuda"
+        or tensor.layout is not torch.strided
+        or tensor.nbytes < MIN_BYTES
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    ):
+        return False
+    kwargs.pop("copy", None)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    return (
+        device is not None
+        and device.type == "cpu"
+        and dtype in (None, tensor.dtype)
+        and memory_format in (None, torch.preserve_format)
+    )

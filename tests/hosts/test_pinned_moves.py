@@ -1,0 +1,284 @@
+"""Moves of whole models through pinned memory: exact, and for nobody else to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.torch_versions import empty_pinned_cache
+from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
+from onediff_ext.hosts.forge_memory import move_through_pinned_memory
+from onediff_ext.hosts.pinned_moves import (
+    MIN_BYTES,
+    SPARE_BYTES,
+    PinnedMoves,
+    main_memory_available,
+    use_pinned_memory,
+)
+
+SIZE = 160  # of layers whose weights are large enough for pinned memory, and biases are not
+GPU = torch.device("cuda", 0)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.conv = nn.Conv2d(64, 96, 3).to(memory_format=torch.channels_last)
+        self.tied = nn.Linear(SIZE, SIZE)
+        self.tied.weight = self.linear.weight
+        self.register_buffer("table", torch.randn(MIN_BYTES // 4))
+
+
+def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    found = numbers(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def places(model: nn.Module) -> set[str]:
+    return {tensor.device.type for tensor in model.state_dict().values()}
+
+
+@pytest.fixture
+def moved() -> Iterator[Model]:
+    """A model whose moves go through pinned memory."""
+    model = Model()
+    with Patches() as patches:
+        use_pinned_memory(PinnedMoves(), patches, [model])
+        assert "to" in vars(model)
+        use_pinned_memory(PinnedMoves(), patches, [model])  # of the next job
+        yield model
+    assert "to" not in vars(model)
+
+
+# ------------------------------------------------------------------ anywhere
+
+
+def test_other_calls_are_those_of_the_class(moved: Model) -> None:
+    expected = numbers(moved)
+    assert moved.to("cpu") is moved
+    assert_same(moved, expected)
+    moved.to(torch.float64)
+    assert moved.linear.weight.dtype == torch.float64
+    moved.to(device="meta")
+    assert places(moved) == {"meta"}
+    with pytest.raises(TypeError):
+        moved.to("nowhere", 1, 2, 3, 4)
+
+
+def test_the_size_of_main_memory_is_known() -> None:
+    assert main_memory_available() > 2**28
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+def pinned(model: nn.Module) -> set[str]:
+    return {name for name, tensor in model.state_dict().items() if tensor.is_pinned()}
+
+
+@pytest.mark.gpu
+def test_a_model_goes_there_and_back(moved: Model) -> None:
+    expected = numbers(moved)
+    strides = {name: tensor.stride() for name, tensor in moved.state_dict().items()}
+    weight = moved.linear.weight
+    for _ in range(3):
+        moved.to(GPU)
+        assert places(moved) == {"cuda"}
+        assert_same(moved, expected)
+        moved.to("cpu")
+        assert places(moved) == {"cpu"}
+        assert_same(moved, expected)
+        assert pinned(moved) == {"linear.weight", "conv.weight", "tied.weight", "table"}
+        assert moved.linear.weight is weight is moved.tied.weight
+        assert strides == {name: tensor.stride() for name, tensor in moved.state_dict().items()}
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_used_again(moved: Model) -> None:
+    if not hasattr(torch.cuda, "host_memory_stats"):
+        pytest.skip("this torch does not count its pinned memory")
+
+    def made() -> int:
+        return int(torch.cuda.host_memory_stats()["num_host_alloc"])
+
+    for _ in range(2):
+        moved.to(GPU)
+        moved.to("cpu")
+    before = made()
+    for _ in range(3):
+        moved.to(GPU)
+        moved.to("cpu")
+    assert made() == before
+
+
+@pytest.mark.gpu
+def test_writes_of_any_kind_come_back(moved: Model) -> None:
+    moved.to(GPU)
+    with torch.no_grad():
+        moved.linear.weight.add_(1)
+        moved.conv.weight.data.mul_(2)  # torch does not count it
+        moved.linear.bias.data = torch.ones(SIZE, device=GPU)
+        moved.table.add_(3)
+    expected = numbers(moved)
+    moved.to("cpu")
+    assert_same(moved, expected)
+    with torch.no_grad():
+        moved.linear.weight.sub_(4)
+        moved.conv.weight.data = torch.randn_like(moved.conv.weight)
+    expected = numbers(moved)
+    moved.to(GPU)
+    assert_same(moved, expected)
+
+
+@pytest.mark.gpu
+def test_who_keeps_a_reference_sees_no_later_numbers(moved: Model) -> None:
+    for place in ("cpu", GPU, "cpu"):
+        moved.to(place)
+    kept = {name: tensor.detach() for name, tensor in moved.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    moved.to(GPU)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight.add_(1)
+    expected = numbers(moved)
+    moved.to("cpu")
+    assert_same(moved, expected)
+    assert all(torch.equal(kept[name], before[name]) for name in kept)
+
+
+@pytest.mark.gpu
+def test_weights_that_changed_their_form_meanwhile(moved: Model) -> None:
+    moved.to(GPU)
+    moved.linear.weight.data = moved.linear.weight.data.t()
+    moved.conv.weight = nn.Parameter(torch.randn(6, 4, 64, 64, device=GPU)[:, :, ::2])
+    moved.linear.bias.data = torch.ones(2**16, dtype=torch.float64, device=GPU).expand(2, -1)
+    expected = numbers(moved)
+    plain = Model().to(GPU)
+    plain.load_state_dict(moved.state_dict(), assign=True)
+    moved.to("cpu")
+    plain.to("cpu")
+    assert_same(moved, expected)
+    for name, tensor in plain.state_dict().items():
+        assert moved.state_dict()[name].stride() == tensor.stride()
+    moved.to(GPU)
+    assert_same(moved, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("available_bytes", [2**20, SPARE_BYTES + 2**20])
+def test_nothing_is_pinned_without_enough_main_memory(available_bytes: int) -> None:
+    model = Model().to(GPU)
+    expected = numbers(model)
+    empty_pinned_cache()
+    with PinnedMoves(lambda: available_bytes):
+        model.to("cpu")
+    assert pinned(model) < {"linear.weight", "conv.weight", "tied.weight", "table"}
+    assert_same(model, expected)
+
+
+@pytest.mark.gpu
+def test_inside_of_inference_mode(moved: Model) -> None:
+    """Hosts call it in the middle of their sampling."""
+    expected = numbers(moved)
+    with torch.inference_mode():
+        moved.to(GPU)
+    assert not moved.linear.weight.is_inference()
+    with torch.no_grad():
+        moved.linear.weight.add_(0)
+    with torch.inference_mode():
+        moved.to("cpu")
+    assert not moved.linear.weight.is_inference()
+    assert_same(moved, expected)
+
+
+@pytest.mark.gpu
+def test_tensors_of_all_kinds_move_as_without() -> None:
+    big = torch.randn(256, 256, device=GPU)
+    moves: list[Any] = [
+        lambda t: t.to("cpu"),
+        lambda t: t.to(device="cpu", copy=True),
+        lambda t: t.to(torch.device("cpu"), torch.float32, False),
+        lambda t: t.to("cpu", torch.float16),
+        lambda t: t.to(torch.float16),
+        lambda t: t.to(torch.empty(1)),
+        lambda t: t.to("cpu", memory_format=torch.contiguous_format),
+        lambda t: t.to(GPU),
+    ]
+    tensors = [big, big.t(), big[::2], big[:1, :1], nn.Parameter(big), big.to_sparse()]
+    for move in moves:
+        for tensor in tensors:
+            if tensor.is_sparse and move is moves[6]:
+                continue
+            with torch.no_grad():
+                expected = move(tensor)
+                with PinnedMoves():
+                    found = move(tensor)
+            assert type(found) is type(expected)
+            assert (found.device, found.dtype) == (expected.device, expected.dtype)
+            assert found.requires_grad == expected.requires_grad
+            assert torch.equal(found.to_dense(), expected.to_dense())
+            assert tensor.is_sparse or found.stride() == expected.stride()
+    with PinnedMoves():
+        assert nn.Parameter(big).to("cpu").grad_fn is not None
+
+
+# ------------------------------------------------------------------ Forge and its descendants
+
+
+def test_moves_of_forge_go_through_it() -> None:
+    memory: Any = ModuleType("memory_management")
+    seen: list[tuple[Any, ...]] = []
+
+    def load_models_gpu(*args: Any, **kwargs: Any) -> str:
+        modes = torch.overrides._get_current_function_mode_stack()
+        seen.append((args, kwargs, [type(mode) for mode in modes]))
+        return "loaded"
+
+    memory.load_models_gpu = memory.free_memory = load_models_gpu
+    with Patches() as patches:
+        move_through_pinned_memory(memory, patches, PinnedMoves())
+        assert memory.load_models_gpu([1], force=True) == "loaded"
+        assert memory.free_memory(5, GPU) == "loaded"
+    assert memory.load_models_gpu is memory.free_memory is load_models_gpu
+    assert seen == [(([1],), {"force": True}, [PinnedMoves]), ((5, GPU), {}, [PinnedMoves])]
+
+
+# ------------------------------------------------------------------ A1111
+
+
+# Stands for ``modules.lowvram``: its hooks move a module, or the one that is its parent.
+LOWVRAM = """
+def hook(parents, seen):
+    def send_me_to_gpu(module, _):
+        seen.append(parents.get(module, module))
+    return send_me_to_gpu
+"""
+
+
+def test_what_a1111_moves_is_found() -> None:
+    model: Any = nn.Module()
+    model.unet, model.vae, model.text = nn.Linear(2, 2), nn.Linear(2, 2), nn.Module()
+    model.text.inner = nn.Linear(2, 2)
+    assert moved_models(model) == []
+    assert moved_models(None) == []
+    seen: list[nn.Module] = []
+    exec(LOWVRAM, host := {"__name__": "modules.lowvram"})
+    send_me_to_gpu = host["hook"]({model.text.inner: model.text}, seen)
+    for module in (model.unet, model.text.inner, model.vae):
+        module.register_forward_pre_hook(send_me_to_gpu)
+    model.text.register_forward_pre_hook(lambda *_: None)  # somebody else's
+    assert set(moved_models(model)) == {model.unet, model.vae, model.text}
+    bring_to_gpu(model.unet)
+    assert seen == [model.unet]
