@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 WEBUIS = {"a1111": "A1111", "neo": "Forge Neo", "forge": "Forge", "reforge": "reForge"}
+MODELS = {"sdxl": "SDXL", "sd15": "SD1.5", "sd1": "SD1.5"}
 TITLES = (
-    *("GPU memory", "host", "size", "without, s", "with OneDiff, s", "times faster"),
+    *("GPU memory", "host", "model", "picture", "without, s", "with OneDiff, s", "times faster"),
     "pictures, failed",
 )
 
@@ -30,11 +31,21 @@ def small_gpu_table(runs: list[dict[str, Any]]) -> str:
             how += f", {run['offload']} offloading"
         before_s, after_s = alone["picture_s"], ours["picture_s"]
         cells = (
-            f"{run['gigabytes']:g} GB", how, f"{size[0]}x{size[1]}", f"{before_s:.2f}",
-            f"{after_s:.2f}", f"{before_s / after_s:.2f}", _failures(run),
+            f"{run['gigabytes']:g} GB", how, MODELS.get(run["model"], run["model"]),
+            _picture(size, run.get("job", {})), f"{before_s:.2f}", f"{after_s:.2f}",
+            f"{before_s / after_s:.2f}", _failures(run),
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _picture(size: tuple[int, int], job: dict[str, Any]) -> str:
+    width, height = size
+    count, scale = job.get("batch_size", 1), job.get("hr_scale", 1)
+    text = f"{width}x{height}" if count == 1 else f"{count} of {width}x{height}"
+    if scale != 1:
+        text += f", hires-fix to {width * scale:g}x{height * scale:g}"
+    return text
 
 
 def _failures(run: dict[str, Any]) -> str:

@@ -68,6 +68,12 @@ class NotMeasured(Exception):  # noqa: N818
     """A result file is missing."""
 
 
+SMALL_GPU_RUNS = (
+    *("a1111-sd15-4gb", "neo-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb", "diffusers-sdxl-8gb"),
+    "neo-sdxl-12gb-hires",
+)
+
+
 def main(check: bool = False) -> int:
     """Write the tables of all `PAGES`.
 
@@ -138,7 +144,7 @@ def with_tables(text: str, results: Path) -> str:
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h100")),
         "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
         "small gpu": lambda: small_gpu_table(
-            [result(f"small-gpu-{host}-sdxl-8gb-h100") for host in ("a1111", "neo", "diffusers")]
+            [result(f"small-gpu-{run}-h100") for run in SMALL_GPU_RUNS]
         ),
         "one set of graphs": lambda: one_set_table(
             [result("any-size-sdxl-h200"), result("any-size-sd1-h200")]

@@ -231,15 +231,6 @@ def keep_device_guard() -> None:
     registered.wait()
 
 
-def pinned_cache_bytes() -> int | None:
-    """Return how much pinned memory torch holds unused; None where it cannot tell (before 2.7)."""
-    if not hasattr(torch.cuda, "host_memory_stats") or not torch.cuda.is_available():
-        return None
-    stats = torch.cuda.host_memory_stats()
-    held, active = (stats.get(f"{name}_bytes.current", 0) for name in ("allocated", "active"))
-    return max(0, int(held) - int(active))
-
-
 def empty_pinned_cache() -> None:
     """Give pinned memory that torch holds unused back to the system."""
     for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):

@@ -4,12 +4,14 @@ Hosts for small GPUs move models in and out at each phase of a picture. From ord
 GPU is fed at a fraction of the bus's speed, and each move back allocates all of the memory again.
 With SDXL in 8 GB, such moves were more than half of a picture's time in A1111 and in Forge Neo.
 
-torch's allocator of pinned memory keeps what is freed, so pinning itself costs time only once.
+torch's allocator of pinned memory keeps what is freed. So pinning itself, which is slow, costs time
+only once, and that is spread over several moves.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,12 +20,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.torch_versions import empty_pinned_cache, pinned_cache_bytes
+from onediff_ext.engine.torch_versions import empty_pinned_cache
 
 logger = logging.getLogger(__name__)
 
 # Main memory that has to stay free beside pinned weights, which cannot be swapped out.
-SPARE_BYTES = 4 * 2**30
+SPARE_BYTES = 3 * 2**30
+
+# So much is pinned before free main memory is asked for again. Pinned memory that torch has kept
+# takes none of it.
+CHUNK_BYTES = 2**30
+
+# So long one move may pin memory; what is left then moves as it would by itself.
+PINNING_LIMIT_S = 0.4
 
 # Smaller tensors gain nothing, and each would take a page and a call of the driver.
 MIN_BYTES = 2**16
@@ -47,41 +56,52 @@ class PinnedMoves(TorchFunctionMode):
         self._available_bytes = available_bytes or main_memory_available
         self._is_off = False
         self._room_bytes = 0
+        self._depth = 0  # of ``with`` blocks
+        self._pinning_s = 0.0  # within the outermost one
 
     def __enter__(self) -> PinnedMoves:
-        self._room_bytes = 0
-        unused = pinned_cache_bytes()
-        if unused is not None and not self._is_off:
-            self._room_bytes = self._available_bytes() + unused - SPARE_BYTES
-            if self._room_bytes <= 0:
-                self._turn_off("main memory is short")
+        if self._depth == 0:
+            self._pinning_s = 0.0
+        self._depth += 1
         super().__enter__()
         return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._depth -= 1
+        super().__exit__(*exc)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Do what was called, or the same with pinned memory."""
         kwargs = kwargs or {}
-        if func is _TO and self._room_bytes > 0 and _moves_out(*args, **kwargs):
+        if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
             moved = self._move_out(args[0].detach())
             if moved is not None:
                 return moved
         return func(*args, **kwargs)
 
     def _move_out(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        self._room_bytes -= 1 << (tensor.nbytes - 1).bit_length()  # as torch rounds it
-        if self._room_bytes < 0:
+        if self._pinning_s > PINNING_LIMIT_S:
             return None
+        needed_bytes = 1 << (tensor.nbytes - 1).bit_length()  # as torch rounds it
+        if self._room_bytes < needed_bytes:
+            self._room_bytes = min(CHUNK_BYTES, self._available_bytes() - SPARE_BYTES)
+            if self._room_bytes < needed_bytes:
+                self._turn_off("main memory is short")
+                return None
+        self._room_bytes -= needed_bytes
+        start_s = time.perf_counter()
         try:
             moved = torch.empty_like(tensor, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self._turn_off(str(error).partition("\n")[0])
             return None
+        self._pinning_s += time.perf_counter() - start_s
         return moved.copy_(tensor)
 
     def _turn_off(self, reason: str) -> None:
-        self._is_off, self._room_bytes = True, 0
+        self._is_off = True
         logger.warning("Models are moved without pinned memory from now on: %s", reason)
         empty_pinned_cache()
 

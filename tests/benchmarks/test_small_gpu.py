@@ -136,10 +136,14 @@ def test_the_table_has_the_first_size_and_what_failed(tmp_path: Path) -> None:
          "seconds": [seconds] * 2, "out_of_memory": 0}
         for name, seconds in (("eager", 4.0), ("ours", 2.0))
     ]  # fmt: skip
-    own_run = {"gigabytes": 6, "host": "diffusers", "offload": "model", "rows": rows}
+    own_run = {
+        **{"gigabytes": 6, "host": "diffusers", "offload": "model", "rows": rows, "model": "sd15"},
+        "job": {"batch_size": 2, "hr_scale": 1.5},
+    }
     assert small_gpu_table([webui_run, own_run]).splitlines()[2:] == [
-        "| 8 GB | A1111 --medvram-sdxl | 64x64 | 0.64 | 0.64 | 1.00 | 12, 4 |",
-        "| 6 GB | diffusers, model offloading | 64x64 | 4.00 | 2.00 | 2.00 | 2, 0 |",
+        "| 8 GB | A1111 --medvram-sdxl | fake | 64x64 | 0.64 | 0.64 | 1.00 | 12, 4 |",
+        "| 6 GB | diffusers, model offloading | SD1.5 | 2 of 64x64, hires-fix to 96x96"
+        " | 4.00 | 2.00 | 2.00 | 2, 0 |",
     ]
 
 

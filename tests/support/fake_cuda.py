@@ -1,7 +1,4 @@
-"""CUDA's devices and streams as `torch.cuda.graph` sees them, for the recorder on several GPUs.
-
-`torch.cuda.graph` itself is torch's own.
-"""
+"""CUDA's devices and streams as the recorder sees them, on several GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class FakeGraph:
         stream: That stream.
         launched: How often something was launched on it.
         is_invalid: Whether something happened that ends a recording, which torch finds at its end:
-            it leaves the stream as the current one then.
+            the recording's end raises then.
     """
 
     cuda: FakeCuda
@@ -53,7 +50,7 @@ class FakeGraph:
 
 
 class _OnStream:
-    """Makes a stream current, and its device. Torch may leave it without `__exit__`."""
+    """Makes a stream current, and its device."""
 
     def __init__(self, cuda: FakeCuda, stream: FakeStream) -> None:
         self._cuda, self._stream = cuda, stream
@@ -68,7 +65,7 @@ class _OnStream:
 
 
 class FakeCuda:
-    """Replaces what `torch.cuda.graph` and the recorder call.
+    """Replaces what the recorder calls.
 
     Args:
         monkeypatch: Puts torch's own back.
@@ -108,8 +105,6 @@ class FakeCuda:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-        monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
 
     def stream_of(self, device: torch.device | None = None) -> FakeStream:
         """Return the current stream of a device; None is the current device."""

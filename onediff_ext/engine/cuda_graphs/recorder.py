@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -79,8 +79,8 @@ class CudaRecorder(Recorder):
     In a shared pool a replay overwrites what was recorded after it, so callers copy outputs at
     once. In return, more sizes take hardly more memory.
 
-    Each device has a stream of its own to record on. Without one, `torch.cuda.graph` records all
-    on a stream of the device that recorded first in this process: on another device that fails.
+    Each device has a stream of its own to record on. Recordings of a shared pool have to come from
+    one stream.
     """
 
     def __init__(self) -> None:
@@ -98,18 +98,14 @@ class CudaRecorder(Recorder):
     def record(
         self, function: Callable[[], Any], device: torch.device, lasting: bool = False
     ) -> Recording:
-        # A recording that fails leaves its own stream as the current one.
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        with torch.cuda.device(device):
             pool = torch.cuda.graph_pool_handle() if lasting else self._shared_pool(device)
-            torch.cuda.empty_cache()  # as `torch.cuda.graph` does, before the memory is counted
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # there can be no more room than that while it is recorded
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
-            # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
-            recording = torch.cuda.graph(
-                graph, pool, self._stream(device), capture_error_mode="thread_local"
-            )
             try:
-                with recording:
+                with _capture(graph, pool, self._stream(device)):
                     output = function()
             except OutOfMemoryError:
                 self._abandon(device, pool)
@@ -159,6 +155,22 @@ class CudaRecorder(Recorder):
         if self._recordings:
             gc.collect()  # half a second in a large process
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+
+
+@contextlib.contextmanager
+def _capture(graph: Any, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record what is called, as `torch.cuda.graph` does.
+
+    That one also gives all pinned memory back which torch keeps, so that models are moved at a
+    fraction of their speed (`hosts/pinned_moves.py`), and older ones collect garbage.
+    """
+    with torch.cuda.stream(stream):
+        # Other threads (a preview, a loader) may go on calling CUDA meanwhile.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 class _CudaRecording(Recording):
