@@ -63,12 +63,12 @@ class PinnedMoves(TorchFunctionMode):
         if self._depth == 0:
             self._pinning_s = 0.0
         self._depth += 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._depth -= 1
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -139,19 +139,31 @@ def main_memory_available() -> int:
 
 def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether ``tensor.to(...)`` moves a plain tensor to main memory and changes nothing else."""
-    if (
-        type(tensor) not in (torch.Tensor, nn.Parameter)
-        or tensor.device.type != "cuda"
-        or tensor.layout is not torch.strided
-        or tensor.nbytes < MIN_BYTES
-        or (tensor.requires_grad and torch.is_grad_enabled())
-    ):
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.device.type == "cuda"
+        and tensor.layout is torch.strided
+        and tensor.nbytes >= MIN_BYTES
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and is_to_main_memory(tensor.dtype, *args, **kwargs)
+    )
+
+
+def is_to_main_memory(own_dtype: torch.dtype, *args: Any, **kwargs: Any) -> bool:
+    """Return whether these arguments of ``Tensor.to`` name main memory and no other change.
+
+    Args:
+        own_dtype: The tensor's.
+        *args: As given to ``to``.
+        **kwargs: Likewise.
+    """
+    if args and not isinstance(args[0], (str, torch.device)):
         return False
-    kwargs.pop("copy", None)
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    kwargs.pop("copy", None)  # a move copies anyway
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[:3], **kwargs)
     return (
         device is not None
         and device.type == "cpu"
-        and dtype in (None, tensor.dtype)
+        and dtype in (None, own_dtype)
         and memory_format in (None, torch.preserve_format)
     )

@@ -20,6 +20,7 @@ from onediff_ext.hosts.pinned_moves import (
     MIN_BYTES,
     SPARE_BYTES,
     PinnedMoves,
+    is_to_main_memory,
     main_memory_available,
     use_pinned_memory,
 )
@@ -77,6 +78,30 @@ def test_other_calls_are_those_of_the_class(moved: Model) -> None:
     assert places(moved) == {"meta"}
     with pytest.raises(TypeError):
         moved.to("nowhere", 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("is_plain", "args", "kwargs"),
+    [
+        (True, ("cpu",), {}),
+        (True, (torch.device("cpu"), None, False), {}),
+        (True, ("cpu", torch.float32, False, True), {}),  # a copy in any case
+        (True, (), {"device": "cpu", "copy": True, "non_blocking": True}),
+        (True, ("cpu",), {"memory_format": torch.preserve_format}),
+        (False, ("cpu",), {"memory_format": torch.channels_last}),
+        (False, ("cpu", torch.float16), {}),
+        (False, (), {"device": "cpu", "dtype": torch.float16}),
+        (False, (torch.float32, False, True), {}),
+        (False, (torch.empty(1), False, True), {}),
+        (False, (), {"dtype": torch.float32}),
+        (False, ("cuda:1",), {}),
+        (False, (0,), {}),
+    ],
+)
+def test_which_moves_get_pinned_memory(
+    is_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    assert is_to_main_memory(torch.float32, *args, **kwargs) is is_plain
 
 
 def test_the_size_of_main_memory_is_known() -> None:
@@ -225,6 +250,8 @@ def test_tensors_of_all_kinds_move_as_without() -> None:
         lambda t: t.to("cpu"),
         lambda t: t.to(device="cpu", copy=True),
         lambda t: t.to(torch.device("cpu"), torch.float32, False),
+        lambda t: t.to("cpu", torch.float32, False, True),
+        lambda t: t.to(torch.float16, False, True),
         lambda t: t.to("cpu", torch.float16),
         lambda t: t.to(torch.float16),
         lambda t: t.to(torch.empty(1)),
@@ -234,7 +261,7 @@ def test_tensors_of_all_kinds_move_as_without() -> None:
     tensors = [big, big.t(), big[::2], big[:1, :1], nn.Parameter(big), big.to_sparse()]
     for move in moves:
         for tensor in tensors:
-            if tensor.is_sparse and move is moves[6]:
+            if tensor.is_sparse and move is moves[-2]:
                 continue
             with torch.no_grad():
                 expected = move(tensor)
