@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.plain_rows import as_used, beside_unet
 from benchmarks.results import read_result
-from benchmarks.small_gpu_table import WEBUIS, small_gpu_table
+from benchmarks.small_gpu_table import MODELS, WEBUIS, small_gpu_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,19 +59,16 @@ PIPELINE_NAMES = {
     "plain": "diffusers with compile_pipe, filled store",
 }
 
-TITLES = {"sdxl": "SDXL", "sd15": "SD1.5", "sd1": "SD1.5"}
+SMALL_GPU_RUNS = (
+    *("a1111-sd15-4gb", "neo-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb", "diffusers-sdxl-8gb"),
+    "neo-sdxl-12gb-hires",
+)
 
 Figures = dict[str, Any]
 
 
 class NotMeasured(Exception):  # noqa: N818
     """A result file is missing."""
-
-
-SMALL_GPU_RUNS = (
-    *("a1111-sd15-4gb", "neo-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb", "diffusers-sdxl-8gb"),
-    "neo-sdxl-12gb-hires",
-)
 
 
 def main(check: bool = False) -> int:
@@ -406,7 +403,7 @@ def webui_table(figures: list[Figures]) -> str:
                 task, width, height = job
                 before, after = eager[_webui_job(row)]["seconds"], row["seconds"]
                 lines.append([
-                    f"{WEBUIS[found['host']]}, {TITLES[found['model']]}",
+                    f"{WEBUIS[found['host']]}, {MODELS[found['model']]}",
                     f"{task}, {width}x{height}", f"{before:.2f}", f"{after:.2f}",
                     f"{before / after:.1f}", f"{row['psnr_db']:.0f}",
                 ])  # fmt: skip
@@ -438,7 +435,7 @@ def one_set_table(figures: list[Figures]) -> str:
 
 def _title(figures: Figures) -> str:
     model = str(figures["model"])
-    return TITLES.get(model, model)
+    return MODELS.get(model, model)
 
 
 def _table(header: list[str], lines: list[list[Any]]) -> str:
