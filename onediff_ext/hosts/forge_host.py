@@ -19,7 +19,11 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.forge_denoisers import UNETS, Denoiser, StepNoise, denoiser_of
-from onediff_ext.hosts.forge_memory import move_through_pinned_memory, share_with
+from onediff_ext.hosts.forge_memory import (
+    StreamedLayers,
+    move_through_pinned_memory,
+    share_with,
+)
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
@@ -48,6 +52,7 @@ class ForgeFamilyHost(WebUIHost):
     def __init__(self) -> None:
         self._embeddings = TimestepEmbeddings()
         self._moves = PinnedMoves()
+        self._streamed = StreamedLayers(self._moves)
 
     def rules(self) -> Sequence[WrapperRule]:
         return ()  # LoRAs are merged into the weights
@@ -107,6 +112,7 @@ class ForgeFamilyHost(WebUIHost):
         # LoRAs need nothing: they are merged before the first call.
         if component.role.is_denoiser:
             self.make_capturable(patches, model)
+            patches.hook(model.register_forward_hook(self._streamed.wait), model)
 
     def weights(self) -> Hashable:
         objects = forge_objects(self.loaded_model())
@@ -217,7 +223,8 @@ class ForgeFamilyHost(WebUIHost):
         share_with(self.memory_management(), patches, make_room, returnable)
 
     def speed_up_moves(self, patches: Patches) -> None:
-        move_through_pinned_memory(self.memory_management(), patches, self._moves)
+        memory = self.memory_management()
+        move_through_pinned_memory(memory, patches, self._moves, self._streamed)
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record a UNet's or transformer's forward as a CUDA graph."""

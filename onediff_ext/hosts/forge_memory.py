@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.pinned_moves import PinnedMoves
@@ -50,8 +51,44 @@ def share_with(
     patches.set(memory_management, "get_free_memory", counting)
 
 
+class StreamedLayers:
+    """Layers that the host leaves in main memory and streams to the GPU at each step.
+
+    They are pinned where they are, since the GPU reads ordinary main memory at a fraction of the
+    bus's speed. It reads pinned memory while Python goes on, so before anybody may write to such
+    a weight, `wait` lets it end.
+
+    Args:
+        moves: Decides how much memory is pinned, and when.
+    """
+
+    def __init__(self, moves: PinnedMoves) -> None:
+        self._moves = moves
+        self._are_pinned = False
+
+    def pin(self, memory_management: Any) -> None:
+        """Pin layers of the models that the host has loaded, inside of the moves' ``with`` block.
+
+        Args:
+            memory_management: The host's Python module.
+        """
+        weights = [
+            weight
+            for loaded in getattr(memory_management, "current_loaded_models", ())
+            if getattr(loaded.device, "type", None) == "cuda"
+            and isinstance(model := getattr(loaded.model, "model", None), nn.Module)
+            for weight in model.parameters()
+        ]
+        self._are_pinned = self._moves.pin(weights) > 0
+
+    def wait(self, *_: Any) -> None:
+        """Wait until the GPU has read what was streamed; a hook behind a model's forward."""
+        if self._are_pinned and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+
 def move_through_pinned_memory(
-    memory_management: Any, patches: Patches, moves: PinnedMoves
+    memory_management: Any, patches: Patches, moves: PinnedMoves, streamed: StreamedLayers
 ) -> None:
     """Let the host's memory management move models, and parts of them, through pinned memory.
 
@@ -59,15 +96,20 @@ def move_through_pinned_memory(
         memory_management: The host's Python module.
         patches: Makes the changes and undoes them.
         moves: Entered around whatever moves models.
+        streamed: Takes care of what the host does not move.
     """
 
-    def pinned(move: Callable[..., Any]) -> Callable[..., Any]:
+    def pinned(move: Callable[..., Any], loads: bool) -> Callable[..., Any]:
         def moving(*args: Any, **kwargs: Any) -> Any:
+            streamed.wait()
             with moves:
-                return move(*args, **kwargs)
+                moved = move(*args, **kwargs)
+                if loads:
+                    streamed.pin(memory_management)
+            return moved
 
         return moving
 
     for name in ("free_memory", "load_models_gpu"):
         if (move := getattr(memory_management, name, None)) is not None:
-            patches.set(memory_management, name, pinned(move))
+            patches.set(memory_management, name, pinned(move, name == "load_models_gpu"))

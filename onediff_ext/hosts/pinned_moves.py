@@ -76,12 +76,40 @@ class PinnedMoves(TorchFunctionMode):
         """Do what was called, or the same with pinned memory."""
         kwargs = kwargs or {}
         if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
-            moved = self._move_out(args[0].detach())
+            moved = self._pinned_copy(args[0].detach())
             if moved is not None:
                 return moved
         return func(*args, **kwargs)
 
-    def _move_out(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def pin(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
+
+        Each keeps its identity and its numbers. Call it inside of the ``with`` block: what is left
+        when `PINNING_LIMIT_S` has passed stays for a later call.
+
+        Args:
+            tensors: Of any kind. Those that are no plain ones in main memory, small ones, and
+                views of a larger memory stay as they are.
+
+        Returns:
+            How many of them are pinned now.
+        """
+        pinned = 0
+        for tensor in tensors:
+            if not _stays_in_main_memory(tensor):
+                continue
+            if tensor.is_pinned():
+                pinned += 1
+                continue
+            # A parameter stays one of inference mode, or one of none.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                copied = None if self._is_off else self._pinned_copy(tensor.detach())
+                if copied is not None:
+                    tensor.data = copied
+                    pinned += 1
+        return pinned
+
+    def _pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if self._pinning_s > PINNING_LIMIT_S:
             return None
         needed_bytes = 1 << (tensor.nbytes - 1).bit_length()  # as torch rounds it
@@ -135,6 +163,16 @@ def main_memory_available() -> int:
     except ImportError:
         return 0
     return int(psutil.virtual_memory().available)
+
+
+def _stays_in_main_memory(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.nbytes >= MIN_BYTES
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
 
 
 def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.torch_versions import empty_pinned_cache
 from onediff_ext.hosts import pinned_moves
 from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
-from onediff_ext.hosts.forge_memory import move_through_pinned_memory
+from onediff_ext.hosts.forge_memory import StreamedLayers, move_through_pinned_memory
 from onediff_ext.hosts.pinned_moves import (
     MIN_BYTES,
     SPARE_BYTES,
@@ -279,9 +279,12 @@ def test_tensors_of_all_kinds_move_as_without() -> None:
 # ------------------------------------------------------------------ Forge and its descendants
 
 
-def test_moves_of_forge_go_through_it() -> None:
+def forge_memory(seen: list[Any], *models: nn.Module, device: torch.device = GPU) -> Any:
+    """As much of ``backend.memory_management`` as moves need; `seen` gets its calls."""
     memory: Any = ModuleType("memory_management")
-    seen: list[tuple[Any, ...]] = []
+    memory.current_loaded_models = [
+        SimpleNamespace(device=device, model=SimpleNamespace(model=model)) for model in models
+    ]
 
     def load_models_gpu(*args: Any, **kwargs: Any) -> str:
         modes = torch.overrides._get_current_function_mode_stack()
@@ -289,12 +292,135 @@ def test_moves_of_forge_go_through_it() -> None:
         return "loaded"
 
     memory.load_models_gpu = memory.free_memory = load_models_gpu
+    return memory
+
+
+def test_moves_of_forge_go_through_it() -> None:
+    seen: list[Any] = []
+    memory, moves = forge_memory(seen), PinnedMoves()
+    before = memory.load_models_gpu
     with Patches() as patches:
-        move_through_pinned_memory(memory, patches, PinnedMoves())
+        move_through_pinned_memory(memory, patches, moves, StreamedLayers(moves))
         assert memory.load_models_gpu([1], force=True) == "loaded"
         assert memory.free_memory(5, GPU) == "loaded"
-    assert memory.load_models_gpu is memory.free_memory is load_models_gpu
+    assert memory.load_models_gpu is memory.free_memory is before
     assert seen == [(([1],), {"force": True}, [PinnedMoves]), ((5, GPU), {}, [PinnedMoves])]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pinned memory and a GPU to wait for, where there is no GPU."""
+    seen: list[str] = []
+    known: set[int] = set()
+
+    def pinned_copy(_: PinnedMoves, tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.clone()
+        known.add(copied.data_ptr())
+        seen.append("pinned")
+        return copied
+
+    monkeypatch.setattr(PinnedMoves, "_pinned_copy", pinned_copy)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in known)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("waited"))
+    return seen
+
+
+def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str]) -> None:
+    model, moves = Model(), PinnedMoves()
+    expected, weight = numbers(model), model.linear.weight
+    memory, streamed = forge_memory([], model), StreamedLayers(moves)
+    with Patches() as patches:
+        move_through_pinned_memory(memory, patches, moves, streamed)
+        streamed.wait()
+        memory.free_memory(5, GPU)
+        assert waits == []  # nothing was pinned yet
+        memory.load_models_gpu([model])
+        assert waits == ["pinned"] * 2
+        memory.load_models_gpu([model])
+        streamed.wait()
+        assert waits[2:] == ["waited"] * 2
+        assert_same(model, expected)
+        assert model.linear.weight is weight is model.tied.weight
+        memory.current_loaded_models.clear()
+        memory.load_models_gpu([])
+        memory.free_memory(5, GPU)
+    assert waits[4:] == ["waited"]  # the last move that could write to them
+
+
+def test_models_that_no_gpu_reads_are_not_pinned(waits: list[str]) -> None:
+    moves = PinnedMoves()
+    with moves:
+        StreamedLayers(moves).pin(forge_memory([], Model(), device=torch.device("cpu")))
+        StreamedLayers(moves).pin(forge_memory([], "a model that is gone"))  # type: ignore[arg-type]
+        StreamedLayers(moves).pin(ModuleType("memory_management"))
+    assert waits == []
+
+
+def test_which_tensors_are_pinned_where_they_are(waits: list[str]) -> None:
+    class Packed(torch.Tensor):
+        """As quantized weights are."""
+
+    big, base = torch.randn(256, 256), torch.randn(2, 256, 256)
+    tensors = [
+        base[0], torch.randn(8), big.to_sparse(), big.to("meta"), big.as_subclass(Packed),
+    ]  # fmt: skip
+    moves = PinnedMoves()
+    assert moves.pin(tensors) == 0
+    assert waits == []
+    parameter = nn.Parameter(big.t(), requires_grad=True)
+    assert moves.pin([big, parameter]) == 2
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    assert parameter.stride() == (1, 256)
+
+
+def test_a_step_waits_but_not_while_it_is_recorded(
+    waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves, model = PinnedMoves(), Model()
+    streamed = StreamedLayers(moves)
+    streamed.pin(forge_memory([], model))
+    waits.clear()
+    image = torch.randn(1, SIZE)
+    expected = model.linear(image)
+    model.linear.register_forward_hook(streamed.wait)
+    assert torch.equal(model.linear(image), expected)
+    assert waits == ["waited"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model.linear(image)
+    assert waits == ["waited"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inference", [False, True])
+def test_streamed_layers_on_a_gpu(inference: bool) -> None:
+    moves, model = PinnedMoves(), Model()
+    model.conv.to(GPU)
+    expected = numbers(model)
+    with moves, torch.inference_mode(inference):
+        StreamedLayers(moves).pin(forge_memory([], model))
+    assert pinned(model) == {"linear.weight", "tied.weight"}
+    assert places(model) == {"cpu", "cuda"}
+    assert_same(model, expected)
+    assert not model.linear.weight.is_inference()
+    model.to(GPU)
+    with moves:
+        model.to("cpu")
+    assert_same(model, expected)
+
+
+@pytest.mark.gpu
+def test_streamed_layers_are_pinned_a_little_at_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moves = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3))), PinnedMoves()
+    expected = numbers(model)
+    empty_pinned_cache()
+    monkeypatch.setattr(pinned_moves, "PINNING_LIMIT_S", 0.0)
+    for count in (1, 2, 3, 3):
+        with moves:
+            assert moves.pin(model.parameters()) == count
+        assert len(pinned(model)) == count
+    assert_same(model, expected)
 
 
 # ------------------------------------------------------------------ A1111
