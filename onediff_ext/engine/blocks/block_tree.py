@@ -294,8 +294,7 @@ class BlockTree:
     def _describe_weights(self, lines: list[str]) -> None:
         weights, dtypes = [], set()
         for slot in self.slots:
-            weight = None if self.refusal_reason else slot.unmerged()
-            if weight is None:
+            if self.refusal_reason or (weight := slot.unmerged()) is None:
                 continue
             if not is_plain(weight):
                 self._refuse(f"{slot.path} is stored as {type(weight).__name__}")
@@ -334,9 +333,10 @@ class BlockTree:
         """Refuse a module that does not compute what its class says."""
         if inner and (module._forward_hooks or module._forward_pre_hooks):
             self._refuse(f"{what} has a hook or a replaced forward of another extension")
-        left = left_wrappers(module)
+        replaced = replaced_methods(module)
+        left = left_wrappers(module, replaced)
         self._left += left.values()
-        for name in replaced_methods(module):
+        for name in replaced:
             if name in left and left[name].passes():
                 continue
             if inner or name != "forward":

@@ -138,6 +138,7 @@ def extension_of(value: object) -> str | None:
     return extension_of_file(path) if path else None
 
 
+@functools.cache  # names of attributes are few
 def is_called_by_no_forward(name: str) -> bool:
     """Whether a method of this name has nothing to do with what a module computes.
 
@@ -207,7 +208,7 @@ def replaced_methods(module: object) -> dict[str, object]:
             if is_foreign(defining_module(value), ()):
                 found[name] = value
             continue
-        if is_called_by_no_forward(name) or not callable(value):
+        if not callable(value) or is_called_by_no_forward(name):
             continue
         if isinstance(value, nn.Module) or not callable(getattr(cls, name, None)):
             continue

@@ -140,8 +140,8 @@ class LeftOvers:
             name: Of an attribute that is neither a module nor a weight.
         """
         return (
-            not _is_container(module)
-            and name not in _mentioned_by(type(module))
+            name not in _mentioned_by(type(module))
+            and not _is_container(module)
             and name not in self._mentioned
             and not self._mentioned.walk
         )

@@ -94,16 +94,18 @@ class LeftWrapper:
         return below is not None and depth < _MOST_WRAPPERS and below.passes(depth + 1)
 
 
-def left_wrappers(module: nn.Module) -> dict[str, LeftWrapper]:
+def left_wrappers(
+    module: nn.Module, replaced: Mapping[str, object] | None = None
+) -> dict[str, LeftWrapper]:
     """Return the guarded wrappers on a module's methods, by the method's name.
 
     Args:
         module: A module of a host's model.
+        replaced: From `replaced_methods`, where it is known already.
     """
-    found = {
-        name: LeftWrapper.of(module, name, method)
-        for name, method in replaced_methods(module).items()
-    }
+    if replaced is None:
+        replaced = replaced_methods(module)
+    found = {name: LeftWrapper.of(module, name, method) for name, method in replaced.items()}
     return {name: wrapper for name, wrapper in found.items() if wrapper is not None}
 
 
