@@ -4,11 +4,15 @@ The WebUI runs on this machine with ``--api`` and the checkpoint to measure. The
 each size first; then OneDiff draws it after a warm-up, from the same seed. Milliseconds per step
 are the difference of two jobs, one with twice the steps, so VAE and PNG do not count. Seconds are
 of a whole request. With ``--switch-to`` the checkpoint is changed and changed back.
+
+``--breakdown FILE`` also says where a picture's seconds go. The WebUI has to be started by
+``python -m benchmarks.webui_phases FILE launch.py …`` for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -73,8 +77,11 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=3, help="of each size, after the first")
     parser.add_argument("--precision", default="exact", help=f"of {', '.join(PRECISIONS)}")
     parser.add_argument("--warm-up-limit-s", type=float, default=600)
+    parser.add_argument("--breakdown", type=Path, help="the file of benchmarks.webui_phases")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.breakdown is not None and not arguments.breakdown.parent.is_dir():
+        parser.error(f"--breakdown: {arguments.breakdown.parent} is no folder")
     run = Run(arguments)
     try:
         run.measure()
@@ -178,8 +185,10 @@ class Run:
             return self._webui.draw(chosen, task, steps=steps, **job)
 
         first = draw(steps)
+        before = len(self._phases())
         drawn = [draw(steps) for _ in range(self._given.pictures)]
         seconds = statistics.median(one.seconds for one in drawn)
+        phases = self._phases()[before:]
         longer = statistics.median(draw(2 * steps).seconds for _ in range(2))
         status = self._webui.status()
         row: dict[str, Any] = {
@@ -193,6 +202,9 @@ class Run:
             "ms_step": 1e3 * (longer - seconds) / (steps * strength),
             "line": status["line"] if name != "eager" else "eager",
         }
+        if phases:
+            row["phases"] = breakdown(phases, [one.seconds for one in drawn])
+            print(f"          {row['phases']}", flush=True)
         picture = drawn[-1].pictures[0].astype(np.float64)
         key = (self._checkpoint, size, task)
         if name == "eager":
@@ -201,6 +213,34 @@ class Run:
             row["captures"] = status["captures"]
             row["psnr_db"] = round(psnr_db(picture, self._eager[key]), 2)
         return row
+
+    def _phases(self) -> list[dict[str, float]]:
+        """The seconds by phase of each picture so far."""
+        path = self._given.breakdown
+        if path is None or not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def breakdown(phases: list[dict[str, float]], seconds: list[float]) -> dict[str, float]:
+    """Return the median seconds of each phase.
+
+    Args:
+        phases: Of each picture, as `benchmarks.webui_phases` writes them.
+        seconds: Of each picture's request. What is not in a phase is "the API's answer".
+
+    Raises:
+        ValueError: There is not one line of phases for each picture.
+    """
+    if len(phases) != len(seconds):
+        raise ValueError(
+            f"{len(phases)} lines for {len(seconds)} pictures: is the file another WebUI's?"
+        )
+    outside = [s - sum(one.values()) for s, one in zip(seconds, phases, strict=True)]
+    names = {name for one in phases for name in one}
+    found = {name: statistics.median(one.get(name, 0.0) for one in phases) for name in names}
+    found["the API's answer"] = statistics.median(outside)
+    return {name: round(found[name], 4) for name in sorted(found, key=found.__getitem__)[::-1]}
 
 
 if __name__ == "__main__":
