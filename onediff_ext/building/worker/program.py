@@ -22,10 +22,10 @@ import json
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from onediff_ext.building.worker.store_alone import BUILD_ALONE, STORE_ALONE, AloneWorker
 from onediff_ext.core.priority import give_memory_first, lower_priority
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers print to standard output, which must hold answers only
     requests: queue.SimpleQueue[_Request | AloneWorker] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(_own_input(), requests), daemon=True).start()
     _step_back(in_background="background" in arguments)
     import torch  # noqa: F401  (the slow part of starting, before "ready")
 
@@ -82,14 +82,32 @@ def _step_back(in_background: bool) -> None:
     give_memory_first()
 
 
-def _read_requests(requests: queue.SimpleQueue[_Request | AloneWorker]) -> None:
+def _own_input() -> TextIO:
+    """Return what was standard input, and leave an empty one to libraries and compilers.
+
+    While a thread waits for standard input, Windows answers no question about it. NumPy's libraries
+    ask when they are loaded, and each program that inherits it when it starts: they would wait for
+    the next request (github.com/numpy/numpy/issues/24290, github.com/python/cpython/issues/78961).
+    """
+    own_input = os.fdopen(os.dup(0), encoding="ascii")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return own_input
+
+
+def _read_requests(lines: TextIO, requests: queue.SimpleQueue[_Request | AloneWorker]) -> None:
     """Pass requests on until the parent ends; then end the process, with its compilers.
 
     A worker that goes on alone ends by itself.
+
+    Args:
+        lines: From the parent.
+        requests: Gets them.
     """
     alone = None
     with contextlib.suppress(OSError):  # without its lock it would lose its folder
-        for line in sys.stdin:
+        for line in lines:
             request = json.loads(line)
             if request["task"] in (STORE_ALONE, BUILD_ALONE):
                 if alone is None:
