@@ -27,22 +27,12 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from onediff_ext.building.worker.blame import MACHINE, MEMORY, blame_of
 from onediff_ext.building.worker.store_alone import BUILD_ALONE, STORE_ALONE, AloneWorker
 from onediff_ext.core.priority import give_memory_first, lower_priority
 from onediff_ext.core.words import first_line
 
 _Request = dict[str, str] | None  # None after the last one
-_NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
-_NO_MEMORY = (
-    "out of memory",
-    "Cannot allocate memory",
-    "MemoryError",
-    "error return without exception set",  # of C code that did not expect to run out of it
-    "bad_alloc",
-    "DefaultCPUAllocator",
-    "virtual memory exhausted",  # g++
-    "Killed signal",  # g++, when the system has ended its compiler
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -144,7 +134,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     try:
         program = load_program(Path(request["program"]).read_bytes(), device)
     except Exception as exc:  # the program was just written, so this process is at fault
-        blame = "machine" if _blame(exc) == "machine" else "memory"
+        blame = MACHINE if _blame(exc) == MACHINE else MEMORY
         return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
         is_new = request["task"] in ("build", BUILD_ALONE)
@@ -172,9 +162,4 @@ def _processor_s() -> float:
 
 def _blame(exc: BaseException) -> str:
     """Return what is at fault: the ``"graph"``, the ``"machine"``, or its ``"memory"``."""
-    text = str(exc)
-    if any(words in text for words in _NO_ROOM):
-        return "machine"
-    if isinstance(exc, MemoryError) or any(words in text for words in _NO_MEMORY):
-        return "memory"
-    return "graph"
+    return MEMORY if isinstance(exc, MemoryError) else blame_of(str(exc))
