@@ -1,7 +1,8 @@
 """The policy for a worker process that fails, dies or is killed.
 
 1. The worker's last words become an error (`worker_lost_error`). A signal from outside (a user, a
-   supervisor, the kernel when memory is short) is no fault of the program.
+   supervisor, the kernel when memory is short) is no fault of the program, and neither is a lack of
+   memory for the worker's own libraries.
 2. The job is tried again in another process, up to `CompileOptions.build_attempts` times. Two
    faults that no signal explains blame the program (`FAULTS_TO_BLAME`); only then does the store
    remember the failure.
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 
 from onediff_ext.building.build_jobs import Job
 from onediff_ext.building.event_log import EventLog
+from onediff_ext.building.worker.blame import MEMORY, blame_of
 from onediff_ext.core.errors import (
     MachineError,
     NoMemoryError,
@@ -70,10 +72,10 @@ def worker_lost_error(words: str) -> WorkerLostError:
         words: As `last_words` returns them.
 
     Returns:
-        A `WorkerKilledError` when a signal from outside ended the worker.
+        A `WorkerKilledError` when a signal from outside, or a lack of memory, ended the worker.
     """
     was_killed = any(words == f"killed by {name}" for name in _OUTSIDE)
-    error = WorkerKilledError if was_killed else WorkerLostError
+    error = WorkerKilledError if was_killed or blame_of(words) == MEMORY else WorkerLostError
     return error(f"The build worker died: {words}")
 
 

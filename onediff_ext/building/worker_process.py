@@ -24,6 +24,7 @@ import torch
 
 import onediff_ext
 from onediff_ext.building.build_folder import ALONE_LOCK
+from onediff_ext.building.worker.blame import MACHINE, MEMORY, blame_of
 from onediff_ext.building.worker.store_alone import BUILD_ALONE
 from onediff_ext.building.worker_failures import last_words, worker_lost_error
 from onediff_ext.core.errors import (
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _LOOK_AT_PACE_S = 1.0
-_BLAMED: dict[str, type[BackendError]] = {"machine": MachineError, "memory": WorkerKilledError}
+_BLAMED: dict[str, type[BackendError]] = {MACHINE: MachineError, MEMORY: WorkerKilledError}
 _PROGRAM, _GRAPH = "program.pt2", "graph.bin"  # in a worker's own folder
 _INSTALLED = ("site-packages", "dist-packages")
 _NO_ROOM_FOR_A_PROCESS = (errno.ENOMEM, errno.EAGAIN)
@@ -224,7 +225,7 @@ class WorkerProcess:
             target.unlink()
         except OSError as exc:
             self._end()
-            if exc.errno in _NO_ROOM_FOR_A_PROCESS:
+            if exc.errno in _NO_ROOM_FOR_A_PROCESS or blame_of(str(exc)) == MEMORY:
                 raise NoMemoryError(f"No build process can be started ({exc.strerror}).") from exc
             raise MachineError(
                 f"A build cannot work in {self._cache} ({exc.strerror or exc}).",

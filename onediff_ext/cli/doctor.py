@@ -57,12 +57,23 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     reason = make_backend("oneflow").unavailable_reason(device)
     yield True, f"oneflow backend, which is optional: {reason or 'available'}"
     if not has_gpu:
-        compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("cl")
-        hint = "install one (Debian: apt install g++); stored graphs load without"
-        yield compiler is not None, f"C++ compiler: {compiler or 'none: ' + hint}"
+        yield _compiler(os.name == "nt")
     for package in ("diffusers", "transformers", "peft", "PIL"):
         yield _importable(package)
     yield from _store_findings(arguments)
+
+
+def _compiler(windows: bool) -> tuple[bool, str]:
+    """Look for the C++ compiler that Inductor would use."""
+    names = (os.environ.get("CXX", "cl"),) if windows else ("g++", "clang++")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    hint = (
+        "start from the prompt of Visual Studio's Build Tools, in English"
+        if windows
+        else "install one (Debian: apt install g++)"
+    )
+    missing = f"none: {hint}; stored graphs load without"
+    return found is not None, f"C++ compiler: {found or missing}"
 
 
 def _importable(package: str) -> tuple[bool, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import os
 import platform
 import sys
 from pathlib import Path
@@ -58,14 +60,36 @@ def machine_digest(device: torch.device) -> str:
 
 
 def _libc() -> str:
-    return " ".join(platform.libc_ver()) or platform.version()
+    """Return the C library's version, or the system's where none is named: on Windows, macOS."""
+    try:
+        named = " ".join(filter(None, platform.libc_ver()))
+    except OSError:  # it looks for a name in Python's own program, which may be unreadable
+        named = ""
+    return named or platform.version()
 
 
 def _driver_version() -> str:
     version = Path("/proc/driver/nvidia/version")
     if version.exists():
         return version.read_text(encoding="utf-8", errors="replace").splitlines()[0]
-    return "unknown"
+    return _driver_version_of_nvml() or "unknown"
+
+
+def _driver_version_of_nvml() -> str | None:
+    """Ask NVIDIA's management library, which comes with the driver.
+
+    Windows and its Linux (WSL) have no file that tells.
+    """
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        version = ctypes.create_string_buffer(80)
+        error = nvml.nvmlSystemGetDriverVersion(version, ctypes.c_uint(len(version)))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no such library, or not NVIDIA's
+        return None
+    return None if error else version.value.decode(errors="replace")
 
 
 def _triton_version() -> str:

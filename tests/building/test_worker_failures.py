@@ -24,6 +24,11 @@ from tests.support.build_checks import draw_all, forget_load_check, nothing_is_h
 from tests.support.session_fixtures import InstantWorker
 
 TIMEOUT_S = 240
+# Of a worker that imports torch on Windows.
+TORCH_LACKS_MEMORY = (
+    "Traceback (most recent call last):",
+    "OSError: [WinError 1455] Die Auslagerungsdatei ist zu klein. Error loading cufft64_11.dll",
+)
 
 
 def no_room(*args, **kwargs):
@@ -60,6 +65,7 @@ def test_a_signal_from_outside_is_no_fault(job):
         (1, [], False, "exit code 1", False),
         (1, ["Traceback (most recent call last):", "KeyError: 1"], True, "KeyError: 1", False),
         (1, ["a warning"], True, "killed by another program", True),
+        (1, [*TORCH_LACKS_MEMORY], True, TORCH_LACKS_MEMORY[-1], True),
         (3, ["assertion failed"], True, "assertion failed", False),
         (0xC000013A, ["a warning"], True, "killed by Ctrl-C", True),
         (0xC0000017, [], True, "killed by the system, which has no memory", True),
@@ -172,6 +178,15 @@ def test_a_load_check_whose_worker_was_killed_is_not_held_against_the_graph(
     compile_pipe(small.pipe, session=session)
     draw_all(session, small)
     assert nothing_is_held_against_a_kind(session)
+
+
+def test_windows_without_memory_for_a_worker(tmp_path, monkeypatch):
+    def too_small(*args, **kwargs):
+        raise OSError(errno.EINVAL, "[WinError 1455] Die Auslagerungsdatei ist zu klein")
+
+    monkeypatch.setattr("onediff_ext.building.worker_process.subprocess.Popen", too_small)
+    with pytest.raises(NoMemoryError, match="No build process can be started"):
+        WorkerProcess("eager", tmp_path).build(b"", "cpu", TIMEOUT_S)
 
 
 def test_workers_that_cannot_be_started_fail_no_kind(open_session, small, monkeypatch):

@@ -19,6 +19,13 @@ from onediff_ext.core.errors import BackendError
         ("cc1plus: out of memory allocating 65536 bytes", "memory"),
         ("[Errno 28] No space left on device: '/tmp/x.so'", "machine"),
         ("The block cannot be traced: NameError: x", "graph"),
+        # Windows
+        ("Inductor failed: InvalidCxxCompiler: Compiler: cl is not found.", "machine"),
+        ("Torch.compile() is only support MSVC with English language pack,", "machine"),
+        ("[WinError 112] Es steht nicht genug Speicherplatz auf dem Datenträger", "machine"),
+        ("fatal error C1060: compiler is out of heap space", "memory"),
+        ("[WinError 1455] Die Auslagerungsdatei ist zu klein", "memory"),
+        ("[WinError 1450] Insufficient system resources", "graph"),
     ],
 )
 def test_by_what_was_said(text: str, blamed: str) -> None:

@@ -38,6 +38,19 @@ print(json.dumps({"package": onediff_ext.__file__, "worker": program.__file__,
                   "isolated": sys.flags.isolated, "user": sys.flags.no_user_site}), flush=True)
 """
 
+# A worker whose builds are a compiler that reads its standard input to the end.
+READS_INPUT = """
+import os, stat, subprocess, sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+from onediff_ext.building.worker import program
+def answer(request):
+    child = [sys.executable, "-c", "import sys; print(repr(sys.stdin.read()))"]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=20)
+    return {"read": done.stdout.strip(), "is_pipe": stat.S_ISFIFO(os.fstat(0).st_mode)}
+program._answer = answer
+sys.exit(program.main([]))
+"""
+
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -132,3 +145,27 @@ def test_a_worker_is_as_isolated_as_its_parent(tmp_path: Path, option: str) -> N
     assert bool(heard["isolated"]) == (option == "-I")
     assert bool(heard["user"]) == (option in ("-I", "-s"))
     assert heard["package"] == str(PACKAGE / "__init__.py")
+
+
+def test_standard_input_is_empty_for_libraries_and_compilers() -> None:
+    # On Windows they would wait until the worker's next request comes.
+    worker = subprocess.Popen(
+        [sys.executable, "-c", READS_INPUT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=PACKAGE.parent,
+        start_new_session=True,  # it ends its group
+    )
+    assert worker.stdin
+    assert worker.stdout
+    try:
+        for task in ("build", "check load"):
+            worker.stdin.write(json.dumps({"task": task}) + "\n")
+        worker.stdin.flush()
+        heard = [json.loads(worker.stdout.readline() or "null") for _ in range(3)]
+    finally:
+        worker.stdin.close()
+        worker.wait(20)
+        worker.stdout.close()
+    assert heard == [{"ready": True}, *[{"read": "''", "is_pipe": False}] * 2]

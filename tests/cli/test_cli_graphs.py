@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from onediff_ext.cli import doctor
 from onediff_ext.store.folder import encode_schema
 from tests.support.command_line import CommandLine
 
@@ -197,6 +198,17 @@ def test_doctor(command_line: CommandLine, store: Path) -> None:
     assert all(line.startswith(("ok ", "NO ")) for line in lines)
     assert ended.status == any(line.startswith("NO ") for line in lines)
     assert any(f"graph store {store}: {KINDS} graphs" in line for line in lines)
+
+
+def test_doctor_looks_for_the_compiler_that_inductor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", {"g++": "/bin/g++"}.get)
+    assert doctor._compiler(windows=False) == (True, "C++ compiler: /bin/g++")
+    found, line = doctor._compiler(windows=True)
+    assert not found
+    assert "Visual Studio" in line
+    monkeypatch.setattr("shutil.which", {"cl": r"C:\cl.exe"}.get)
+    assert doctor._compiler(windows=True) == (True, r"C++ compiler: C:\cl.exe")
 
 
 def test_doctor_finds_a_store_that_cannot_be_made(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from onediff_ext.core.priority import SessionPriorities, quick_switches
+from tests.support.systems import needs_sessions
 
 
 def _nice_of(pid: int | str) -> int:
@@ -35,6 +36,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
     process.wait()
 
 
+@needs_sessions
 def test_a_session_gives_way_and_takes_more_between_pictures(child: tuple[int, bool]) -> None:
     pid, own = child
     ours, giving_way, seen = _nice_of("self"), SessionPriorities(), []

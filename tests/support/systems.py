@@ -8,6 +8,9 @@ import signal
 import pytest
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, so a POSIX system")
+needs_sessions = pytest.mark.skipif(
+    not hasattr(os, "getsid"), reason="processes have no sessions, so needs a POSIX system"
+)
 needs_signals = pytest.mark.skipif(
     not hasattr(signal, "SIGKILL"), reason="ends processes by signals, so needs a POSIX system"
 )

@@ -13,12 +13,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 MODULES = ("fcntl", "resource", "termios")
-OF_OS = ("fork", "forkpty", "getpgid", "killpg", "memfd_create", "nice", "setpgid", "setsid")
+OF_OS = (
+    *("fork", "forkpty", "getloadavg", "getpgid", "getsid", "killpg", "memfd_create", "nice"),
+    *("sched_getaffinity", "setpgid", "setsid", "sysconf"),
+)
 OF_SIGNAL = ("SIGHUP", "SIGALRM", "SIGKILL", "SIGSTOP", "SIGCONT", "SIGUSR1", "pthread_sigmask")
+OF_TIME = ("clock_gettime", "clock_gettime_ns", "CLOCK_BOOTTIME")
 # They choose between systems when they are imported, and not by these names.
 _LIBRARIES = ("filelock", "diffusers", "transformers", "peft", "multiprocessing.util")
 _IN_WORKERS = """
@@ -34,7 +39,7 @@ def take_away() -> None:
     subprocess.Popen.kill = lambda process: process.send_signal(9)  # type: ignore[method-assign]
     for module in MODULES:
         sys.modules[module] = None  # type: ignore[assignment]
-    for holder, names in ((os, OF_OS), (signal, OF_SIGNAL)):
+    for holder, names in ((os, OF_OS), (signal, OF_SIGNAL), (time, OF_TIME)):
         for name in names:
             if hasattr(holder, name):
                 delattr(holder, name)

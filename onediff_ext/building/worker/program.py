@@ -22,27 +22,17 @@ import json
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
+from onediff_ext.building.worker.blame import MACHINE, MEMORY, blame_of
 from onediff_ext.building.worker.store_alone import BUILD_ALONE, STORE_ALONE, AloneWorker
 from onediff_ext.core.priority import give_memory_first, lower_priority
 from onediff_ext.core.words import first_line
 
 _Request = dict[str, str] | None  # None after the last one
-_NO_ROOM = ("No space left on device", "Disk quota exceeded", "No working C++ compiler")
-_NO_MEMORY = (
-    "out of memory",
-    "Cannot allocate memory",
-    "MemoryError",
-    "error return without exception set",  # of C code that did not expect to run out of it
-    "bad_alloc",
-    "DefaultCPUAllocator",
-    "virtual memory exhausted",  # g++
-    "Killed signal",  # g++, when the system has ended its compiler
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +40,7 @@ def main(arguments: list[str]) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers print to standard output, which must hold answers only
     requests: queue.SimpleQueue[_Request | AloneWorker] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(_own_input(), requests), daemon=True).start()
     _step_back(in_background="background" in arguments)
     import torch  # noqa: F401  (the slow part of starting, before "ready")
 
@@ -82,14 +72,32 @@ def _step_back(in_background: bool) -> None:
     give_memory_first()
 
 
-def _read_requests(requests: queue.SimpleQueue[_Request | AloneWorker]) -> None:
+def _own_input() -> TextIO:
+    """Return what was standard input, and leave an empty one to libraries and compilers.
+
+    While a thread waits for standard input, Windows answers no question about it. NumPy's libraries
+    ask when they are loaded, and each program that inherits it when it starts: they would wait for
+    the next request (github.com/numpy/numpy/issues/24290, github.com/python/cpython/issues/78961).
+    """
+    own_input = os.fdopen(os.dup(0), encoding="ascii")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return own_input
+
+
+def _read_requests(lines: TextIO, requests: queue.SimpleQueue[_Request | AloneWorker]) -> None:
     """Pass requests on until the parent ends; then end the process, with its compilers.
 
     A worker that goes on alone ends by itself.
+
+    Args:
+        lines: From the parent.
+        requests: Gets them.
     """
     alone = None
     with contextlib.suppress(OSError):  # without its lock it would lose its folder
-        for line in sys.stdin:
+        for line in lines:
             request = json.loads(line)
             if request["task"] in (STORE_ALONE, BUILD_ALONE):
                 if alone is None:
@@ -126,7 +134,7 @@ def _answer(request: dict[str, str]) -> dict[str, object]:
     try:
         program = load_program(Path(request["program"]).read_bytes(), device)
     except Exception as exc:  # the program was just written, so this process is at fault
-        blame = "machine" if _blame(exc) == "machine" else "memory"
+        blame = MACHINE if _blame(exc) == MACHINE else MEMORY
         return failed(f"The exported block cannot be read: {first_line(str(exc))}", blame)
     try:
         is_new = request["task"] in ("build", BUILD_ALONE)
@@ -154,9 +162,4 @@ def _processor_s() -> float:
 
 def _blame(exc: BaseException) -> str:
     """Return what is at fault: the ``"graph"``, the ``"machine"``, or its ``"memory"``."""
-    text = str(exc)
-    if any(words in text for words in _NO_ROOM):
-        return "machine"
-    if isinstance(exc, MemoryError) or any(words in text for words in _NO_MEMORY):
-        return "memory"
-    return "graph"
+    return MEMORY if isinstance(exc, MemoryError) else blame_of(str(exc))
