@@ -60,8 +60,8 @@ PIPELINE_NAMES = {
 }
 
 SMALL_GPU_RUNS = (
-    *("a1111-sd15-4gb", "neo-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb", "diffusers-sdxl-8gb"),
-    "neo-sdxl-12gb-hires",
+    *("a1111-sd15-4gb", "neo-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb", "forge-sdxl-8gb"),
+    *("diffusers-sdxl-8gb", "neo-sdxl-12gb-hires"),
 )
 
 Figures = dict[str, Any]
