@@ -67,7 +67,7 @@ class StreamedLayers:
         self._are_pinned = False
 
     def pin(self, memory_management: Any) -> None:
-        """Pin layers of the models that the host has loaded, inside of the moves' ``with`` block.
+        """Pin layers of the models that the host has loaded, after the moves' ``with`` block.
 
         Args:
             memory_management: The host's Python module.
@@ -75,8 +75,10 @@ class StreamedLayers:
         weights = [
             weight
             for loaded in getattr(memory_management, "current_loaded_models", ())
-            if getattr(loaded.device, "type", None) == "cuda"
-            and isinstance(model := getattr(loaded.model, "model", None), nn.Module)
+            if getattr(getattr(loaded, "device", None), "type", None) == "cuda"
+            and isinstance(
+                model := getattr(getattr(loaded, "model", None), "model", None), nn.Module
+            )
             for weight in model.parameters()
         ]
         self._are_pinned = self._moves.pin(weights) > 0
@@ -104,8 +106,8 @@ def move_through_pinned_memory(
             streamed.wait()
             with moves:
                 moved = move(*args, **kwargs)
-                if loads:
-                    streamed.pin(memory_management)
+            if loads:
+                streamed.pin(memory_management)
             return moved
 
         return moving

@@ -74,8 +74,10 @@ class PinnedMoves(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Do what was called, or the same with pinned memory."""
+        if func is not _TO or self._is_off:  # most of what a host does while it moves models
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
+        if _moves_out(*args, **kwargs):
             moved = self._pinned_copy(args[0].detach())
             if moved is not None:
                 return moved
@@ -84,8 +86,9 @@ class PinnedMoves(TorchFunctionMode):
     def pin(self, tensors: Iterable[torch.Tensor]) -> int:
         """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
 
-        Each keeps its identity and its numbers. Call it inside of the ``with`` block: what is left
-        when `PINNING_LIMIT_S` has passed stays for a later call.
+        Each keeps its identity and its numbers. Call it after the ``with`` block, where looking at
+        many tensors is cheap. It takes what that block has left of `PINNING_LIMIT_S`; the rest of
+        the tensors stays for a later call.
 
         Args:
             tensors: Of any kind. Those that are no plain ones in main memory, small ones, and

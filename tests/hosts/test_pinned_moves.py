@@ -350,10 +350,9 @@ def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str
 
 def test_models_that_no_gpu_reads_are_not_pinned(waits: list[str]) -> None:
     moves = PinnedMoves()
-    with moves:
-        StreamedLayers(moves).pin(forge_memory([], Model(), device=torch.device("cpu")))
-        StreamedLayers(moves).pin(forge_memory([], "a model that is gone"))  # type: ignore[arg-type]
-        StreamedLayers(moves).pin(ModuleType("memory_management"))
+    StreamedLayers(moves).pin(forge_memory([], Model(), device=torch.device("cpu")))
+    StreamedLayers(moves).pin(forge_memory([], "a model that is gone"))  # type: ignore[arg-type]
+    StreamedLayers(moves).pin(ModuleType("memory_management"))
     assert waits == []
 
 
@@ -398,7 +397,7 @@ def test_streamed_layers_on_a_gpu(inference: bool) -> None:
     moves, model = PinnedMoves(), Model()
     model.conv.to(GPU)
     expected = numbers(model)
-    with moves, torch.inference_mode(inference):
+    with torch.inference_mode(inference):
         StreamedLayers(moves).pin(forge_memory([], model))
     assert pinned(model) == {"linear.weight", "tied.weight"}
     assert places(model) == {"cpu", "cuda"}
@@ -418,7 +417,8 @@ def test_streamed_layers_are_pinned_a_little_at_each_move(monkeypatch: pytest.Mo
     monkeypatch.setattr(pinned_moves, "PINNING_LIMIT_S", 0.0)
     for count in (1, 2, 3, 3):
         with moves:
-            assert moves.pin(model.parameters()) == count
+            pass  # the next move of the host
+        assert moves.pin(model.parameters()) == count
         assert len(pinned(model)) == count
     assert_same(model, expected)
 
