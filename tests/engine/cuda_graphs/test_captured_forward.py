@@ -6,8 +6,10 @@ CUDA graphs need a GPU; here a recorder for CPUs records what they record.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -552,3 +554,29 @@ def test_a_look_at_a_model_calls_nobody_who_listens_to_audit_events() -> None:
         [sys.executable, "-c", AUDITED], capture_output=True, text=True, timeout=240, check=False
     )
     assert (found.returncode, found.stdout) == (0, "0\n"), found.stderr
+
+
+def test_memory_of_dropped_graphs_needs_no_garbage_collection(
+    pipe: Any, session: Session, recorder: FrozenRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection takes half a second in a large process, and hosts for small GPUs drop graphs in
+    each picture."""
+    made = weakref.WeakSet[Any]()
+    record = recorder.record
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.add(recording := record(*args, **kwargs))
+        return recording
+
+    monkeypatch.setattr(recorder, "record", noted)
+    settle(pipe)
+    for seed in range(10, 14):
+        assert_right(pipe, seed)
+    gc.collect()
+    assert len(made) >= 1
+    gc.disable()
+    try:
+        session.cuda_graphs.drop_all("the host needs their memory")
+        assert len(made) == 0
+    finally:
+        gc.enable()
