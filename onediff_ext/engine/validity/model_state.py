@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from torch import nn
 
-from onediff_ext.engine.validity.foreign_code import global_hook_reason
+from onediff_ext.engine.validity.foreign_code import global_hook_reason, patched_class_reason
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
 from onediff_ext.engine.validity.module_attributes import ModuleAttributes
 from onediff_ext.engine.validity.python_code import PythonCode
@@ -80,7 +80,7 @@ class ModelState:
             helper, a replaced function of torch, a hook or mode that runs around all modules.
         """
         for cls in sorted(self._classes, key=lambda cls: f"{cls.__module__}.{cls.__qualname__}"):
-            reason = self._code.class_reason(cls, trusted)
+            reason = patched_class_reason(cls, trusted) or self._code.helper_reason(cls, trusted)
             if reason is not None:
                 return reason
         return self._code.torch_reason(trusted) or self._global_hook_reason

@@ -20,7 +20,6 @@ from onediff_ext.engine.validity.foreign_code import (
     MODULES_OF_FUNCTIONAL,
     TORCH_OPERATORS,
     functional_names,
-    patched_class_reason,
     replaced_torch_function_reason,
 )
 from onediff_ext.engine.validity.helper_functions import (
@@ -57,7 +56,7 @@ class PythonCode:
         self._epoch: Hashable = None  # the last one in which code objects were read
         self._torch_reasons: dict[Sequence[str], str | None] = {}
         self._helpers: dict[type, list[tuple[Mapping[str, Any], list[str]]]] = {}
-        self._class_reasons: dict[tuple[type, Sequence[str]], str | None] = {}
+        self._helper_reasons: dict[tuple[type, Sequence[str]], str | None] = {}
         self._first = FirstCode()
         self._contents: Mapping[types.FunctionType, tuple[Any, ...]] | None = None
         self._newest = self._generation = 0
@@ -133,7 +132,7 @@ class PythonCode:
             self._epoch = epoch
             if not is_equal(found, self._readings[self._generation]):
                 self._torch_reasons.clear()
-                self._class_reasons.clear()
+                self._helper_reasons.clear()
                 self._contents = None
                 self._generation = self._generation_of(found)
             self._moment = moment
@@ -154,10 +153,8 @@ class PythonCode:
             ) or self._first.reason_of_torch(self._contents_now())
         return self._torch_reasons[key]
 
-    def class_reason(self, cls: type, trusted: Sequence[str] = ()) -> str | None:
-        """Return why what a class runs is not its own, or not what it was, or None.
-
-        That is: its methods, and what they call.
+    def helper_reason(self, cls: type, trusted: Sequence[str] = ()) -> str | None:
+        """Return why a class's methods, or what they call, are not what they were, or None.
 
         It is computed once for each generation.
 
@@ -166,18 +163,16 @@ class PythonCode:
             trusted: Prefixes of modules whose patches are known.
         """
         key = (cls, tuple(trusted))
-        if key not in self._class_reasons:
+        if key not in self._helper_reasons:
             found = (
                 replaced_helper_reason(namespace, names, trusted)
                 for base in cls.__mro__[:-1]
                 for namespace, names in self._helpers.get(base, ())
             )
-            self._class_reasons[key] = (
-                patched_class_reason(cls, trusted)
-                or next(filter(None, found), None)
-                or self._first.reason_of(cls, self._helpers, self._contents_now())
+            self._helper_reasons[key] = next(filter(None, found), None) or self._first.reason_of(
+                cls, self._helpers, self._contents_now()
             )
-        return self._class_reasons[key]
+        return self._helper_reasons[key]
 
     def _generation_of(self, found: list[Any]) -> int:
         """Return the number of an equal earlier reading, or a new one."""

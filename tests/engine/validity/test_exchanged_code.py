@@ -32,7 +32,7 @@ class Asking(nn.Module):
     def forward(self, x: Any) -> Any:
         self.replaced = nn.Module.__call__ is not self.own_call
         self.code.current_generation()
-        self.reasons += [self.code.class_reason(nn.SiLU), self.code.torch_reason()]
+        self.reasons += [self.code.helper_reason(nn.SiLU), self.code.torch_reason()]
         return self.layer(x)
 
     own_call = nn.Module.__call__
@@ -57,7 +57,7 @@ def test_classes_that_are_seen_first_while_torch_traces() -> None:
     assert asking.replaced
     assert asking.reasons == ["watched later", None, None]
     code.current_generation()
-    assert code.class_reason(nn.SiLU) is None
+    assert code.helper_reason(nn.SiLU) is None
 
 
 def test_a_property_of_tensors(monkeypatch: Any) -> None:
@@ -78,14 +78,14 @@ def test_a_method_and_its_return(monkeypatch: Any) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(nn.SiLU, "forward", nn.Mish.forward)
         code.current_generation()
-        assert code.class_reason(nn.SiLU) == "SiLU.forward is not what it was"
+        assert code.helper_reason(nn.SiLU) == "SiLU.forward is not what it was"
         assert code.torch_reason() is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "sigmoid", torch.tanh)
         code.current_generation()
         assert code.torch_reason() == "torch.sigmoid is not what it was"
     code.current_generation()
-    assert code.class_reason(nn.SiLU) is None
+    assert code.helper_reason(nn.SiLU) is None
     assert code.torch_reason() is None
 
 
@@ -123,11 +123,11 @@ def test_our_own_stand_ins_in_a_host_are_no_other_code(
             move_through_pinned_memory(memory, patches, moves, StreamedLayers(moves))
             code.watch([cls])
             code.current_generation()
-            assert code.class_reason(cls) is None
+            assert code.helper_reason(cls) is None
         code.current_generation()
-        assert code.class_reason(cls) is None
+        assert code.helper_reason(cls) is None
     # What it stands for counts.
     monkeypatch.setattr(memory, "get_free_memory", memory.free_memory)
     code.current_generation()
-    reason = code.class_reason(cls)
+    reason = code.helper_reason(cls)
     assert reason == "a_host.memory_management.get_free_memory is not what it was"
