@@ -43,14 +43,13 @@ PHASES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "modules.processing": {
         "rest of the host": ("process_images_inner",),
         "text encoders": (
-            *(
-                "StableDiffusionProcessing.setup_conds",
-                "StableDiffusionProcessingTxt2Img.setup_conds",
-            ),
+            "StableDiffusionProcessing.setup_conds",
+            "StableDiffusionProcessingTxt2Img.setup_conds",
         ),
         "image to latents": ("StableDiffusionProcessingImg2Img.init",),
         SAMPLER: (
-            *("StableDiffusionProcessingTxt2Img.sample", "StableDiffusionProcessingImg2Img.sample"),
+            "StableDiffusionProcessingTxt2Img.sample",
+            "StableDiffusionProcessingImg2Img.sample",
         ),
         "VAE": ("decode_latent_batch",),
     },

@@ -74,10 +74,8 @@ class PinnedMoves(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Do what was called, or the same with pinned memory."""
-        if func is not _TO or self._is_off:  # most of what a host does while it moves models
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if _moves_out(*args, **kwargs):
+        if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
             moved = self._pinned_copy(args[0].detach())
             if moved is not None:
                 return moved
