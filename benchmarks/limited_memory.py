@@ -6,12 +6,12 @@ limit's. What another process takes does not count, so a build worker is charged
 
 from __future__ import annotations
 
-import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.run_program import run_program
 
 # What a CUDA context and its libraries take beside torch's own memory.
 CONTEXT_BYTES = 2**29
@@ -19,12 +19,9 @@ CONTEXT_BYTES = 2**29
 
 def main() -> None:
     """Run a program as Python itself would, with this GPU limited. Without a GPU nothing is."""
-    gigabytes, program = float(sys.argv[1]), sys.argv[2]
     if torch.cuda.is_available():
-        limit_memory(gigabytes)
-    sys.argv = sys.argv[2:]
-    sys.path[0] = str(Path(program).resolve().parent)
-    runpy.run_path(program, run_name="__main__")
+        limit_memory(float(sys.argv[1]))
+    run_program(sys.argv[2:])
 
 
 def limit_memory(gigabytes: float) -> None:

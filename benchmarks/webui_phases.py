@@ -15,7 +15,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import json
-import runpy
 import sys
 import time
 import weakref
@@ -23,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from benchmarks.run_program import run_program
 
 REQUEST, STEPS, SAMPLER = "rest of the request", "UNet", "sampler"
 _SCRIPTS = tuple(
@@ -239,16 +240,14 @@ class TimingFinder(importlib.abc.MetaPathFinder):
 
 def main() -> None:
     """Run a WebUI's launcher."""
-    path, program = Path(sys.argv[1]).absolute(), sys.argv[2]
+    path = Path(sys.argv[1]).absolute()
 
     def write(seconds: dict[str, float]) -> None:
         with path.open("a", encoding="utf-8") as file:
             print(json.dumps({name: round(s, 5) for name, s in seconds.items()}), file=file)
 
     sys.meta_path.insert(0, TimingFinder(Stopwatch(_synchronize, write)))
-    sys.argv = sys.argv[2:]
-    sys.path[0] = str(Path(program).resolve().parent)
-    runpy.run_path(program, run_name="__main__")
+    run_program(sys.argv[2:])
 
 
 def _synchronize() -> None:
