@@ -19,11 +19,7 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.forge_denoisers import UNETS, Denoiser, StepNoise, denoiser_of
-from onediff_ext.hosts.forge_memory import (
-    StreamedLayers,
-    move_through_pinned_memory,
-    share_with,
-)
+from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
@@ -51,8 +47,9 @@ class ForgeFamilyHost(WebUIHost):
 
     def __init__(self) -> None:
         self._embeddings = TimestepEmbeddings()
-        self._moves = PinnedMoves()
-        self._streamed = StreamedLayers(self._moves)
+        moves = PinnedMoves()
+        self._streamed = StreamedLayers(moves)
+        self._memory = MemoryFunctions(moves, self._streamed)
 
     def rules(self) -> Sequence[WrapperRule]:
         return ()  # LoRAs are merged into the weights
@@ -220,11 +217,10 @@ class ForgeFamilyHost(WebUIHost):
         make_room: Callable[[int, torch.device], None],
         returnable: Callable[[], int],
     ) -> None:
-        share_with(self.memory_management(), patches, make_room, returnable)
+        self._memory.share(self.memory_management(), patches, make_room, returnable)
 
     def speed_up_moves(self, patches: Patches) -> None:
-        memory = self.memory_management()
-        move_through_pinned_memory(memory, patches, self._moves, self._streamed)
+        self._memory.speed_up_moves(self.memory_management(), patches)
 
     def make_capturable(self, patches: Patches, unet: nn.Module) -> None:
         """Make it possible to record a UNet's or transformer's forward as a CUDA graph."""

@@ -17,40 +17,6 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 
 
-def share_with(
-    memory_management: Any,
-    patches: Patches,
-    make_room: Callable[[int, torch.device], None],
-    returnable: Callable[[], int],
-) -> None:
-    """Let the host's memory management take memory from CUDA graphs.
-
-    Args:
-        memory_management: The host's Python module.
-        patches: Makes the changes and undoes them.
-        make_room, returnable: As for `WebUIHost.share_memory`.
-    """
-    free_memory = getattr(memory_management, "free_memory", None)
-    get_free_memory = getattr(memory_management, "get_free_memory", None)
-    if free_memory is None or get_free_memory is None:
-        return
-
-    def freeing(memory_required: float, device: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(device, "type", None) == "cuda":
-            make_room(int(min(memory_required, 2**62)), device)
-        return free_memory(memory_required, device, *args, **kwargs)
-
-    def counting(dev: Any = None, torch_free_too: bool = False) -> Any:
-        free = get_free_memory(dev, torch_free_too)
-        if getattr(dev or memory_management.get_torch_device(), "type", None) != "cuda":
-            return free
-        more = returnable()
-        return (free[0] + more, free[1]) if torch_free_too else free + more
-
-    patches.set(memory_management, "free_memory", freeing)
-    patches.set(memory_management, "get_free_memory", counting)
-
-
 class StreamedLayers:
     """Layers that the host leaves in main memory and streams to the GPU at each step.
 
@@ -89,29 +55,93 @@ class StreamedLayers:
             torch.cuda.synchronize()
 
 
-def move_through_pinned_memory(
-    memory_management: Any, patches: Patches, moves: PinnedMoves, streamed: StreamedLayers
-) -> None:
-    """Let the host's memory management move models, and parts of them, through pinned memory.
+class MemoryFunctions:
+    """Functions of a host's memory management, and what takes their places while a job runs.
+
+    Blocks call some of them, and a new function there would mean that code of the process has
+    changed, so that each block is examined again. So a function of the host has one replacement,
+    which all jobs use.
 
     Args:
-        memory_management: The host's Python module.
-        patches: Makes the changes and undoes them.
         moves: Entered around whatever moves models.
         streamed: Takes care of what the host does not move.
     """
 
-    def pinned(move: Callable[..., Any], loads: bool) -> Callable[..., Any]:
-        def moving(*args: Any, **kwargs: Any) -> Any:
-            streamed.wait()
-            with moves:
-                moved = move(*args, **kwargs)
-            if loads:
-                streamed.pin(memory_management)
-            return moved
+    def __init__(self, moves: PinnedMoves, streamed: StreamedLayers) -> None:
+        self._moves, self._streamed = moves, streamed
+        self._made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._make_room: Callable[[int, torch.device], None] = lambda *_: None
+        self._returnable: Callable[[], int] = lambda: 0
 
-        return moving
+    def share(
+        self,
+        memory_management: Any,
+        patches: Patches,
+        make_room: Callable[[int, torch.device], None],
+        returnable: Callable[[], int],
+    ) -> None:
+        """Let the host take memory from CUDA graphs.
 
-    for name in ("free_memory", "load_models_gpu"):
-        if (move := getattr(memory_management, name, None)) is not None:
-            patches.set(memory_management, name, pinned(move, name == "load_models_gpu"))
+        Args:
+            memory_management: The host's Python module.
+            patches: Makes the changes and undoes them.
+            make_room, returnable: As for `WebUIHost.share_memory`.
+        """
+        self._make_room, self._returnable = make_room, returnable
+        free_memory = getattr(memory_management, "free_memory", None)
+        get_free_memory = getattr(memory_management, "get_free_memory", None)
+        if free_memory is None or get_free_memory is None:
+            return
+
+        def freeing(memory_required: float, device: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(device, "type", None) == "cuda":
+                self._make_room(int(min(memory_required, 2**62)), device)
+            return free_memory(memory_required, device, *args, **kwargs)
+
+        def counting(dev: Any = None, torch_free_too: bool = False) -> Any:
+            free = get_free_memory(dev, torch_free_too)
+            if getattr(dev or memory_management.get_torch_device(), "type", None) != "cuda":
+                return free
+            more = self._returnable()
+            return (free[0] + more, free[1]) if torch_free_too else free + more
+
+        self._replace(memory_management, patches, "free_memory", "shared", freeing)
+        self._replace(memory_management, patches, "get_free_memory", "shared", counting)
+
+    def speed_up_moves(self, memory_management: Any, patches: Patches) -> None:
+        """Let the host move models, and parts of them, through pinned memory.
+
+        Args:
+            memory_management: The host's Python module.
+            patches: Makes the changes and undoes them.
+        """
+
+        def pinned(move: Callable[..., Any], loads: bool) -> Callable[..., Any]:
+            def moving(*args: Any, **kwargs: Any) -> Any:
+                self._streamed.wait()
+                with self._moves:
+                    moved = move(*args, **kwargs)
+                if loads:
+                    self._streamed.pin(memory_management)
+                return moved
+
+            return moving
+
+        for name in ("free_memory", "load_models_gpu"):
+            if (move := getattr(memory_management, name, None)) is not None:
+                moving = pinned(move, name == "load_models_gpu")
+                self._replace(memory_management, patches, name, "moved", moving)
+
+    def _replace(
+        self,
+        memory_management: Any,
+        patches: Patches,
+        name: str,
+        purpose: str,
+        made: Callable[..., Any],
+    ) -> None:
+        """Put a replacement in a function's place: the last one for this function, or the new."""
+        own, key = getattr(memory_management, name), f"{name}, {purpose}"
+        if key not in self._made or self._made[key][0] is not own:
+            self._made[key] = own, made
+        patches.set(memory_management, name, self._made[key][1])

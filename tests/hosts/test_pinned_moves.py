@@ -15,7 +15,7 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.torch_versions import empty_pinned_cache
 from onediff_ext.hosts import pinned_moves
 from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
-from onediff_ext.hosts.forge_memory import StreamedLayers, move_through_pinned_memory
+from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
 from onediff_ext.hosts.pinned_moves import (
     MIN_BYTES,
     SPARE_BYTES,
@@ -300,7 +300,7 @@ def test_moves_of_forge_go_through_it() -> None:
     memory, moves = forge_memory(seen), PinnedMoves()
     before = memory.load_models_gpu
     with Patches() as patches:
-        move_through_pinned_memory(memory, patches, moves, StreamedLayers(moves))
+        MemoryFunctions(moves, StreamedLayers(moves)).speed_up_moves(memory, patches)
         assert memory.load_models_gpu([1], force=True) == "loaded"
         assert memory.free_memory(5, GPU) == "loaded"
     assert memory.load_models_gpu is memory.free_memory is before
@@ -331,7 +331,7 @@ def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str
     expected, weight = numbers(model), model.linear.weight
     memory, streamed = forge_memory([], model), StreamedLayers(moves)
     with Patches() as patches:
-        move_through_pinned_memory(memory, patches, moves, streamed)
+        MemoryFunctions(moves, streamed).speed_up_moves(memory, patches)
         streamed.wait()
         memory.free_memory(5, GPU)
         assert waits == []  # nothing was pinned yet

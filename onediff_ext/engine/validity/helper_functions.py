@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +17,8 @@ Namespace = Mapping[str, Any]
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _CONSTANT = (type(None), bool, int, float, str)
+
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 _names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -102,7 +105,16 @@ def _named_in(
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """The names that code reads, as globals or attributes. A global that is only written is none.
+
+    Such a global tells of the last call: Forge notes in one whether memory was freed.
+    """
+    if _STORE_GLOBAL in code.co_code[::2]:  # also where a cache entry looks like it
+        for step in dis.get_instructions(code):
+            if step.opcode in dis.hasname and step.opcode != _STORE_GLOBAL:
+                yield step.argval
+    else:
+        yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)

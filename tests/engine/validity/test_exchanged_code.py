@@ -12,11 +12,7 @@ from torch import fx, nn
 
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.validity.python_code import PythonCode
-from onediff_ext.hosts.forge_memory import (
-    StreamedLayers,
-    move_through_pinned_memory,
-    share_with,
-)
+from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 
 
@@ -105,7 +101,7 @@ class Attention(nn.Module):
 def test_our_own_stand_ins_in_a_host_are_no_other_code(
     monkeypatch: pytest.MonkeyPatch, is_patched_at_first: bool
 ) -> None:
-    """Forge's slicing attention calls `get_free_memory`. Each job replaces it by a new function."""
+    """Forge's slicing attention calls `get_free_memory`. Each job replaces it."""
     names = ("a_host", "a_host.memory_management", "a_host.attention")
     package, memory, attention = (ModuleType(name) for name in names)
     for name, module in zip(names, (package, memory, attention), strict=True):
@@ -116,18 +112,68 @@ def test_our_own_stand_ins_in_a_host_are_no_other_code(
     cls, code = attention.Attention, PythonCode()
     if not is_patched_at_first:
         code.watch([cls])
-    for _ in range(2):
+    moves, generations = PinnedMoves(), list[int]()
+    functions = MemoryFunctions(moves, StreamedLayers(moves))
+    for _ in range(3):
         with Patches() as patches:
-            share_with(memory, patches, lambda *_: None, lambda: 0)
-            moves = PinnedMoves()
-            move_through_pinned_memory(memory, patches, moves, StreamedLayers(moves))
+            functions.share(memory, patches, lambda *_: None, lambda: 0)
+            functions.speed_up_moves(memory, patches)
             code.watch([cls])
-            code.current_generation()
+            generations.append(code.current_generation())
             assert code.helper_reason(cls) is None
         code.current_generation()
         assert code.helper_reason(cls) is None
+    assert len(set(generations)) == 1  # else each job would examine all blocks again
     # What it stands for counts.
     monkeypatch.setattr(memory, "get_free_memory", memory.free_memory)
     code.current_generation()
     reason = code.helper_reason(cls)
     assert reason == "a_host.memory_management.get_free_memory is not what it was"
+
+
+NOTES_A_STATE = """
+from a_host import memory_management
+
+class Attention:
+    def forward(self, x):
+        memory_management.free_memory()
+        return x * memory_management.factor
+"""
+
+
+def test_a_global_that_is_only_written_is_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forge's slicing attention empties torch's cache, which notes that this was done."""
+    names = ("a_host", "a_host.memory_management", "a_host.attention")
+    package, memory, attention = (ModuleType(name) for name in names)
+    for name, module in zip(names, (package, memory, attention), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    freeing = "factor = 2\nis_due = False\ndef free_memory():\n    global is_due\n    is_due = False"
+    exec(freeing, vars(memory))
+    vars(package)["memory_management"] = memory
+    exec(NOTES_A_STATE, vars(attention))
+    code = PythonCode()
+    code.watch([attention.Attention])
+    first = code.current_generation()
+    monkeypatch.setattr(memory, "is_due", True)
+    assert code.current_generation() == first
+    monkeypatch.setattr(memory, "factor", 3)
+    assert code.current_generation() != first
+
+
+def test_a_global_that_is_written_and_read_is_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("a_host")
+    monkeypatch.setitem(sys.modules, "a_host", module)
+    source = """
+sign = 1
+class Block:
+    def forward(self, x):
+        global sign
+        x, sign = sign * x, 1
+        return x
+"""
+    exec(source, vars(module))
+    code = PythonCode()
+    code.watch([module.Block])
+    first = code.current_generation()
+    monkeypatch.setattr(module, "sign", -1)
+    assert code.current_generation() != first

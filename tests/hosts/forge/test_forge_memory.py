@@ -14,7 +14,8 @@ import torch
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner
-from onediff_ext.hosts.forge_memory import share_with
+from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
+from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.fake_gpu import GB
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
@@ -39,6 +40,11 @@ def host_memory() -> Any:
     return memory
 
 
+def memory_functions() -> MemoryFunctions:
+    moves = PinnedMoves()
+    return MemoryFunctions(moves, StreamedLayers(moves))
+
+
 def test_cuda_graphs_go_before_the_host_unloads_a_model() -> None:
     memory, patches = host_memory(), Patches()
 
@@ -46,7 +52,7 @@ def test_cuda_graphs_go_before_the_host_unloads_a_model() -> None:
         assert (needed_bytes, device) == (3 * GB, GPU)
         memory.free = 4 * GB
 
-    share_with(memory, patches, make_room, lambda: 0)
+    memory_functions().share(memory, patches, make_room, lambda: 0)
     memory.free_memory(3 * GB, GPU, keep_loaded=[])
     assert memory.unloaded == []
     patches.undo()
@@ -58,7 +64,7 @@ def test_cuda_graphs_go_before_the_host_unloads_a_model() -> None:
 def test_what_can_be_given_back_counts_as_free() -> None:
     memory = host_memory()
     with Patches() as patches:
-        share_with(memory, patches, lambda *_: None, lambda: GB)
+        memory_functions().share(memory, patches, lambda *_: None, lambda: GB)
         assert memory.get_free_memory() == 3 * GB
         assert memory.get_free_memory(GPU, torch_free_too=True) == (3 * GB, GB)
         assert memory.get_free_memory(torch.device("cpu")) == 2 * GB
@@ -69,7 +75,7 @@ def test_all_memory_may_be_asked_for() -> None:
     asked: list[int] = []
     memory = host_memory()
     with Patches() as patches:
-        share_with(memory, patches, lambda needed, _: asked.append(needed), lambda: 0)
+        memory_functions().share(memory, patches, lambda needed, _: asked.append(needed), lambda: 0)
         memory.free_memory(1e30, GPU)  # the host unloads everything
         memory.free_memory(1e30, torch.device("cpu"))
     assert asked == [2**62]
