@@ -131,7 +131,15 @@ def test_our_own_stand_ins_in_a_host_are_no_other_code(
     assert reason == "a_host.memory_management.get_free_memory is not what it was"
 
 
-NOTES_A_STATE = """
+FREEING = """
+factor = 2
+is_due = False
+
+def free_memory():
+    global is_due
+    is_due = False
+"""
+CALLS_IT = """
 from a_host import memory_management
 
 class Attention:
@@ -147,10 +155,12 @@ def test_a_global_that_is_only_written_is_no_code(monkeypatch: pytest.MonkeyPatc
     package, memory, attention = (ModuleType(name) for name in names)
     for name, module in zip(names, (package, memory, attention), strict=True):
         monkeypatch.setitem(sys.modules, name, module)
-    freeing = "factor = 2\nis_due = False\ndef free_memory():\n    global is_due\n    is_due = False"
+    freeing = (
+        "factor = 2\nis_due = False\ndef free_memory():\n    global is_due\n    is_due = False"
+    )
     exec(freeing, vars(memory))
     vars(package)["memory_management"] = memory
-    exec(NOTES_A_STATE, vars(attention))
+    exec(CALLS_IT, vars(attention))
     code = PythonCode()
     code.watch([attention.Attention])
     first = code.current_generation()
