@@ -45,7 +45,7 @@ class StreamedLayers:
             and isinstance(
                 model := getattr(getattr(loaded, "model", None), "model", None), nn.Module
             )
-            for weight in model.parameters()
+            for weight in _parameters(model)
         ]
         self._are_pinned = self._moves.pin(weights) > 0
 
@@ -145,3 +145,14 @@ class MemoryFunctions:
         if key not in self._made or self._made[key][0] is not own:
             self._made[key] = own, made
         patches.set(memory_management, name, self._made[key][1])
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter | None]:
+    """As `nn.Module.parameters`, quickly: with None for absent ones, and shared ones twice."""
+    found: list[nn.Parameter | None] = []
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        if (module := waiting.pop()) is not None:
+            found += module._parameters.values()
+            waiting += module._modules.values()
+    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class PinnedMoves(TorchFunctionMode):
                 return moved
         return func(*args, **kwargs)
 
-    def pin(self, tensors: Iterable[torch.Tensor]) -> int:
+    def pin(self, tensors: Iterable[torch.Tensor | None]) -> int:
         """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
 
         Each keeps its identity and its numbers. Call it after the ``with`` block, where looking at
@@ -90,7 +90,7 @@ class PinnedMoves(TorchFunctionMode):
 
         Args:
             tensors: Of any kind. Those that are no plain ones in main memory, small ones, and
-                views of a larger memory stay as they are.
+                views of a larger memory stay as they are. None is none.
 
         Returns:
             How many of them are pinned now.
@@ -166,9 +166,10 @@ def main_memory_available() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _stays_in_main_memory(tensor: torch.Tensor) -> bool:
+def _stays_in_main_memory(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
+        tensor is not None
+        and type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.nbytes >= MIN_BYTES

@@ -108,6 +108,7 @@ class CudaGraphCache:
         self.found_wrong = found_wrong
         self._recorder, self._limit, self.budget = recorder, limit, budget or MemoryBudget()
         self._alive: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
+        self._weight_bytes: int | None = None
         self.static_buffers = StaticBuffers()
         self.lock = threading.RLock()
         self.order = StreamOrder()
@@ -186,7 +187,7 @@ class CudaGraphCache:
             if self.budget.allowed_bytes(device, 0) <= 0:
                 raise OutOfMemoryError("There is no free memory for a CUDA graph.")
         captured = make(self._recorder)
-        self._alive[key] = captured
+        self._alive[key], self._weight_bytes = captured, None
         self._devices.add(device)
         self.made += 1
         return captured
@@ -287,15 +288,17 @@ class CudaGraphCache:
         ``"buffers"`` for inputs and outputs, and ``"weights"`` with LoRAs merged or in 8 bits.
         """
         with self.lock:
-            storages = {
-                storage.data_ptr(): storage.nbytes()
-                for captured in self._alive.values()
-                for storage in captured.owned_storages
-            }
+            if self._weight_bytes is None:  # a host asks before each step
+                storages = {
+                    storage.data_ptr(): storage.nbytes()
+                    for captured in self._alive.values()
+                    for storage in captured.owned_storages
+                }
+                self._weight_bytes = sum(storages.values())
             return {
                 "pools": self.size_bytes,
                 "buffers": self.static_buffers.size_bytes,
-                "weights": sum(storages.values()),
+                "weights": self._weight_bytes,
             }
 
     def _shares(self) -> float:
@@ -306,6 +309,7 @@ class CudaGraphCache:
         self._recorder.forget()
 
     def _note(self, count: int, reason: str) -> None:
+        self._weight_bytes = None
         text = f"{counted(count, 'CUDA graph')} dropped: {reason}"
         self.dropped.append(text)
         logger.info("%s", text)

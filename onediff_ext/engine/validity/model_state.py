@@ -7,6 +7,7 @@ compares it with what the model is now.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import chain, repeat
 
 from torch import nn
 
@@ -52,7 +53,7 @@ class ModelState:
         epoch: Hashable = None,
     ) -> None:
         self._left = [(wrapper, wrapper.passes()) for wrapper in left]
-        self._code, self._modules = code, modules
+        self._code, self._dicts = code, [module.__dict__ for module in modules]
         processors = attention_processors(modules)
         self._classes = {type(each) for each in (*modules, *processors)}
         code.watch(self._classes)
@@ -112,7 +113,8 @@ class ModelState:
 
     def _find_dynamic_weights(self) -> list[bool]:
         names = self._dynamic_weight_attrs
-        return [bool(module.__dict__.get(name)) for module in self._modules for name in names]
+        found = (map(dict.get, self._dicts, repeat(name)) for name in names)
+        return list(map(bool, chain.from_iterable(found)))
 
 
 def attention_processors(modules: Iterable[nn.Module]) -> list[object]:

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from onediff_ext.engine.validity.content_kernel import ContentKernel
+from onediff_ext.engine.weak_tensors import is_made_of_others
 
 # Address, strides, number of elements and version counter.
 Content = tuple[int, tuple[int, ...], int, int]
+
+# Tensors that count no writes, by id. torch answers the question with an exception each time.
+_uncounted: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def content_of(tensor: torch.Tensor) -> Content:
@@ -43,10 +47,24 @@ def version_of(tensor: torch.Tensor) -> int:
     Args:
         tensor: Of any shape.
     """
+    if _uncounted and (known := _uncounted.get(id(tensor))) is not None and known() is tensor:
+        return -1  # a tensor never begins to count
     try:
         return tensor._version
     except RuntimeError:
+        if not is_made_of_others(tensor):  # whose moves fail if somebody refers to them weakly
+            _note_uncounted(tensor)
         return -1
+
+
+def _note_uncounted(tensor: torch.Tensor) -> None:
+    key = id(tensor)
+
+    def forget(reference: weakref.ref[torch.Tensor]) -> None:
+        if _uncounted.get(key) is reference:
+            del _uncounted[key]
+
+    _uncounted[key] = weakref.ref(tensor, forget)
 
 
 def digest_of(tensor: torch.Tensor) -> tuple[object, ...]:

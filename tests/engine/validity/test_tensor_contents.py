@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
 from onediff_ext.engine.running.text_kv import stamp_of
+from onediff_ext.engine.validity import tensor_contents
 from onediff_ext.engine.validity.tensor_contents import TensorContents, content_of, version_of
 
 
@@ -109,3 +112,27 @@ def test_a_tensor_made_under_inference_mode_counts_nothing_also_after_a_cast() -
         made.data.neg_()
     assert contents.current_generation("second") == 1
     assert version_of(torch.randn(8).neg_()) == 1
+
+
+def test_a_tensor_that_counts_no_writes_is_asked_once() -> None:
+    """torch answers with an exception, which takes as long as a hundred answers."""
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.randn(8), requires_grad=False)
+    weight.data = torch.randn(8)  # as a move to another device gives it other data
+    assert not weight.is_inference()
+    assert version_of(weight) == version_of(weight) == -1
+    assert tensor_contents._uncounted[id(weight)]() is weight
+    key = id(weight)
+    del weight
+    assert key not in tensor_contents._uncounted
+
+
+def test_a_counted_tensor_in_the_place_of_another() -> None:
+    tensor = torch.zeros(8)
+    with torch.inference_mode():
+        gone = torch.zeros(8)
+    tensor_contents._uncounted[id(tensor)] = weakref.ref(gone)
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) == before + 1
+    del tensor_contents._uncounted[id(tensor)]
