@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onediff_ext.engine.backend_port import Graph
@@ -114,6 +113,11 @@ def owned_storages(
 
 
 def _storages(given: Any) -> Iterator[torch.UntypedStorage]:
-    for leaf in pytree.tree_flatten(given)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf.untyped_storage()
+    """The storages of the tensors in an operator's arguments, or in what it returned."""
+    if isinstance(given, torch.Tensor):
+        yield given.untyped_storage()
+    elif isinstance(given, (tuple, list)):
+        for each in given:
+            yield from _storages(each)
+    elif isinstance(given, dict):
+        yield from _storages(list(given.values()))
