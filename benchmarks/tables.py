@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.neo_table import neo_compile_table
+from benchmarks.phases_table import phases_table
 from benchmarks.plain_rows import as_used, beside_unet
 from benchmarks.results import read_result
 from benchmarks.small_gpu_table import MODELS, WEBUIS, small_gpu_table
@@ -140,6 +141,9 @@ def with_tables(text: str, results: Path) -> str:
         ),
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h100")),
         "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
+        "webui phases": lambda: phases_table(
+            [result(f"webui-phases-{host}-sdxl-h100") for host in ("a1111", "forge", "neo")]
+        ),
         "small gpu": lambda: small_gpu_table(
             [result(f"small-gpu-{run}-h100") for run in SMALL_GPU_RUNS]
         ),

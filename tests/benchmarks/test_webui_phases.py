@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.phases_table import phases_table
 from benchmarks.webui import breakdown
 from benchmarks.webui_phases import PHASES, REQUEST, SAMPLER, Stopwatch, TimingFinder
 
@@ -192,3 +193,17 @@ def test_the_breakdown_is_of_medians_and_adds_what_is_outside() -> None:
     assert list(found) == ["UNet", "the API's answer", "VAE"]
     with pytest.raises(ValueError, match="2 lines for 1 pictures"):
         breakdown(phases[:2], [1.0])
+
+
+def test_the_table_says_each_second_once() -> None:
+    phases = {"UNet": 0.6, "sampler": 0.1, "PNG": 0.2, "the API's answer": 0.05, "scripts": 0.01}
+    row = {"contender": "eager", "width": 512, "height": 448, "task": "txt2img", "seconds": 1.0}
+    rows = [
+        row | {"phases": phases | {"moving models": 0.03, "freeing memory": 0.01}},
+        row | {"phases": phases, "task": "img2img"},
+        row | {"phases": phases, "contender": "ours-exact"},
+    ]
+    assert phases_table([{"host": "neo", "rows": rows}]).splitlines()[2:] == [
+        "| Forge Neo | 512x448 | without | 1000 | 600 | 100 | 0 | 200 | 50 | 10 | 40 |",
+        "| Forge Neo | 512x448 | with | 1000 | 600 | 100 | 0 | 200 | 50 | 10 | 0 |",
+    ]
