@@ -69,6 +69,13 @@ class WebUIHost(ABC):
     def checkpoint(self) -> HostCheckpoint | None:
         """The checkpoint that is loaded now, or None before the first load."""
 
+    def chosen_path(self) -> str:
+        """The file of the checkpoint that the next picture loads; ``""`` if nothing tells."""
+        from modules import sd_models, shared
+
+        info = sd_models.checkpoint_aliases.get(shared.opts.sd_model_checkpoint)
+        return str(getattr(info, "filename", ""))
+
     @abstractmethod
     def models(self, ignores: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:
         """The modules that draw now.

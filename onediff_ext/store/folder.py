@@ -8,6 +8,7 @@
     <root>/history.json         build times and measured steps
     <root>/saved-time.json      the time that graphs have saved
     <root>/last-kinds.json      the kinds that pipelines used last time
+    <root>/last-use.json        what each WebUI's last picture was drawn with
     <root>/compiler-files/      what compilers make for all graphs alike, for the next build process
     <root>/tmp/  <root>/locks/  parts being written, lock files
 

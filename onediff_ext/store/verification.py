@@ -14,6 +14,7 @@ from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_file import UnknownSchemaError
 from onediff_ext.store.json_records import RecordError, read_record, record_paths
 from onediff_ext.store.last_kinds import LAST_KINDS_FILE
+from onediff_ext.store.last_use import LAST_USE_FILE
 from onediff_ext.store.saved_time import SAVED_TIME_FILE
 from onediff_ext.store.stored_graph import graph_paths, open_graph
 from onediff_ext.store.write_errors import mapped_write_errors
@@ -171,7 +172,8 @@ def _move_home(folder: StoreFolder, path: Path) -> str:
 
 
 def _record_paths(folder: StoreFolder) -> Iterator[Path]:
-    for name in ("history.json", SAVED_TIME_FILE, LAST_KINDS_FILE, "content-hashes.json"):
+    own = ("history.json", SAVED_TIME_FILE, LAST_KINDS_FILE, LAST_USE_FILE, "content-hashes.json")
+    for name in own:
         yield folder.home / name
     for records in (folder.checkpoints, folder.build_records):
         yield from record_paths(records)

@@ -97,7 +97,7 @@ class OneDiffScript(scripts.Script):
         extension.current().graphs.after_sampling(p)
 
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002
-        extension.current().graphs.end(p)
+        extension.current().end(p)
 
 
 def changes_of_job(p: Any) -> dict[str, str]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.deepcache_options import DeepCacheOptions
-from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
 from onediff_ext.session.session import Session
 from onediff_ext.webui.attachment import Attachment
 from onediff_ext.webui.deepcache import DeepCacheTally, Evaluation
@@ -121,13 +122,8 @@ class AttachedModels:
         if session.checkpoint and session.checkpoint.content_hash == checkpoint.content_hash:
             return False
         parameter = next(wanted[0][1].parameters(), None)
-        session.use_checkpoint(
-            checkpoint.content_hash,
-            name=checkpoint.name,
-            path=checkpoint.path,
-            architecture=checkpoint.architecture,
-            device=self._host.device() or (None if parameter is None else parameter.device),
-        )
+        device = self._host.device() or (None if parameter is None else parameter.device)
+        use_checkpoint(session, checkpoint, device)
         return True
 
     def _attach(
@@ -170,3 +166,22 @@ class AttachedModels:
         for attachment in [a for a in self.suspended if which(a)]:
             self.suspended.remove(attachment)
             attachment.undo()
+
+
+def use_checkpoint(
+    session: Session, checkpoint: HostCheckpoint, device: torch.device | None
+) -> None:
+    """Tell a session which of the host's checkpoints draws from now on.
+
+    Args:
+        session: Begins to load the graphs that this checkpoint used last time.
+        checkpoint: With a content hash.
+        device: Where its models will be; None loads nothing ahead.
+    """
+    session.use_checkpoint(
+        checkpoint.content_hash,
+        name=checkpoint.name,
+        path=checkpoint.path,
+        architecture=checkpoint.architecture,
+        device=device,
+    )

@@ -18,6 +18,7 @@ def register() -> None:
     script_callbacks.on_ui_settings(_add_settings)
     script_callbacks.on_before_ui(_add_axes)
     script_callbacks.on_app_started(_add_routes)
+    script_callbacks.on_app_started(_read_ahead)
     script_callbacks.on_cfg_denoiser(_before_step)
     script_callbacks.on_model_loaded(_drop_gone_models)
     script_callbacks.on_model_loaded(_warm_up_loaded)
@@ -54,6 +55,13 @@ def _add_routes(_: Any, app: Any) -> None:
     # Routes are added only where the host itself has an API.
     if shared.cmd_opts.api or getattr(shared.cmd_opts, "nowebui", False):
         add_routes(app, PANEL_HOST, ApiAccess.of(shared.cmd_opts), host_name())
+
+
+def _read_ahead(*_: Any) -> None:
+    try:
+        extension.current().read_ahead()
+    except OneDiffError as exc:
+        logger.debug("No graphs are loaded at the start: %s", exc)
 
 
 def _before_step(parameters: Any) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
-from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import DRAW_WITHOUT, STOP
 from onediff_ext.panel.presets import CUSTOM
 from onediff_ext.session.substitutes import Substitute
 from onediff_ext.store import GraphLibrary, default_root
+from onediff_ext.store.last_use import LastUse, LastUses
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
@@ -44,6 +48,8 @@ class Extension:
         self._notes: tuple[str, ...] = ()
         self._substitutes: Sequence[Substitute] = ()
         self._was_ever_on = False
+        self._choices: Choices | None = None  # of the job, if it has graphs
+        self._last_use: LastUse | None = None
 
     def compile_options(self, choices: Choices) -> CompileOptions:
         """The options of a session, from panel and settings page.
@@ -80,7 +86,7 @@ class Extension:
         if outside is not None:
             self._begin_without_graphs(job, outside)
             return outside
-        self._was_ever_on = True
+        self._was_ever_on, self._choices = True, choices
         self.graphs.begin(
             job,
             self.compile_options(choices),
@@ -91,6 +97,30 @@ class Extension:
         self._substitutes = () if session is None else session.substitutes()
         reasons = (*self.graphs.status().reasons, *(each.reason for each in self._substitutes))
         return next(iter(reasons), None)
+
+    def end(self, job: Any) -> None:
+        """End a job, and remember what it was drawn with.
+
+        Args:
+            job: The host's processing object ``p``.
+        """
+        self.graphs.end(job)
+        choices, self._choices = self._choices, None
+        if choices is not None:
+            try:
+                self._note_use(choices)
+            except Exception:  # the picture is there: nothing may end it
+                logger.debug("The last use is not known", exc_info=True)
+
+    def read_ahead(self) -> threading.Thread:
+        """Load the graphs of the last picture before this start, if the host will draw it again.
+
+        Returns:
+            The thread that begins to load them.
+        """
+        thread = threading.Thread(target=self._read_ahead, name="onediff-start", daemon=True)
+        thread.start()
+        return thread
 
     def drawn_choices(self, choices: Choices) -> Choices:
         """The choices with which the job that has begun is drawn.
@@ -139,6 +169,40 @@ class Extension:
         self.warm_ups.cancel()
         self.graphs.close()
 
+    def _note_use(self, choices: Choices) -> None:
+        session, checkpoint, device = (
+            self.graphs.session,
+            self.host.checkpoint(),
+            self.host.device(),
+        )
+        if session is None or session.checkpoint is None or checkpoint is None or device is None:
+            return
+        if session.checkpoint.content_hash != checkpoint.content_hash:
+            return
+        use = LastUse(
+            asdict(choices),
+            checkpoint.content_hash,
+            checkpoint.name,
+            checkpoint.path,
+            checkpoint.architecture,
+            str(device),
+        )
+        if use != self._last_use:
+            self._last_use = use
+            LastUses(session.library.folder).note(self.host.name, use)
+
+    def _read_ahead(self) -> None:
+        try:
+            use = LastUses(self.library().folder).of(self.host.name)
+            if use is not None and use.path == self.host.chosen_path():
+                options = self.compile_options(Choices.parse(use.choices))
+                checkpoint = HostCheckpoint(
+                    use.name, "", use.architecture, use.content_hash, use.path
+                )
+                self.graphs.expect(options, checkpoint, torch.device(use.device))
+        except Exception:  # the first picture loads its graphs itself
+            logger.debug("No graphs are loaded at the start", exc_info=True)
+
     def _begin_without_graphs(self, job: Any, reason: str = "") -> None:
         """Start a job without graphs.
 
@@ -146,7 +210,7 @@ class Extension:
             job: The host's processing object ``p``.
             reason: Why, although the user wants graphs; ``""`` when OneDiff is off.
         """
-        self._substitutes = ()
+        self._substitutes, self._choices = (), None
         # Until OneDiff was on once, jobs run without any contact with it.
         if self._was_ever_on:
             self.graphs.begin(job, None)

@@ -8,14 +8,16 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.engine.patches import Patches
-from onediff_ext.hosts.base import WebUIHost
+from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
 from onediff_ext.session.session import Session
 from onediff_ext.session.sessions_by_options import SessionsByOptions
-from onediff_ext.webui.attached_models import AttachedModels
+from onediff_ext.webui.attached_models import AttachedModels, use_checkpoint
 from onediff_ext.webui.deepcache import DeepCacheTally
 from onediff_ext.webui.eager_fallback import EagerFallback
 from onediff_ext.webui.job_close_hook import JobCloseHook
@@ -210,6 +212,25 @@ class GraphsForJobs:
             self.begin(host_job, options, ignores, is_foreground=False)
             self.before_sampling(host_job)
             return session
+
+    def expect(
+        self, options: CompileOptions, checkpoint: HostCheckpoint, device: torch.device
+    ) -> None:
+        """Begin to load the graphs of a checkpoint that is likely to draw the first picture.
+
+        Does nothing after the first job, or if this machine lacks the device.
+
+        Args:
+            options: Likely ones.
+            checkpoint: What the host is likely to load.
+            device: Where.
+        """
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            return
+        with self._lock:
+            if self._sessions.latest is None:
+                session = self._sessions.session_for(options)
+                use_checkpoint(session, checkpoint, device)
 
     def cancel_builds(self) -> None:
         """End all builds within a moment, and a pause; finished graphs stay."""

@@ -246,7 +246,7 @@ def _storage_of(tensor: torch.Tensor, place: int) -> int:
     A thousand Python objects, one for each storage, would have the garbage collector look at all
     others (0.1 s for each picture in which Forge moves SDXL).
     """
-    return place - tensor.storage_offset() * tensor.element_size()
+    return place - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _refusal_reason(

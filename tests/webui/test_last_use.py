@@ -1,0 +1,138 @@
+"""A WebUI that starts again loads the graphs of its last picture before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.hosts.base import HostCheckpoint
+from onediff_ext.panel.choices import Choices
+from onediff_ext.store.folder import StoreFolder
+from onediff_ext.store.last_use import LastUse, LastUses
+from onediff_ext.webui.extension import Extension
+from tests.support.forge_stand_in import ADAPTERS, ForgeStandIn, running
+from tests.support.webui_stand_in import StandInJob, StandInOptions
+
+CHECKPOINT = HostCheckpoint("fox", "0123456789", "sd1", "ab" * 32, "/models/fox.safetensors")
+CHOICES = Choices.parse({"enabled": True, "preset": "Custom", "backend": "eager"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StoreFolder:
+    return StoreFolder(tmp_path)
+
+
+@pytest.fixture
+def host() -> Iterator[ForgeStandIn]:
+    with running("forge") as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> StandInOptions:
+    return StandInOptions(onediff_store=str(tmp_path), onediff_build="only by Build now")
+
+
+def started(options: StandInOptions, path: str = CHECKPOINT.path) -> Extension:
+    """The extension of a WebUI that has just started, and whose user has chosen a checkpoint."""
+    adapter: Any = ADAPTERS["forge"]()
+    adapter.checkpoint = lambda: CHECKPOINT
+    adapter.device = lambda: torch.device("cpu")
+    adapter.chosen_path = lambda: path
+    return Extension(adapter, options)
+
+
+def use_on(device: str) -> LastUse:
+    made = CHECKPOINT
+    return LastUse(
+        asdict(CHOICES), made.content_hash, made.name, made.path, made.architecture, device
+    )
+
+
+def draw(extension: Extension, host: ForgeStandIn, choices: Choices = CHOICES) -> torch.Tensor:
+    p = StandInJob()
+    extension.begin(p, choices)
+    extension.graphs.before_sampling(p)
+    drawn = [host.draw() for _ in range(2)][-1]
+    extension.end(p)
+    return drawn
+
+
+def test_graphs_are_there_before_the_first_picture(
+    host: ForgeStandIn, options: StandInOptions
+) -> None:
+    options.onediff_build = "after the first step"  # type: ignore[attr-defined]
+    first = started(options)
+    expected = draw(first, host)
+    first.close()
+    second = started(options)
+    second.read_ahead().join()
+    session = second.graphs.session
+    assert session is not None
+    session.read_ahead.wait()
+    assert session.read_ahead._graphs
+    torch.testing.assert_close(draw(second, host), expected)
+    assert second.graphs.session is session
+    assert not session.read_ahead._graphs  # the picture has them
+    second.close()
+
+
+def test_nothing_is_loaded_for_another_checkpoint_or_after_a_job(
+    host: ForgeStandIn, options: StandInOptions
+) -> None:
+    first = started(options)
+    draw(first, host)
+    first.close()
+    other = started(options, "/models/wolf.safetensors")
+    other.read_ahead().join()
+    assert other.graphs.session is None
+    later = started(options)
+    draw(later, host, Choices.parse({"enabled": True, "preset": "Custom", "captures": False}))
+    session = later.graphs.session
+    later.read_ahead().join()
+    assert later.graphs.session is session
+    for extension in (other, later):
+        extension.close()
+
+
+def test_a_picture_without_graphs_is_not_the_last_use(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    extension = started(options)
+    draw(extension, host, Choices.parse({"enabled": False}))
+    assert LastUses(folder).of("forge") is None
+    draw(extension, host)
+    used = LastUses(folder).of("forge")
+    assert used is not None
+    assert Choices.parse(used.choices) == CHOICES
+    assert (used.path, used.content_hash) == (CHECKPOINT.path, CHECKPOINT.content_hash)
+    draw(extension, host, Choices.parse({"enabled": False}))
+    assert LastUses(folder).of("forge") == used
+    extension.close()
+
+
+def test_a_device_that_is_gone_loads_nothing(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    LastUses(folder).note("forge", use_on("cuda:7"))
+    extension = started(options)
+    extension.read_ahead().join()
+    assert extension.graphs.session is None
+    extension.close()
+
+
+def test_whatever_fails_is_left_to_the_first_picture(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    LastUses(folder).note("forge", use_on("cpu"))
+    extension = started(options)
+    extension.host.chosen_path = lambda: SimpleNamespace().missing  # type: ignore[method-assign]
+    extension.read_ahead().join()
+    assert extension.graphs.session is None
+    extension.close()
