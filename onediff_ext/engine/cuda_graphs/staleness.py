@@ -228,7 +228,7 @@ class Snapshot:
 
     def _note_places(self, tensors: list[torch.Tensor]) -> None:
         self._places = _where(tensors)
-        self._storages = set(map(_storage_of, tensors, self._places))
+        self._storages = set(map(_storage_of, tensors))
         self.devices = frozenset(tensor.device for tensor in tensors)
 
     def _has_its_layouts(self, tensors: list[torch.Tensor], epoch: Hashable) -> bool:
@@ -240,13 +240,13 @@ def _where(tensors: list[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-def _storage_of(tensor: torch.Tensor, place: int) -> int:
+def _storage_of(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage.
 
     A thousand Python objects, one for each storage, would have the garbage collector look at all
     others (0.1 s for each picture in which Forge moves SDXL).
     """
-    return place - int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _refusal_reason(
