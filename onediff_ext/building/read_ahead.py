@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +29,16 @@ logger = logging.getLogger(__name__)
 _WAIT_S = 10.0
 _END_S = 2.0  # an import or the load of one graph takes a second at most
 _all: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `ReadAhead.start`."""
+
+    digests: Callable[[], Sequence[str]]
+    device: torch.device
+    patience_s: float
+    expected_s: float
 
 
 class ReadAhead:
@@ -64,6 +75,8 @@ class ReadAhead:
         self._is_paused, self._paused_s = False, 0.0
         self._deferred: list[BlockKind] = []
         self._stop = threading.Event()
+        self._is_busy = False
+        self._next: _Request | None = None  # asked for while others are being loaded
         _all.add(self)
 
     @property
@@ -82,7 +95,8 @@ class ReadAhead:
     ) -> None:
         """Load the graphs that were used last time.
 
-        Does nothing while other graphs are being loaded.
+        While others are being loaded, the graph in work is loaded first. The rest is left unless it
+        is among the new ones.
 
         Args:
             digests: Returns those of their kinds, the first ones to be needed first. Called in the
@@ -92,15 +106,18 @@ class ReadAhead:
                 save in this process.
             expected_s: Estimate of how long they take to load, in seconds.
         """
+        request = _Request(digests, device, patience_s, expected_s)
         with self._changed:
-            if self.is_reading or self._stop.is_set():
+            if self._stop.is_set():
                 return
-            self._graphs.clear()  # of a checkpoint that drew no picture
-            self._device, self._is_deferred = device, None
-            self._patience_s, self._expected_s = patience_s, expected_s
-            self._began_at, self._paused_s = time.monotonic(), 0.0
+            if self._is_busy:
+                self._next = request
+                self._end_pause()
+                return
+            self._is_busy = True
+            self._begin(request)
             self._thread = threading.Thread(
-                target=self._read, args=(digests, device), name="onediff-read", daemon=True
+                target=self._read, args=(request,), name="onediff-read", daemon=True
             )
             self._thread.start()
 
@@ -171,6 +188,13 @@ class ReadAhead:
         if thread is not None:
             thread.join(timeout_s)
 
+    def cancel(self) -> None:
+        """End the thread after the graph in work, without waiting; later starts do nothing."""
+        self._stop.set()
+        self._end_pause()
+        with self._changed:
+            self._graphs.clear()
+
     def stop(self) -> None:
         """End the thread after the graph in work, and wait for that; later starts do nothing.
 
@@ -179,9 +203,32 @@ class ReadAhead:
         self._stop.set()
         self.wait(_END_S)
 
-    def _read(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
-        with quick_switches(), without_collection():
-            self._read_all(digests, device)
+    def _begin(self, request: _Request) -> None:
+        if not _is_same(request.device, self._device):
+            self._graphs.clear()
+        self._device, self._is_deferred = request.device, None
+        self._patience_s, self._expected_s = request.patience_s, request.expected_s
+        self._began_at, self._paused_s = time.monotonic(), 0.0
+
+    def _read(self, request: _Request) -> None:
+        following: _Request | None = request
+        try:
+            with quick_switches(), without_collection():
+                while following is not None:
+                    self._read_all(following.digests, following.device)
+                    following = self._following()
+        finally:
+            self._is_busy = False
+
+    def _following(self) -> _Request | None:
+        """Begin with what was asked for meanwhile; None if there is nothing."""
+        with self._changed:
+            following, self._next = self._next, None
+            if following is None or self._stop.is_set():
+                self._is_busy = False
+                return None
+            self._begin(following)
+            return following
 
     def _read_all(self, digests: Callable[[], Sequence[str]], device: torch.device) -> None:
         try:
@@ -190,6 +237,9 @@ class ReadAhead:
             logger.info("No graphs are read ahead: %s", exc)
             found = ()
         with self._changed:
+            # Others are of a checkpoint that drew no picture.
+            self._graphs = {each: self._graphs[each] for each in found if each in self._graphs}
+            found = [each for each in found if each not in self._graphs]
             self._coming = set(found)
         try:
             for step in self._context.backend.loading_steps(device):
@@ -199,7 +249,8 @@ class ReadAhead:
                     step()
         finally:
             self._read_each(found, device)
-            self.load_s = time.monotonic() - self._began_at - self._paused_s
+            if self._next is None:
+                self.load_s = time.monotonic() - self._began_at - self._paused_s
 
     def _read_each(self, digests: Sequence[str], device: torch.device) -> None:
         try:
@@ -219,7 +270,7 @@ class ReadAhead:
             began_at = time.monotonic()
             self._changed.wait_for(lambda: not self._is_paused or self._stop.is_set())
             self._paused_s += time.monotonic() - began_at
-        return not self._stop.is_set()
+        return not self._stop.is_set() and self._next is None
 
     def _end_pause(self) -> None:
         with self._changed:

@@ -69,7 +69,8 @@ class MemoryFunctions:
 
     def __init__(self, moves: PinnedMoves, streamed: StreamedLayers) -> None:
         self._moves, self._streamed = moves, streamed
-        self._made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        # By name and purpose: a function of the host, and its replacement.
+        self._made: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._make_room: Callable[[int, torch.device], None] = lambda *_: None
         self._returnable: Callable[[], int] = lambda: 0
 
@@ -88,6 +89,7 @@ class MemoryFunctions:
             make_room, returnable: As for `WebUIHost.share_memory`.
         """
         self._make_room, self._returnable = make_room, returnable
+        self._put_back(memory_management)
         free_memory = getattr(memory_management, "free_memory", None)
         get_free_memory = getattr(memory_management, "get_free_memory", None)
         if free_memory is None or get_free_memory is None:
@@ -132,6 +134,20 @@ class MemoryFunctions:
                 moving = pinned(move, name == "load_models_gpu")
                 self._replace(memory_management, patches, name, "moved", moving)
 
+    def _put_back(self, memory_management: Any) -> None:
+        """Put the host's functions back where a replacement has outlived its job.
+
+        Another extension may have replaced it in turn, and have put it back after the job. Each job
+        would ask for memory once more than the one before.
+        """
+        originals = {made: own for own, made in self._made.values()}
+        for name, _ in self._made:
+            own = found = getattr(memory_management, name)
+            while own in originals:
+                own = originals[own]
+            if own is not found:
+                setattr(memory_management, name, own)
+
     def _replace(
         self,
         memory_management: Any,
@@ -141,7 +157,7 @@ class MemoryFunctions:
         made: Callable[..., Any],
     ) -> None:
         """Put a replacement in a function's place: the last one for this function, or the new."""
-        own, key = getattr(memory_management, name), f"{name}, {purpose}"
+        own, key = getattr(memory_management, name), (name, purpose)
         if key not in self._made or self._made[key][0] is not own:
             self._made[key] = own, made
         patches.set(memory_management, name, self._made[key][1])

@@ -392,6 +392,7 @@ class Session(KindRegistry):
 
     def close(self) -> None:
         """End builds, worker processes and threads; graphs in use go on working."""
+        self.read_ahead.cancel()
         self.background.close()
 
     def _look_up_again(self, kinds: Sequence[BlockKind]) -> None:

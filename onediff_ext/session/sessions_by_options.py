@@ -49,6 +49,35 @@ class SessionsByOptions:
         self.latest = session
         return session
 
+    def add(self, options: CompileOptions, session: Session) -> None:
+        """Have a session ready for a picture that is likely to come with these options.
+
+        Args:
+            options: As for `session_for`.
+            session: A new one.
+        """
+        self._sessions[replace(options, build="never")] = session
+        self.latest = session
+
+    def remove(self, session: Session) -> None:
+        """Close a session that no picture has used.
+
+        Args:
+            session: From `add`.
+        """
+        self._sessions = {key: each for key, each in self._sessions.items() if each is not session}
+        session.close()
+        if self.latest is session:
+            self.latest = None
+
+    def open(self, options: CompileOptions) -> Session:
+        """Open a session that is not kept here.
+
+        Args:
+            options: As for `session_for`.
+        """
+        return self._new_session(options)
+
     def pause_builds(self) -> None:
         """End the builds of all sessions, and start none until `go_on_with_builds`."""
         self.are_paused = True

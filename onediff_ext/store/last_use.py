@@ -12,6 +12,7 @@ from onediff_ext.core.records import mapping, text
 from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.json_records import RecordError, read_or_empty
+from onediff_ext.store.stored_graph import is_digest
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,14 @@ class LastUses:
     def __init__(self, folder: StoreFolder) -> None:
         self._folder = folder
 
+    def forget(self, host: str) -> None:
+        """Forget a WebUI's last use: the user draws without graphs now.
+
+        Args:
+            host: The WebUI's name.
+        """
+        self._write(host, None)
+
     def of(self, host: str) -> LastUse | None:
         """Return what the last picture was drawn with; None if there was none.
 
@@ -64,10 +73,16 @@ class LastUses:
             host: The WebUI's name.
             use: What it was drawn with.
         """
+        self._write(host, use)
+
+    def _write(self, host: str, use: LastUse | None) -> None:
         try:
             self._folder.prepare()
             with self._folder.locks.hold("last-use", _LOCK_TIMEOUT_S):
-                uses = {**self._read(), host: use}
+                uses = self._read()
+                uses.pop(host, None)
+                if use is not None:
+                    uses[host] = use
                 whole = {"schema": _SCHEMA, "hosts": {name: asdict(u) for name, u in uses.items()}}
                 encoded = json.dumps(whole, indent=1, sort_keys=True).encode("ascii")
                 publish(self._folder, self._folder.home / LAST_USE_FILE, [encoded])
@@ -89,4 +104,7 @@ def _parse(record: object) -> dict[str, LastUse]:
 def _use(fields: dict[str, object]) -> LastUse:
     names = ("content_hash", "name", "path", "architecture", "device")
     choices = mapping(fields.get("choices"), "choices")
-    return LastUse(choices, **{name: text(fields, name) for name in names})
+    use = LastUse(choices, **{name: text(fields, name) for name in names})
+    if not is_digest(use.content_hash):
+        raise RecordError("Its content hash is none.")
+    return use

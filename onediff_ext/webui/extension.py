@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 
 logger = logging.getLogger(__name__)
 
+_MAX_JOBS = 8
+_WRITE_S = 1.0
+
 
 class Extension:
     """The state that jobs, panel, API and settings share.
@@ -47,9 +50,11 @@ class Extension:
         self.warm_ups = WarmUpJobs(self.graphs)
         self._notes: tuple[str, ...] = ()
         self._substitutes: Sequence[Substitute] = ()
-        self._was_ever_on = False
-        self._choices: Choices | None = None  # of the job, if it has graphs
+        self._was_ever_on = self._is_off = False
+        # Of the jobs that have graphs, by id. A job that failed may never end.
+        self._choices: dict[int, Choices] = {}
         self._last_use: LastUse | None = None
+        self._writing: threading.Thread | None = None
 
     def compile_options(self, choices: Choices) -> CompileOptions:
         """The options of a session, from panel and settings page.
@@ -77,7 +82,9 @@ class Extension:
             Why the user's choice of graphs cannot be followed, or None.
         """
         self._notes = notes
+        self._is_off = not choices.enabled
         if not choices.enabled:
+            self._forget_use()
             self._begin_without_graphs(job)
             return None
         outside = next(
@@ -86,7 +93,10 @@ class Extension:
         if outside is not None:
             self._begin_without_graphs(job, outside)
             return outside
-        self._was_ever_on, self._choices = True, choices
+        self._was_ever_on = True
+        if len(self._choices) > _MAX_JOBS:
+            self._choices.clear()
+        self._choices[id(job)] = choices
         self.graphs.begin(
             job,
             self.compile_options(choices),
@@ -105,7 +115,7 @@ class Extension:
             job: The host's processing object ``p``.
         """
         self.graphs.end(job)
-        choices, self._choices = self._choices, None
+        choices = self._choices.pop(id(job), None)
         if choices is not None:
             try:
                 self._note_use(choices)
@@ -168,6 +178,12 @@ class Extension:
         """Undo all changes to the host and end all builds."""
         self.warm_ups.cancel()
         self.graphs.close()
+        self.wait_for_writes()
+
+    def wait_for_writes(self) -> None:
+        """Wait until the store says what the last picture was drawn with, or for a second."""
+        if self._writing is not None:
+            self._writing.join(_WRITE_S)
 
     def _note_use(self, choices: Choices) -> None:
         session, checkpoint, device = (
@@ -189,7 +205,19 @@ class Extension:
         )
         if use != self._last_use:
             self._last_use = use
-            LastUses(session.library.folder).note(self.host.name, use)
+            self._write(LastUses(session.library.folder).note, self.host.name, use)
+
+    def _forget_use(self) -> None:
+        """The first picture after a start is drawn without graphs: load none at the next start."""
+        session = self.graphs.expected
+        if session is not None:
+            self.graphs.forget_expected()
+            self._write(LastUses(session.library.folder).forget, self.host.name)
+
+    def _write(self, function: Callable[..., None], *arguments: object) -> None:
+        """Write to the store in a thread: another process may hold its locks for a while."""
+        self._writing = threading.Thread(target=function, args=arguments, daemon=True)
+        self._writing.start()
 
     def _read_ahead(self) -> None:
         try:
@@ -200,6 +228,8 @@ class Extension:
                     use.name, "", use.architecture, use.content_hash, use.path
                 )
                 self.graphs.expect(options, checkpoint, torch.device(use.device))
+                if self._is_off:  # meanwhile
+                    self.graphs.forget_expected()
         except Exception:  # the first picture loads its graphs itself
             logger.debug("No graphs are loaded at the start", exc_info=True)
 
@@ -210,7 +240,8 @@ class Extension:
             job: The host's processing object ``p``.
             reason: Why, although the user wants graphs; ``""`` when OneDiff is off.
         """
-        self._substitutes, self._choices = (), None
+        self._substitutes = ()
+        self._choices.pop(id(job), None)
         # Until OneDiff was on once, jobs run without any contact with it.
         if self._was_ever_on:
             self.graphs.begin(job, None)

@@ -42,6 +42,7 @@ class GraphsForJobs:
         models: The models with graphs, and those kept for later jobs.
         eager: The reasons why the current job runs eager.
         deepcache: What DeepCache did for the current job.
+        expected: The session of a first picture that has not come yet (`expect`), or None.
     """
 
     def __init__(self, host: WebUIHost) -> None:
@@ -58,6 +59,8 @@ class GraphsForJobs:
         self._running = "off"
         self._earlier_fallbacks: Counter[tuple[str, str]] = Counter()  # of the jobs before
         self._session_of_picture: Session | None = None
+        self.expected: Session | None = None
+        self._is_closed = False
 
     # ------------------------------------------------------------------ the life of a job
 
@@ -167,6 +170,7 @@ class GraphsForJobs:
         """Undo everything and end builds: the extension is reloaded or disabled."""
         self.cancel_builds()
         with self._lock:
+            self._is_closed = True
             for job in self.jobs:
                 self._finish(job)
             self.models.close()
@@ -227,10 +231,21 @@ class GraphsForJobs:
         """
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             return
+        session = self._sessions.open(options)  # may take a second, which no picture waits for
         with self._lock:
-            if self._sessions.latest is None:
-                session = self._sessions.session_for(options)
-                use_checkpoint(session, checkpoint, device)
+            if self._sessions.latest is not None or self._is_closed:
+                session.close()
+                return
+            self._sessions.add(options, session)
+            self.expected = session
+            use_checkpoint(session, checkpoint, device)
+
+    def forget_expected(self) -> None:
+        """Close the session of `expect`: the first picture is drawn otherwise."""
+        with self._lock:
+            session, self.expected = self.expected, None
+            if session is not None:
+                self._sessions.remove(session)
 
     def cancel_builds(self) -> None:
         """End all builds within a moment, and a pause; finished graphs stay."""
@@ -269,6 +284,9 @@ class GraphsForJobs:
                 self.eager.add_before_sampling(reason)
             return
         session = self._sessions.session_for(job.options)
+        if session is self.expected:
+            self.expected = None
+        self.forget_expected()
         wanted = [
             (identity, model)
             for identity, model in self.host.models(job.ignores)

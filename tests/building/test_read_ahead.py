@@ -239,3 +239,31 @@ while not loaded:
     count, is_reading = said.stdout.split()
     assert int(count) < 100
     assert is_reading == "False"
+
+
+@pytest.mark.parametrize("kept", [slice(None), slice(-1, None), slice(0, 0)])
+def test_other_graphs_are_wanted_while_some_are_loaded(
+    loading: Loading, used: list[str], kept: slice
+) -> None:
+    """A WebUI loads those of its last picture when it starts; the user takes another checkpoint."""
+    _, session, loads = loading()
+    first, wanted = used[0], used[kept]
+    session.read_ahead.start(lambda: wanted, CPU)
+    loads.go_on.set()
+    session.read_ahead.wait(TIMEOUT_S)
+    assert not session.read_ahead.is_reading
+    assert set(session.read_ahead._graphs) == set(wanted)
+    assert loads.count == len({first, *wanted})  # none twice
+    session.read_ahead.start(lambda: used, CPU)
+    session.read_ahead.wait(TIMEOUT_S)
+    assert set(session.read_ahead._graphs) == set(used)
+
+
+def test_a_closed_session_keeps_no_graphs(loading: Loading) -> None:
+    _, session, loads = loading()
+    session.close()
+    loads.go_on.set()
+    session.read_ahead.wait(TIMEOUT_S)
+    assert loads.count == 1  # the one in work
+    session.read_ahead.start(lambda: pytest.fail("it is closed"), CPU)
+    assert not session.read_ahead.is_reading

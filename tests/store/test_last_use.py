@@ -30,6 +30,15 @@ def test_each_host_has_its_own(library: GraphLibrary) -> None:
     assert (uses.of("forge"), uses.of("neo"), uses.of("a1111")) == (USE, other, None)
 
 
+def test_a_use_is_forgotten(library: GraphLibrary) -> None:
+    uses = LastUses(library.folder)
+    uses.note("forge", USE)
+    uses.note("neo", USE)
+    uses.forget("forge")
+    uses.forget("a1111")
+    assert (uses.of("forge"), uses.of("neo")) == (None, USE)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -37,6 +46,7 @@ def test_each_host_has_its_own(library: GraphLibrary) -> None:
         lambda record: record["hosts"]["forge"].update(choices=[]),
         lambda record: record["hosts"]["forge"].pop("path"),
         lambda record: record["hosts"]["forge"].update(device=3),
+        lambda record: record["hosts"]["forge"].update(content_hash="../fox"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_none(

@@ -61,6 +61,7 @@ def draw(extension: Extension, host: ForgeStandIn, choices: Choices = CHOICES) -
     extension.graphs.before_sampling(p)
     drawn = [host.draw() for _ in range(2)][-1]
     extension.end(p)
+    extension.wait_for_writes()
     return drawn
 
 
@@ -135,4 +136,62 @@ def test_whatever_fails_is_left_to_the_first_picture(
     extension.host.chosen_path = lambda: SimpleNamespace().missing  # type: ignore[method-assign]
     extension.read_ahead().join()
     assert extension.graphs.session is None
+    extension.close()
+
+
+def test_who_draws_without_graphs_after_a_start_has_none_loaded(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    LastUses(folder).note("forge", use_on("cpu"))
+    extension = started(options)
+    extension.read_ahead().join()
+    session = extension.graphs.expected
+    assert session is not None
+    draw(extension, host, Choices.parse({"enabled": False}))
+    assert extension.graphs.session is extension.graphs.expected is None
+    assert session.read_ahead._stop.is_set()
+    assert LastUses(folder).of("forge") is None
+    extension.close()
+
+
+def test_other_options_close_what_was_expected(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    LastUses(folder).note("forge", use_on("cpu"))
+    extension = started(options)
+    extension.read_ahead().join()
+    session = extension.graphs.expected
+    assert session is not None
+    other = Choices.parse({**asdict(CHOICES), "captures": False})
+    draw(extension, host, other)
+    assert extension.graphs.session is not session
+    assert session.read_ahead._stop.is_set()
+    used = LastUses(folder).of("forge")
+    assert used is not None
+    assert Choices.parse(used.choices) == other
+    extension.close()
+
+
+def test_a_closed_extension_loads_nothing(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    LastUses(folder).note("forge", use_on("cpu"))
+    extension = started(options)
+    extension.close()
+    extension.read_ahead().join()
+    assert extension.graphs.session is None
+
+
+def test_a_job_within_a_job_is_not_the_last_use(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    extension, outer, inner = started(options), StandInJob(), StandInJob()
+    extension.begin(outer, CHOICES)
+    extension.graphs.before_sampling(outer)
+    extension.begin(inner, Choices.parse({"enabled": False}))
+    extension.end(inner)
+    host.draw()
+    extension.end(outer)
+    extension.wait_for_writes()
+    assert LastUses(folder).of("forge") is not None
     extension.close()

@@ -240,6 +240,7 @@ class CudaGraphCache:
         with self.lock:
             count = len(self._alive)
             self._alive.clear()
+            self._weight_bytes = None
             self._forget()
             self._recorder.release_memory()
             if count:

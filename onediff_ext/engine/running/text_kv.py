@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Hashable, Sequence
 
@@ -13,7 +14,9 @@ from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.running.block_weights import BlockWeights
 from onediff_ext.engine.torch_versions import autocast_dtype
-from onediff_ext.engine.validity.tensor_contents import content_of
+from onediff_ext.engine.validity.tensor_contents import content_of, version_of
+
+_VERSION = operator.itemgetter(-1)
 
 
 class TextKv:
@@ -190,7 +193,9 @@ def stamp_of(
         A value that differs when a tensor was written in place or autocast changed. None when a
         write would not be noticed: tensors made under inference mode count none.
     """
+    if weights and version_of(weights[0]) < 0:  # so are the others, most likely
+        return None
     contents = [content_of(tensor) for tensor in (prompt, *weights)]
-    if any(version < 0 for *_, version in contents):
+    if min(map(_VERSION, contents)) < 0:
         return None
     return (epoch, autocast_dtype(prompt.device.type), *contents)

@@ -42,13 +42,16 @@ def version_of(tensor: torch.Tensor) -> int:
     """Return how many writes torch has counted, or -1 for a tensor that counts none.
 
     Tensors made under inference mode count none. They still count none after ``module.to(dtype)``
-    has given them other data, while `Tensor.is_inference` is False from then on.
+    has given them other data, while `Tensor.is_inference` is False from then on. Others get data of
+    that mode by ``module.to(dtype)`` within it: they have a counter, which stands still.
 
     Args:
         tensor: Of any shape.
     """
     if _uncounted and (known := _uncounted.get(id(tensor))) is not None and known() is tensor:
         return -1  # a tensor never begins to count
+    if tensor.is_inference():
+        return -1
     try:
         return tensor._version
     except RuntimeError:

@@ -136,3 +136,15 @@ def test_a_counted_tensor_in_the_place_of_another() -> None:
     tensor.add_(1)
     assert version_of(tensor) == before + 1
     del tensor_contents._uncounted[id(tensor)]
+
+
+def test_a_counter_that_stands_still_is_none() -> None:
+    """``module.to(dtype)`` under inference mode gives a weight data whose writes nobody counts."""
+    layer = nn.Linear(4, 4)
+    with torch.inference_mode():
+        layer.to(torch.float64)
+        before = layer.weight._version
+        layer.weight.add_(1)
+        assert layer.weight._version == before
+    assert version_of(layer.weight) == -1
+    assert stamp_of(1, torch.zeros(1), [layer.weight]) is None

@@ -81,6 +81,27 @@ def test_all_memory_may_be_asked_for() -> None:
     assert asked == [2**62]
 
 
+def test_a_replacement_that_another_extension_put_back_is_not_replaced_again() -> None:
+    asked: list[int] = []
+    memory, functions = host_memory(), memory_functions()
+    own = memory.free_memory, memory.get_free_memory
+    for _ in range(5):
+        patches = Patches()
+        functions.share(memory, patches, lambda needed, _: asked.append(needed), lambda: GB)
+        functions.speed_up_moves(memory, patches)
+        left = memory.free_memory, memory.get_free_memory
+        asked.clear()
+        memory.free_memory(3 * GB, GPU)
+        assert asked == [3 * GB]
+        assert memory.get_free_memory() == 3 * GB
+        patches.undo()
+        memory.free_memory, memory.get_free_memory = left
+    patches = Patches()
+    functions.share(memory, patches, lambda *_: None, lambda: 0)
+    patches.undo()
+    assert (memory.free_memory, memory.get_free_memory) == own
+
+
 @pytest.fixture(params=sorted(ADAPTERS))
 def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
     with running(request.param) as stand_in:
