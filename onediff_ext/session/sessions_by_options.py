@@ -71,7 +71,7 @@ class SessionsByOptions:
             self.latest = None
 
     def open(self, options: CompileOptions) -> Session:
-        """Open a session that is not kept here.
+        """Return a new session, which is not kept here.
 
         Args:
             options: As for `session_for`.
