@@ -100,8 +100,7 @@ class Session(KindRegistry):
         # Killed processes may leave partial files even when nothing is left to build.
         self.build_context.sweep()
         remove_stale()
-        self.read_ahead = ReadAhead(self.build_context, self.key_entries)
-        self._met = MetKinds()
+        self.read_ahead, self._met = ReadAhead(self.build_context, self.key_entries), MetKinds()
         self._lookup = StoredGraphLookup(self.build_context, self.read_ahead)
         self.builder = Builder(self.build_context)
         self._builds = BuildControl(self.builder, self._met, self._lookup)
