@@ -217,8 +217,9 @@ class ReadAhead:
                 while following is not None:
                     self._read_all(following.digests, following.device)
                     following = self._following()
-        finally:
+        except BaseException:
             self._is_busy = False
+            raise
 
     def _following(self) -> _Request | None:
         """Begin with what was asked for meanwhile; None if there is nothing."""

@@ -23,7 +23,7 @@ _LOCK_TIMEOUT_S = 0.1
 
 
 @dataclass(frozen=True)
-class LastUse:
+class WebUIUse:
     """What a picture was drawn with.
 
     Args:
@@ -40,7 +40,7 @@ class LastUse:
     device: str
 
 
-class LastUses:
+class WebUIUses:
     """The last uses of the WebUIs that share a store.
 
     Args:
@@ -58,7 +58,7 @@ class LastUses:
         """
         self._write(host, None)
 
-    def of(self, host: str) -> LastUse | None:
+    def of(self, host: str) -> WebUIUse | None:
         """Return what the last picture was drawn with; None if there was none.
 
         Args:
@@ -66,7 +66,7 @@ class LastUses:
         """
         return self._read().get(host)
 
-    def note(self, host: str, use: LastUse) -> None:
+    def note(self, host: str, use: WebUIUse) -> None:
         """Remember what a picture was drawn with. A failed write is just logged.
 
         Args:
@@ -75,7 +75,7 @@ class LastUses:
         """
         self._write(host, use)
 
-    def _write(self, host: str, use: LastUse | None) -> None:
+    def _write(self, host: str, use: WebUIUse | None) -> None:
         try:
             self._folder.prepare()
             with self._folder.locks.hold("last-use", _LOCK_TIMEOUT_S):
@@ -89,11 +89,11 @@ class LastUses:
         except StoreError as exc:
             logger.debug("The last use is not written: %s", exc)
 
-    def _read(self) -> dict[str, LastUse]:
+    def _read(self) -> dict[str, WebUIUse]:
         return read_or_empty(self._folder.home / LAST_USE_FILE, _parse, {}, "last use")
 
 
-def _parse(record: object) -> dict[str, LastUse]:
+def _parse(record: object) -> dict[str, WebUIUse]:
     fields = mapping(record, "last use")
     if fields.get("schema") != _SCHEMA:
         raise RecordError("It is of another version.")
@@ -101,10 +101,10 @@ def _parse(record: object) -> dict[str, LastUse]:
     return {name: _use(mapping(value, "last use of a host")) for name, value in hosts.items()}
 
 
-def _use(fields: dict[str, object]) -> LastUse:
+def _use(fields: dict[str, object]) -> WebUIUse:
     names = ("content_hash", "name", "path", "architecture", "device")
     choices = mapping(fields.get("choices"), "choices")
-    use = LastUse(choices, **{name: text(fields, name) for name in names})
+    use = WebUIUse(choices, **{name: text(fields, name) for name in names})
     if not is_digest(use.content_hash):
         raise RecordError("Its content hash is none.")
     return use

@@ -21,7 +21,7 @@ from onediff_ext.panel.fields import DRAW_WITHOUT, STOP
 from onediff_ext.panel.presets import CUSTOM
 from onediff_ext.session.substitutes import Substitute
 from onediff_ext.store import GraphLibrary, default_root
-from onediff_ext.store.last_use import LastUse, LastUses
+from onediff_ext.store.last_use import WebUIUse, WebUIUses
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
@@ -53,7 +53,7 @@ class Extension:
         self._was_ever_on = self._is_off = False
         # Of the jobs that have graphs, by id. A job that failed may never end.
         self._choices: dict[int, Choices] = {}
-        self._last_use: LastUse | None = None
+        self._last_use: WebUIUse | None = None
         self._writing: threading.Thread | None = None
 
     def compile_options(self, choices: Choices) -> CompileOptions:
@@ -195,7 +195,7 @@ class Extension:
             return
         if session.checkpoint.content_hash != checkpoint.content_hash:
             return
-        use = LastUse(
+        use = WebUIUse(
             asdict(choices),
             checkpoint.content_hash,
             checkpoint.name,
@@ -205,14 +205,14 @@ class Extension:
         )
         if use != self._last_use:
             self._last_use = use
-            self._write(LastUses(session.library.folder).note, self.host.name, use)
+            self._write(WebUIUses(session.library.folder).note, self.host.name, use)
 
     def _forget_use(self) -> None:
         """The first picture after a start is drawn without graphs: load none at the next start."""
         session = self.graphs.expected
         if session is not None:
             self.graphs.forget_expected()
-            self._write(LastUses(session.library.folder).forget, self.host.name)
+            self._write(WebUIUses(session.library.folder).forget, self.host.name)
 
     def _write(self, function: Callable[..., None], *arguments: object) -> None:
         """Write to the store in a thread: another process may hold its locks for a while."""
@@ -221,7 +221,7 @@ class Extension:
 
     def _read_ahead(self) -> None:
         try:
-            use = LastUses(self.library().folder).of(self.host.name)
+            use = WebUIUses(self.library().folder).of(self.host.name)
             if use is not None and use.path == self.host.chosen_path():
                 options = self.compile_options(Choices.parse(use.choices))
                 checkpoint = HostCheckpoint(

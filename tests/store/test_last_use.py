@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from onediff_ext.store import GraphLibrary
-from onediff_ext.store.last_use import LAST_USE_FILE, LastUse, LastUses
+from onediff_ext.store.last_use import LAST_USE_FILE, WebUIUse, WebUIUses
 
-USE = LastUse({"vae": "compile", "captures": True}, "ab" * 32, "fox", "/fox", "sd1", "cuda:0")
+USE = WebUIUse({"vae": "compile", "captures": True}, "ab" * 32, "fox", "/fox", "sd1", "cuda:0")
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def library(tmp_path: Path) -> GraphLibrary:
 
 
 def test_each_host_has_its_own(library: GraphLibrary) -> None:
-    uses = LastUses(library.folder)
+    uses = WebUIUses(library.folder)
     assert uses.of("forge") is None
     uses.note("forge", USE)
     other = replace(USE, choices={}, device="cuda:1")
@@ -31,7 +31,7 @@ def test_each_host_has_its_own(library: GraphLibrary) -> None:
 
 
 def test_a_use_is_forgotten(library: GraphLibrary) -> None:
-    uses = LastUses(library.folder)
+    uses = WebUIUses(library.folder)
     uses.note("forge", USE)
     uses.note("neo", USE)
     uses.forget("forge")
@@ -52,7 +52,7 @@ def test_a_use_is_forgotten(library: GraphLibrary) -> None:
 def test_a_record_that_cannot_be_used_is_none(
     library: GraphLibrary, damage: Callable[[Any], object]
 ) -> None:
-    uses = LastUses(library.folder)
+    uses = WebUIUses(library.folder)
     uses.note("forge", USE)
     path = library.folder.home / LAST_USE_FILE
     record = json.loads(path.read_text(encoding="ascii"))
@@ -64,7 +64,7 @@ def test_a_record_that_cannot_be_used_is_none(
 
 
 def test_verify_finds_a_damaged_record(library: GraphLibrary) -> None:
-    LastUses(library.folder).note("forge", USE)
+    WebUIUses(library.folder).note("forge", USE)
     path = library.folder.home / LAST_USE_FILE
     path.write_text("{", encoding="ascii")
     assert [problem.path.name for problem in library.verify(repair=True)] == [LAST_USE_FILE]

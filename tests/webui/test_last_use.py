@@ -13,8 +13,9 @@ import torch
 
 from onediff_ext.hosts.base import HostCheckpoint
 from onediff_ext.panel.choices import Choices
+from onediff_ext.session.session import Session
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.last_use import LastUse, LastUses
+from onediff_ext.store.last_use import WebUIUse, WebUIUses
 from onediff_ext.webui.extension import Extension
 from tests.support.forge_stand_in import ADAPTERS, ForgeStandIn, running
 from tests.support.webui_stand_in import StandInJob, StandInOptions
@@ -48,11 +49,21 @@ def started(options: StandInOptions, path: str = CHECKPOINT.path) -> Extension:
     return Extension(adapter, options)
 
 
-def use_on(device: str) -> LastUse:
+def use_on(device: str) -> WebUIUse:
     made = CHECKPOINT
-    return LastUse(
+    return WebUIUse(
         asdict(CHOICES), made.content_hash, made.name, made.path, made.architecture, device
     )
+
+
+def expecting(options: StandInOptions, folder: StoreFolder) -> tuple[Extension, Session]:
+    """An extension that has just started, and the session that loads graphs for its first job."""
+    WebUIUses(folder).note("forge", use_on("cpu"))
+    extension = started(options)
+    extension.read_ahead().join()
+    session = extension.graphs.expected
+    assert session is not None
+    return extension, session
 
 
 def draw(extension: Extension, host: ForgeStandIn, choices: Choices = CHOICES) -> torch.Tensor:
@@ -107,21 +118,21 @@ def test_a_picture_without_graphs_is_not_the_last_use(
 ) -> None:
     extension = started(options)
     draw(extension, host, Choices.parse({"enabled": False}))
-    assert LastUses(folder).of("forge") is None
+    assert WebUIUses(folder).of("forge") is None
     draw(extension, host)
-    used = LastUses(folder).of("forge")
+    used = WebUIUses(folder).of("forge")
     assert used is not None
     assert Choices.parse(used.choices) == CHOICES
     assert (used.path, used.content_hash) == (CHECKPOINT.path, CHECKPOINT.content_hash)
     draw(extension, host, Choices.parse({"enabled": False}))
-    assert LastUses(folder).of("forge") == used
+    assert WebUIUses(folder).of("forge") == used
     extension.close()
 
 
 def test_a_device_that_is_gone_loads_nothing(
     host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
 ) -> None:
-    LastUses(folder).note("forge", use_on("cuda:7"))
+    WebUIUses(folder).note("forge", use_on("cuda:7"))
     extension = started(options)
     extension.read_ahead().join()
     assert extension.graphs.session is None
@@ -131,7 +142,7 @@ def test_a_device_that_is_gone_loads_nothing(
 def test_whatever_fails_is_left_to_the_first_picture(
     host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
 ) -> None:
-    LastUses(folder).note("forge", use_on("cpu"))
+    WebUIUses(folder).note("forge", use_on("cpu"))
     extension = started(options)
     extension.host.chosen_path = lambda: SimpleNamespace().missing  # type: ignore[method-assign]
     extension.read_ahead().join()
@@ -142,31 +153,23 @@ def test_whatever_fails_is_left_to_the_first_picture(
 def test_who_draws_without_graphs_after_a_start_has_none_loaded(
     host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
 ) -> None:
-    LastUses(folder).note("forge", use_on("cpu"))
-    extension = started(options)
-    extension.read_ahead().join()
-    session = extension.graphs.expected
-    assert session is not None
+    extension, session = expecting(options, folder)
     draw(extension, host, Choices.parse({"enabled": False}))
     assert extension.graphs.session is extension.graphs.expected is None
     assert session.read_ahead._stop.is_set()
-    assert LastUses(folder).of("forge") is None
+    assert WebUIUses(folder).of("forge") is None
     extension.close()
 
 
 def test_other_options_close_what_was_expected(
     host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
 ) -> None:
-    LastUses(folder).note("forge", use_on("cpu"))
-    extension = started(options)
-    extension.read_ahead().join()
-    session = extension.graphs.expected
-    assert session is not None
+    extension, session = expecting(options, folder)
     other = Choices.parse({**asdict(CHOICES), "captures": False})
     draw(extension, host, other)
     assert extension.graphs.session is not session
     assert session.read_ahead._stop.is_set()
-    used = LastUses(folder).of("forge")
+    used = WebUIUses(folder).of("forge")
     assert used is not None
     assert Choices.parse(used.choices) == other
     extension.close()
@@ -175,7 +178,7 @@ def test_other_options_close_what_was_expected(
 def test_a_closed_extension_loads_nothing(
     host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
 ) -> None:
-    LastUses(folder).note("forge", use_on("cpu"))
+    WebUIUses(folder).note("forge", use_on("cpu"))
     extension = started(options)
     extension.close()
     extension.read_ahead().join()
@@ -193,5 +196,5 @@ def test_a_job_within_a_job_is_not_the_last_use(
     host.draw()
     extension.end(outer)
     extension.wait_for_writes()
-    assert LastUses(folder).of("forge") is not None
+    assert WebUIUses(folder).of("forge") is not None
     extension.close()

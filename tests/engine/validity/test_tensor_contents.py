@@ -115,7 +115,7 @@ def test_a_tensor_made_under_inference_mode_counts_nothing_also_after_a_cast() -
 
 
 def test_a_tensor_that_counts_no_writes_is_asked_once() -> None:
-    """torch answers with an exception, which takes as long as a hundred answers."""
+    """torch answers with an exception each time."""
     with torch.inference_mode():
         weight = nn.Parameter(torch.randn(8), requires_grad=False)
     weight.data = torch.randn(8)  # as a move to another device gives it other data
