@@ -144,6 +144,8 @@ def _start(ray: Any, address: str | None, workers: int | None, empty: str) -> No
         options |= {"num_cpus": workers or os.cpu_count() or 1, "address": "local"}
     else:
         options["address"] = address
+    # Ray would replace the process's `print`, for good, to keep its own progress bars in one piece.
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
     log = logging.getLogger("ray")
     level = log.level
     # It warns that another thread than the main one handles no signals. The command line does.

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -191,6 +192,13 @@ def test_graphs_and_leases_travel_over_ray(ray: Any) -> None:
     assert not graphs.lease("tag", "b" * 64, "worker-2")
     graphs.release_all("worker-1")
     assert graphs.lease("tag", "b" * 64, "worker-2")
+
+
+def test_ray_leaves_the_print_of_the_process_alone(ray: Any) -> None:
+    from ray.experimental import tqdm_ray
+
+    tqdm_ray.instance().hide_bars()  # as before each line that Ray prints of a worker
+    assert isinstance(print, types.BuiltinFunctionType)
 
 
 def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
