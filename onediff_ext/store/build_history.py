@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypedDict
 
-from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import items, mapping, number, text
-from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_or_empty
+from onediff_ext.store.json_records import RecordError
+from onediff_ext.store.shared_record import SharedRecord
 
-_LOG = logging.getLogger(__name__)
 _SCHEMA = 1
-_FILE = "history.json"
+HISTORY_FILE = "history.json"
 _LOCK_TIMEOUT_S = 5.0
 _KEPT_BUILDS = 5  # for each kind of build
 _KEPT_STEPS = 64
@@ -71,6 +67,7 @@ class BuildHistory:
 
     def __init__(self, folder: StoreFolder) -> None:
         self.folder = folder
+        self._record = SharedRecord(folder, HISTORY_FILE, _SCHEMA, _parse, _fields, _LOCK_TIMEOUT_S)
 
     def record_build(self, machine: str, backend: str, label: str, seconds: float) -> None:
         """Record a build time.
@@ -88,7 +85,7 @@ class BuildHistory:
             times.append(round(seconds, 3))
             del times[:-_KEPT_BUILDS]
 
-        self._change(add)
+        self._record.change(add)
 
     def record_step(
         self,
@@ -111,7 +108,7 @@ class BuildHistory:
             others = [s for s in record["steps"] if _subject(s) != _subject(step)]
             record["steps"] = [*others, step][-_KEPT_STEPS:]
 
-        self._change(add)
+        self._record.change(add)
 
     def build_seconds(
         self, machine: str, backend: str, labels: Sequence[str]
@@ -127,7 +124,7 @@ class BuildHistory:
             Seconds of each kind: the mean of builds with the same label, else of the same block
             class, else of all builds; None when the backend has built nothing here yet.
         """
-        times = self._read()["builds"].get(backend, {}).get(machine, {})
+        times = self._record.read()["builds"].get(backend, {}).get(machine, {})
         return [_expected(times, label) for label in labels]
 
     def steps(
@@ -142,45 +139,25 @@ class BuildHistory:
         """
         return [
             step
-            for step in self._read()["steps"]
+            for step in self._record.read()["steps"]
             if step.machine == machine
             and checkpoint in (None, step.checkpoint)
             and backend in (None, step.backend)
         ]
 
-    def _read(self) -> _Record:
-        empty: _Record = {"builds": {}, "steps": []}
-        return read_or_empty(self.folder.home / _FILE, _parse, empty, "builds")
 
-    def _change(self, change: Callable[[_Record], None]) -> None:
-        try:
-            self.folder.prepare()
-            with self.folder.locks.hold("history", _LOCK_TIMEOUT_S):
-                record = self._read()
-                change(record)
-                steps = [asdict(step) for step in record["steps"]]
-                others = dict(record["builds"])
-                unnamed = others.pop(_UNNAMED_BACKEND, {})
-                whole = {
-                    "schema": _SCHEMA,
-                    "builds": unnamed,
-                    "builds_of_others": others,
-                    "steps": steps,
-                }
-                encoded = json.dumps(whole, indent=1, sort_keys=True).encode("ascii")
-                publish(self.folder, self.folder.home / _FILE, [encoded])
-        except StoreError as exc:
-            _LOG.debug("The history of builds is not written: %s", exc)
+def _fields(record: _Record) -> dict[str, object]:
+    others = dict(record["builds"])
+    unnamed = others.pop(_UNNAMED_BACKEND, {})
+    steps = [asdict(step) for step in record["steps"]]
+    return {"builds": unnamed, "builds_of_others": others, "steps": steps}
 
 
-def _parse(record: object) -> _Record:
-    fields = mapping(record, "history")
-    if fields.get("schema") != _SCHEMA:
-        raise RecordError("It is of another version.")
+def _parse(fields: Mapping[str, object]) -> _Record:
     others = mapping(fields.get("builds_of_others", {}), "build times of other backends")
     builds = {backend: _build_times(times) for backend, times in others.items()}
-    builds[_UNNAMED_BACKEND] = _build_times(fields.get("builds"))
-    return {"builds": builds, "steps": [_step(step) for step in items(fields.get("steps"))]}
+    builds[_UNNAMED_BACKEND] = _build_times(fields.get("builds", {}))
+    return {"builds": builds, "steps": [_step(step) for step in items(fields.get("steps", []))]}
 
 
 def _build_times(value: object) -> _BuildTimes:

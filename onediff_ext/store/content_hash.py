@@ -7,24 +7,21 @@ hashing only takes longer.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from onediff_ext.core.errors import CheckpointError, StoreError, UnsafeFileError
+from onediff_ext.core.errors import CheckpointError, UnsafeFileError
+from onediff_ext.core.records import mapping
 from onediff_ext.core.untrusted_files import open_regular
-from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_record
+from onediff_ext.store.shared_record import SharedRecord
 from onediff_ext.store.stored_graph import is_digest
 
-_LOG = logging.getLogger(__name__)
-CACHE_SCHEMA = 1
+CONTENT_HASHES_FILE = "content-hashes.json"
+_SCHEMA = 1
 MAX_CACHED = 1024
-_CACHE_FILE = "content-hashes.json"
 _LOCK_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 20
 _CHECKPOINT_BYTES = 1 << 40
@@ -35,6 +32,7 @@ _FOLDER_SUFFIXES = {".safetensors", ".json"}
 _SETTLED_NS = 2_000_000_000
 
 _Fingerprint = tuple[int, int]  # size in bytes, mtime in ns
+_Files = dict[str, dict[str, object]]  # by path
 
 
 class ContentHashes:
@@ -45,7 +43,9 @@ class ContentHashes:
     """
 
     def __init__(self, folder: StoreFolder) -> None:
-        self.folder = folder
+        self._record = SharedRecord(
+            folder, CONTENT_HASHES_FILE, _SCHEMA, _parse, _fields, _LOCK_TIMEOUT_S
+        )
 
     def content_hash(self, path: Path) -> str:
         """Return the SHA-256 of a checkpoint, 64 hexadecimal digits.
@@ -57,8 +57,8 @@ class ContentHashes:
         Raises:
             CheckpointError: It cannot be read, or the folder holds no such file.
         """
-        cached = self._load()
-        fresh: dict[str, dict[str, object]] = {}
+        cached = self._record.read()
+        fresh: _Files = {}
         try:
             if path.is_dir():
                 content_hash = self._folder_hash(path, cached, fresh)
@@ -89,14 +89,14 @@ class ContentHashes:
                 "Give yourself permission to read it, or check its disk.",
             ) from exc
         if fresh:
-            self._save(fresh)
+            self._record.change(lambda files: _add(files, fresh))
         return content_hash
 
     def _folder_hash(
         self,
         folder: Path,
         cached: Mapping[str, dict[str, object]],
-        fresh: dict[str, dict[str, object]],
+        fresh: _Files,
     ) -> str:
         files = {
             path.relative_to(folder).as_posix(): path
@@ -118,7 +118,7 @@ class ContentHashes:
         self,
         path: Path,
         cached: Mapping[str, dict[str, object]],
-        fresh: dict[str, dict[str, object]],
+        fresh: _Files,
     ) -> str:
         # Resolved, so that the links of a Hugging Face snapshot share their blob's entry.
         name = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop of links
@@ -140,29 +140,21 @@ class ContentHashes:
             }
         return file_hash
 
-    def _load(self) -> dict[str, dict[str, object]]:
-        try:
-            record = read_record(self.folder.home / _CACHE_FILE)
-        except (OSError, RecordError):
-            return {}  # none yet, or damaged: files are hashed again
-        if not isinstance(record, dict) or record.get("schema") != CACHE_SCHEMA:
-            return {}
-        files = record.get("files")
-        if not isinstance(files, dict):
-            return {}
-        return {name: entry for name, entry in files.items() if isinstance(entry, dict)}
 
-    def _save(self, fresh: Mapping[str, dict[str, object]]) -> None:
-        try:
-            self.folder.prepare()
-            with self.folder.locks.hold("content-hashes", _LOCK_TIMEOUT_S):
-                files = {**self._load(), **fresh}
-                latest = sorted(files, key=lambda name: _hashed_at(files[name]), reverse=True)
-                kept = {name: files[name] for name in latest[:MAX_CACHED]}
-                text = json.dumps({"schema": CACHE_SCHEMA, "files": kept}, sort_keys=True)
-                publish(self.folder, self.folder.home / _CACHE_FILE, [text.encode("ascii")])
-        except StoreError as exc:
-            _LOG.debug("Content hashes are not written: %s", exc)
+def _fields(files: _Files) -> dict[str, object]:
+    return {"files": files}
+
+
+def _parse(fields: Mapping[str, object]) -> _Files:
+    files = mapping(fields.get("files", {}), "hashed files")
+    return {name: entry for name, entry in files.items() if isinstance(entry, dict)}
+
+
+def _add(files: _Files, fresh: _Files) -> None:
+    files.update(fresh)
+    latest = sorted(files, key=lambda name: _hashed_at(files[name]), reverse=True)
+    for old in latest[MAX_CACHED:]:
+        del files[old]
 
 
 def _sha256(path: Path) -> str:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from onediff_ext.core.errors import StoreError, UnsafeFileError
 from onediff_ext.core.untrusted_files import open_regular
 from onediff_ext.store.permissions import not_ours_reason
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LIMIT_BYTES = 16 << 20
 _LIMIT_S = 10.0
@@ -44,24 +37,6 @@ def read_record(path: Path) -> object:
         raise RecordError(exc.message) from exc
     except (ValueError, RecursionError) as exc:
         raise RecordError(f"{path.name} is not a record: {exc}.") from exc
-
-
-def read_or_empty(path: Path, parse: Callable[[object], T], empty: T, what: str) -> T:
-    """Return a record that may be lost: one that cannot be read starts again.
-
-    Args:
-        path: The file.
-        parse: Reads the JSON value, and raises `StoreError` for unexpected content.
-        empty: What is returned without a record.
-        what: What the record holds, for the log.
-    """
-    try:
-        return parse(read_record(path))
-    except FileNotFoundError:
-        pass
-    except (StoreError, OSError) as exc:
-        logger.debug("The record of %s starts again: %s", what, exc)
-    return empty
 
 
 def record_paths(folder: Path) -> list[Path]:

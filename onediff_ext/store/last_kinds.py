@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import items, mapping
-from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_or_empty
+from onediff_ext.store.shared_record import SharedRecord
 from onediff_ext.store.stored_graph import is_digest
-
-logger = logging.getLogger(__name__)
 
 LAST_KINDS_FILE = "last-kinds.json"
 _SCHEMA = 2
@@ -41,7 +36,7 @@ class LastUse:
     pictures: int = 0
 
 
-_Record = dict[str, LastUse]  # by form, the form that was used last at the end
+_Uses = dict[str, LastUse]  # by form, the form that was used last at the end
 
 
 class LastKinds:
@@ -52,7 +47,9 @@ class LastKinds:
     """
 
     def __init__(self, folder: StoreFolder) -> None:
-        self._folder = folder
+        self._record = SharedRecord(
+            folder, LAST_KINDS_FILE, _SCHEMA, _parse, _fields, _LOCK_TIMEOUT_S
+        )
 
     def of(self, form: str) -> LastUse:
         """Return the last use of a form; one without kinds where nothing is recorded.
@@ -60,7 +57,7 @@ class LastKinds:
         Args:
             form: As for `record`.
         """
-        return self._read().get(form, LastUse())
+        return self._record.read().get(form, LastUse())
 
     def record(self, form: str, use: LastUse) -> None:
         """Record the last use of one form, in place of the earlier one.
@@ -69,27 +66,22 @@ class LastKinds:
             form: Digest of all that pipelines with the same kinds have in common.
             use: What the process has done with it so far.
         """
-        try:
-            self._folder.prepare()
-            with self._folder.locks.hold("last-kinds", _LOCK_TIMEOUT_S):
-                record = self._read()
-                record.pop(form, None)
-                record[form] = use
-                kept = {name: asdict(use) for name, use in list(record.items())[-_KEPT:]}
-                encoded = json.dumps({"schema": _SCHEMA, "forms": kept}, indent=1).encode("ascii")
-                publish(self._folder, self._folder.home / LAST_KINDS_FILE, [encoded])
-        except StoreError as exc:
-            logger.debug("The kinds of this pipeline are not recorded: %s", exc)
 
-    def _read(self) -> _Record:
-        return read_or_empty(self._folder.home / LAST_KINDS_FILE, _parse, {}, "last kinds")
+        def replace(uses: _Uses) -> None:
+            uses.pop(form, None)  # so that it comes last
+            uses[form] = use
+            for old in list(uses)[:-_KEPT]:
+                del uses[old]
+
+        self._record.change(replace)
 
 
-def _parse(record: object) -> _Record:
-    fields = mapping(record, "record of kinds")
-    if fields.get("schema") != _SCHEMA:
-        raise RecordError("It is of another version.")
-    return {form: _use(use) for form, use in mapping(fields.get("forms"), "forms").items()}
+def _fields(uses: _Uses) -> dict[str, object]:
+    return {"forms": {form: asdict(use) for form, use in uses.items()}}
+
+
+def _parse(fields: Mapping[str, object]) -> _Uses:
+    return {form: _use(use) for form, use in mapping(fields.get("forms", {}), "forms").items()}
 
 
 def _use(record: object) -> LastUse:

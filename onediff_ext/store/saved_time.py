@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from onediff_ext.core.errors import StoreError
 from onediff_ext.core.records import count, mapping, number
-from onediff_ext.store.atomic_write import publish
 from onediff_ext.store.folder import StoreFolder
-from onediff_ext.store.json_records import RecordError, read_or_empty
-
-logger = logging.getLogger(__name__)
+from onediff_ext.store.shared_record import SharedRecord
 
 SAVED_TIME_FILE = "saved-time.json"
 _SCHEMA = 1
 # At the end of a picture: a picture that is not counted is better than one that waits.
 _LOCK_TIMEOUT_S = 0.1
 
-_Record = dict[str, dict[str, "SavedTime"]]  # machine → checkpoint
+_Times = dict[str, dict[str, "SavedTime"]]  # machine → checkpoint
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,9 @@ class SavedTimes:
     """
 
     def __init__(self, folder: StoreFolder) -> None:
-        self._folder = folder
+        self._record = SharedRecord(
+            folder, SAVED_TIME_FILE, _SCHEMA, _parse, _fields, _LOCK_TIMEOUT_S
+        )
 
     def add(self, machine: str, checkpoint: str, seconds: float) -> None:
         """Count one picture.
@@ -57,17 +54,14 @@ class SavedTimes:
             checkpoint: Content hash of the checkpoint.
             seconds: Saved with this picture.
         """
-        try:
-            self._folder.prepare()
-            with self._folder.locks.hold("saved-time", _LOCK_TIMEOUT_S):
-                record = self._read()
-                own = record.setdefault(machine, {})
-                before = own.get(checkpoint, SavedTime(0.0, 0, time.time()))
-                total = round(before.seconds + seconds, 3)
-                own[checkpoint] = SavedTime(total, before.pictures + 1, before.since)
-                self._write(record)
-        except StoreError as exc:
-            logger.debug("The saved time is not written: %s", exc)
+
+        def add(times: _Times) -> None:
+            own = times.setdefault(machine, {})
+            before = own.get(checkpoint, SavedTime(0.0, 0, time.time()))
+            total = round(before.seconds + seconds, 3)
+            own[checkpoint] = SavedTime(total, before.pictures + 1, before.since)
+
+        self._record.change(add)
 
     def of(self, machine: str, checkpoint: str) -> SavedTime | None:
         """Return what graphs have saved; None when no picture was measured.
@@ -75,31 +69,24 @@ class SavedTimes:
         Args:
             machine, checkpoint: As for `add`.
         """
-        return self._read().get(machine, {}).get(checkpoint)
-
-    def _read(self) -> _Record:
-        return read_or_empty(self._folder.home / SAVED_TIME_FILE, _parse, {}, "saved time")
-
-    def _write(self, record: _Record) -> None:
-        machines = {
-            machine: {checkpoint: asdict(saved) for checkpoint, saved in own.items()}
-            for machine, own in record.items()
-        }
-        whole = {"schema": _SCHEMA, "machines": machines}
-        encoded = json.dumps(whole, indent=1, sort_keys=True).encode("ascii")
-        publish(self._folder, self._folder.home / SAVED_TIME_FILE, [encoded])
+        return self._record.read().get(machine, {}).get(checkpoint)
 
 
-def _parse(record: object) -> _Record:
-    fields = mapping(record, "saved time")
-    if fields.get("schema") != _SCHEMA:
-        raise RecordError("It is of another version.")
+def _fields(times: _Times) -> dict[str, object]:
+    machines = {
+        machine: {checkpoint: asdict(saved) for checkpoint, saved in own.items()}
+        for machine, own in times.items()
+    }
+    return {"machines": machines}
+
+
+def _parse(fields: Mapping[str, object]) -> _Times:
     return {
         machine: {
             checkpoint: _saved(value)
             for checkpoint, value in mapping(own, "saved time of a machine").items()
         }
-        for machine, own in mapping(fields.get("machines"), "machines").items()
+        for machine, own in mapping(fields.get("machines", {}), "machines").items()
     }
 
 

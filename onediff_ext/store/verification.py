@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onediff_ext.core.errors import GraphCorruptError, StoreError, UntrustedGraphError
+from onediff_ext.store.build_history import HISTORY_FILE
+from onediff_ext.store.content_hash import CONTENT_HASHES_FILE
 from onediff_ext.store.durable_write import sync_folder
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.graph_file import UnknownSchemaError
@@ -21,6 +23,13 @@ from onediff_ext.store.write_errors import mapped_write_errors
 
 DAMAGED, OF_OTHERS, MISPLACED = "damaged", "of other versions", "misplaced"
 _DELETED = "deleted"
+_SHARED_RECORDS = (
+    HISTORY_FILE,
+    SAVED_TIME_FILE,
+    LAST_KINDS_FILE,
+    LAST_USE_FILE,
+    CONTENT_HASHES_FILE,
+)
 
 
 @dataclass(frozen=True)
@@ -172,8 +181,7 @@ def _move_home(folder: StoreFolder, path: Path) -> str:
 
 
 def _record_paths(folder: StoreFolder) -> Iterator[Path]:
-    own = ("history.json", SAVED_TIME_FILE, LAST_KINDS_FILE, LAST_USE_FILE, "content-hashes.json")
-    for name in own:
+    for name in _SHARED_RECORDS:
         yield folder.home / name
     for records in (folder.checkpoints, folder.build_records):
         yield from record_paths(records)
