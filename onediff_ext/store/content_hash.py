@@ -1,7 +1,8 @@
 """Content hashes: a checkpoint is identified by its bytes, and not by its name.
 
-Hashing 7 GB takes seconds, so hashes are cached by (path, size, mtime). Without a readable cache,
-hashing only takes longer.
+Hashing 7 GB takes seconds, so hashes are cached by (path, size, mtime, ctime). The last one tells
+of a file that was copied over another one with its mtime. Without a readable cache, hashing only
+takes longer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.shared_record import SharedRecord
 from onediff_ext.store.stored_graph import is_digest
 
+MODEL_INDEX = "model_index.json"
 CONTENT_HASHES_FILE = "content-hashes.json"
 _SCHEMA = 1
 MAX_CACHED = 1024
@@ -31,7 +33,7 @@ _FOLDER_SUFFIXES = {".safetensors", ".json"}
 # on FAT), unnoticed. git calls it "racily clean". It is hashed again next time.
 _SETTLED_NS = 2_000_000_000
 
-_Fingerprint = tuple[int, int]  # size in bytes, mtime in ns
+_Fingerprint = tuple[int, int, int]  # size in bytes, mtime and ctime in ns
 _Files = dict[str, dict[str, object]]  # by path
 
 
@@ -51,8 +53,9 @@ class ContentHashes:
         """Return the SHA-256 of a checkpoint, 64 hexadecimal digits.
 
         Args:
-            path: A file, or a diffusers folder. The hash of a folder covers the relative paths and
-                the hashes of its .safetensors and .json files.
+            path: A file, or a diffusers folder, which its ``model_index.json`` stands for. The hash
+                of a folder covers the relative paths and the hashes of its .safetensors and .json
+                files.
 
         Raises:
             CheckpointError: It cannot be read, or the folder holds no such file.
@@ -60,7 +63,9 @@ class ContentHashes:
         cached = self._record.read()
         fresh: _Files = {}
         try:
-            if path.is_dir():
+            if path.name == MODEL_INDEX and path.is_file():
+                content_hash = self._folder_hash(path.parent, cached, fresh)
+            elif path.is_dir():
                 content_hash = self._folder_hash(path, cached, fresh)
             else:
                 content_hash = self._file_hash(path, cached, fresh)
@@ -125,16 +130,17 @@ class ContentHashes:
         fingerprint = _fingerprint(os.stat(name))
         entry = cached.get(name, {})
         known = entry.get("sha256")
-        unchanged = (entry.get("size_bytes"), entry.get("mtime_ns")) == fingerprint
-        if unchanged and isinstance(known, str) and is_digest(known):
+        cached_as = (entry.get("size_bytes"), entry.get("mtime_ns"), entry.get("ctime_ns"))
+        if cached_as == fingerprint and isinstance(known, str) and is_digest(known):
             return known
         file_hash = _sha256(Path(name))
-        size_bytes, mtime_ns = _fingerprint(os.stat(name))
+        size_bytes, mtime_ns, ctime_ns = after = _fingerprint(os.stat(name))
         settled = time.time_ns() - mtime_ns > _SETTLED_NS
-        if settled and fingerprint == (size_bytes, mtime_ns):
+        if settled and fingerprint == after:
             fresh[name] = {
                 "size_bytes": size_bytes,
                 "mtime_ns": mtime_ns,
+                "ctime_ns": ctime_ns,
                 "sha256": file_hash,
                 "hashed_at": time.time(),
             }
@@ -166,7 +172,7 @@ def _sha256(path: Path) -> str:
 
 
 def _fingerprint(status: os.stat_result) -> _Fingerprint:
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _hashed_at(entry: Mapping[str, object]) -> float:

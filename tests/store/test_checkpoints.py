@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,29 @@ def test_a_folder_is_its_weights_and_configs(folder: StoreFolder, tmp_path: Path
     assert hashes.content_hash(model) == first
     (model / "unet" / "w.safetensors").rename(model / "unet" / "v.safetensors")
     assert hashes.content_hash(model) != first
+
+
+def test_the_index_of_a_folder_stands_for_the_folder(folder: StoreFolder, tmp_path: Path) -> None:
+    """Two folders of one architecture have equal indices."""
+    hashes = ContentHashes(folder)
+    found = []
+    for name in ("one", "other"):
+        write(tmp_path / name / "unet" / "w.safetensors", name.encode())
+        index = write(tmp_path / name / "model_index.json", b"{}")
+        found.append(hashes.content_hash(index))
+        assert found[-1] == hashes.content_hash(tmp_path / name)
+    assert found[0] != found[1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps the time of creation there")
+def test_a_file_copied_over_another_with_its_mtime_is_read_again(
+    folder: StoreFolder, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.safetensors", b"one")
+    assert ContentHashes(folder).content_hash(path) == hashlib.sha256(b"one").hexdigest()
+    time.sleep(0.05)  # more than a tick of the file system's clock
+    write(path, b"two")  # of the same size, and `settle` gives it the same mtime
+    assert ContentHashes(folder).content_hash(path) == hashlib.sha256(b"two").hexdigest()
 
 
 def test_links_share_the_entry_of_their_file(

@@ -44,14 +44,44 @@ def is_done(job: Img2ImgJob) -> bool:
     return not plan_job(job, SkipReport()).todo
 
 
-def test_names_are_those_of_the_command_line_so_far(tmp_path: Path) -> None:
+@pytest.fixture
+def hashes(tmp_path: Path) -> ContentHashes:
+    return ContentHashes(GraphLibrary(tmp_path / "store", limit_bytes=2**20).folder)
+
+
+def test_names_are_those_of_the_command_line_so_far(hashes: ContentHashes, tmp_path: Path) -> None:
     model = tmp_path / "model.safetensors"
     model.write_bytes(b"model")
-    hashes = ContentHashes(GraphLibrary(tmp_path / "store", limit_bytes=2**20).folder)
     found = model_identity(hashes, model)
     assert found == {**OF_THE_COMMAND_LINE, "checkpoint": hashes.content_hash(model)}
     assert precision_identity("exact") == {}
     assert precision_identity("fp8") == {"precision": "fp8"}
+
+
+def test_the_yaml_beside_a_checkpoint_is_part_of_it(hashes: ContentHashes, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    for model, hints in ((one, "v"), (other, "eps")):
+        model.write_bytes(b"model")
+        model.with_suffix(".yaml").write_text(f"parameterization: {hints}")
+    found = model_identity(hashes, one)
+    assert found != model_identity(hashes, other)
+    one.with_suffix(".yaml").unlink()
+    # Nor was a picture without it drawn by what has it now.
+    assert model_identity(hashes, one) not in earlier_identities(found, "torch.float16")
+
+
+def test_a_folders_tokenizers_are_part_of_it(hashes: ContentHashes, tmp_path: Path) -> None:
+    (tmp_path / "model" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    merges = tmp_path / "model" / "tokenizer" / "merges.txt"
+    found = []
+    for text in ("a b", "b a"):
+        merges.write_text(text)
+        found.append(model_identity(hashes, tmp_path / "model"))
+        assert found[-1] == model_identity(hashes, tmp_path / "model" / "model_index.json")
+    assert found[0] != found[1]
+    merges.unlink()
+    assert earlier_identities(found[0]) == (model_identity(hashes, tmp_path / "model"),)
 
 
 def test_results_of_an_earlier_page_are_done(job: Img2ImgJob) -> None:

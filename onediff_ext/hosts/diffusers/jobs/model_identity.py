@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
+from onediff_ext.store.content_hash import MODEL_INDEX
 
 if TYPE_CHECKING:
     from onediff_ext.store import ContentHashes
 
 AUTO = "auto"
+_TOKENIZERS_SUFFIXES = {".txt", ".model", ".jinja"}  # their .json files are in the folder's hash
 _TORCH_NAMES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}
 
 
@@ -50,7 +52,26 @@ def model_identity(
     }
     if config is not None:
         identity["config"] = hashes.content_hash(config)
+    hints = model.with_suffix(".yaml")
+    if not model.is_dir() and hints.is_file():
+        identity["yaml"] = hashes.content_hash(hints)
+    if tokenizers := _tokenizers(model, config):
+        identity["tokenizers"] = [
+            f"{path.parent.name}/{path.name}:{hashes.content_hash(path)[:12]}"
+            for path in tokenizers
+        ]
     return identity
+
+
+def _tokenizers(*models: Path | None) -> list[Path]:
+    """The files of tokenizers in models' folders that are no part of a folder's hash."""
+    folders = [m.parent if m.name == MODEL_INDEX else m for m in models if m is not None]
+    return [
+        path
+        for folder in folders
+        for path in sorted(folder.glob("*/*"))
+        if folder.is_dir() and path.suffix in _TOKENIZERS_SUFFIXES and path.is_file()
+    ]
 
 
 def precision_identity(precision: str) -> dict[str, object]:
@@ -61,14 +82,18 @@ def precision_identity(precision: str) -> dict[str, object]:
 def earlier_identities(
     identity: Mapping[str, object], torch_dtype: str | None = None
 ) -> tuple[dict[str, object], ...]:
-    """Return the names that the page of version 0.2 and before gave to the same model.
+    """Return the names that earlier versions gave to the same model.
+
+    They left out tokenizers, and the page of version 0.2 and before named the type of torch.
 
     Args:
         identity: From `model_identity`, with all additions.
         torch_dtype: Such as ``"torch.float16"``; None when only torch knows what "auto" means.
     """
+    before = {name: value for name, value in identity.items() if name != "tokenizers"}
+    earlier = () if before == identity else (before,)
     torch_dtype = torch_dtype or _TORCH_NAMES.get(str(identity["dtype"]))
     if torch_dtype is None or identity["vae"] is not None or "config" in identity:
-        return ()  # the page takes neither
-    others = {name: value for name, value in identity.items() if name not in ("vae", "dtype")}
-    return ({**others, "dtype": torch_dtype},)
+        return earlier  # the page takes neither
+    others = {name: value for name, value in before.items() if name not in ("vae", "dtype")}
+    return (*earlier, {**others, "dtype": torch_dtype})
