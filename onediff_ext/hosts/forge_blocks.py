@@ -156,6 +156,11 @@ class ForgeVaeAttention(LdmVaeAttention, ForgeBlocks):
         return self.package.vae
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
+        chosen = vars(block).get("optimized_attention")  # reForge keeps its choice on the block
+        name = getattr(chosen, "__name__", type(chosen).__name__)
+        own = getattr(sys.modules.get(self.package.vae), name, None)
+        if chosen is not None and own is not chosen:
+            return f"attention by {name} is not known to be exact"
         return self.attention.refusal_reason()
 
 

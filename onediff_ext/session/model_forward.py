@@ -12,6 +12,7 @@ from torch import nn
 from onediff_ext.engine.class_methods import ClassForward, forward_slot
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.running.fp16_accumulation import accumulation
+from onediff_ext.engine.validity.foreign_code import transform_reason
 
 if TYPE_CHECKING:
     from onediff_ext.engine.prompt_work import PromptWork
@@ -94,7 +95,9 @@ class ModelForward:
             self.eager.keep_if_taken(self)
         runners = [] if component is None else component.runners
         parallel = None if component is None else component.cfg_parallel
-        call = None if component is None else component.call_of(args, kwargs)
+        # The tensors of a transform last no longer than it, so no later call is compared with them.
+        tells = component is not None and transform_reason() is None
+        call = component.call_of(args, kwargs) if component is not None and tells else None
         if component is not None:
             component.follow_class()
         with (

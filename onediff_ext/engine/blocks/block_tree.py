@@ -15,6 +15,7 @@ from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.key_text import (
     describe,
     digest,
+    follows_from_padding,
     qualified_name,
     says_all_by_name,
     source_digest,
@@ -40,8 +41,7 @@ from onediff_ext.engine.validity.model_state import ModelState, attention_proces
 from onediff_ext.engine.validity.module_attributes import INTERNAL
 from onediff_ext.engine.validity.python_code import PythonCode
 
-# Attributes of torch that are not part of the key; the last one is computed from a layer's padding.
-_NOT_IN_KEY = INTERNAL | {"forward", "_reversed_padding_repeated_twice"}
+_NOT_IN_KEY = INTERNAL | {"forward"}
 
 
 class BlockTree:
@@ -316,7 +316,7 @@ class BlockTree:
             f"{name}={describe(value, untold=untold)}"
             for name, value in sorted(vars(module).items(), key=itemgetter(0))
             if name not in self._not_in_key
-            and not is_ours(value)
+            and not (is_ours(value) or follows_from_padding(module, name))
             and not is_own_method(module, name)
             and (not name.startswith("_") or reads_attribute(type(module), name))
             and not self._left_overs.has_attribute(module, name)

@@ -64,6 +64,26 @@ def source_digest(module_name: str) -> str:
     return digest(Path(path).read_text(encoding="utf-8")) if path else "none"
 
 
+def follows_from_padding(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute is what torch computes from a convolution's padding.
+
+    A padding that wraps around or reflects is done with the computed values.
+
+    Args:
+        module: Any module.
+        name: Of its attribute.
+    """
+    if name != "_reversed_padding_repeated_twice":
+        return False
+    layer: Any = module
+    if layer.padding_mode == "zeros":
+        return True  # nothing reads them
+    if isinstance(layer.padding, str):
+        return False
+    computed = [cells for cells in reversed(layer.padding) for _ in range(2)]
+    return list(vars(layer)[name]) == computed
+
+
 def describe(value: object, depth: int = 0, untold: list[str] | None = None) -> str:
     """Return text that is equal for equal hyper-parameters; it contains no address.
 

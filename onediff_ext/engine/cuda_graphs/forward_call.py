@@ -123,6 +123,7 @@ def _modes(device: torch.device) -> Hashable:
     cuda: Any = torch.backends.cuda
     return (
         autocast_dtype(device.type),
+        torch.get_default_dtype(),  # of tensors that the forward makes
         torch.are_deterministic_algorithms_enabled(),
         *float32_settings(),
         fp16_accumulation(),

@@ -93,7 +93,9 @@ class BlockRunner:
     ) -> None:
         self.block, self.family, self._registry = block, family, registry
         own = getattr(type(block), family.method)
-        self.replaced = None if getattr(forward, "__func__", None) is own else forward
+        is_own = getattr(forward, "__func__", None) is own
+        is_own &= getattr(forward, "__self__", None) is block  # and not another block's
+        self.replaced = None if is_own else forward
         self._own = ClassMethod(block, family.method)
         self._left = LeftWrapper.of(block, family.method, self.replaced)
         self.active = True

@@ -228,11 +228,8 @@ def is_own_method(module: object, name: str) -> bool:
     return _is_own(vars(module).get(name), module, name)
 
 
-def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
+def replaced_torch_function_reason() -> str | None:
     """Say which function of torch comes from another extension, or None.
-
-    Args:
-        trusted: Prefixes of modules whose patches are known.
 
     Returns:
         One line for people that names the function and the module of its replacement; None when
@@ -248,7 +245,7 @@ def replaced_torch_function_reason(trusted: Sequence[str] = ()) -> str | None:
         for name in names:
             value = namespace.get(name)
             computes = callable(value) or (is_code(value) and hasattr(_TENSOR_BASE, name))
-            if computes and is_foreign(module := defining_module(value), trusted):
+            if computes and is_foreign(module := defining_module(value), ()):
                 return f"{owner}.{name} is replaced by {module}"
     return None
 
@@ -311,7 +308,8 @@ def _have_one_stem(file: str, other: str) -> bool:
 
 def _is_own(method: object, module: object, name: str) -> bool:
     function = getattr(method, "__func__", None)
-    return function is not None and function is getattr(type(module), name, None)
+    is_bound_here = getattr(method, "__self__", None) is module
+    return is_bound_here and function is not None and function is getattr(type(module), name, None)
 
 
 def _is_known_mode(cls: type) -> bool:

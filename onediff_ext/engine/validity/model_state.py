@@ -74,7 +74,8 @@ class ModelState:
         """Say which code of another extension the modules run, or None.
 
         Args:
-            trusted: Prefixes of modules whose patches are known.
+            trusted: Prefixes of modules whose patches of classes and helpers are known. Nobody is
+                trusted to replace functions of torch.
 
         Returns:
             One line for people. It names the first of these that is found: a patched class or
@@ -84,7 +85,7 @@ class ModelState:
             reason = patched_class_reason(cls, trusted) or self._code.helper_reason(cls, trusted)
             if reason is not None:
                 return reason
-        return self._code.torch_reason(trusted) or self._global_hook_reason
+        return self._code.torch_reason() or self._global_hook_reason
 
     def holds(self, moment: Hashable = None, epoch: Hashable = None) -> bool:
         """Return whether everything is what it was.

@@ -122,7 +122,8 @@ class ModuleAttributes:
         if not self._has_its_weights():
             return False
         values = self._read()
-        same = is_equal(values, self._values)
+        # By identity: an equal object may have other attributes, or change on its own later.
+        same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
         if not (
             same and self._naming.holds(epoch, self._have_their_names)
         ) and not self._decides_the_same(values):

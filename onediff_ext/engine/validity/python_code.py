@@ -54,7 +54,7 @@ class PythonCode:
         self._moment: Hashable = None
         self._is_in_doubt = False
         self._epoch: Hashable = None  # the last one in which code objects were read
-        self._torch_reasons: dict[Sequence[str], str | None] = {}
+        self._torch_reason: list[str | None] = []  # of this generation, once it is known
         self._helpers: dict[type, list[tuple[Mapping[str, Any], list[str]]]] = {}
         self._helper_reasons: dict[tuple[type, Sequence[str]], str | None] = {}
         self._first = FirstCode()
@@ -131,27 +131,22 @@ class PythonCode:
                 found.append(self._codes())
             self._epoch = epoch
             if not is_equal(found, self._readings[self._generation]):
-                self._torch_reasons.clear()
+                self._torch_reason.clear()
                 self._helper_reasons.clear()
                 self._contents = None
                 self._generation = self._generation_of(found)
             self._moment = moment
         return self._generation
 
-    def torch_reason(self, trusted: Sequence[str] = ()) -> str | None:
+    def torch_reason(self) -> str | None:
         """Return why torch's functions are not what they were, or None.
 
         It is computed once for each generation.
-
-        Args:
-            trusted: Prefixes of modules whose patches are known.
         """
-        key = tuple(trusted)
-        if key not in self._torch_reasons:
-            self._torch_reasons[key] = replaced_torch_function_reason(
-                key
-            ) or self._first.reason_of_torch(self._contents_now())
-        return self._torch_reasons[key]
+        if not self._torch_reason:
+            replaced = replaced_torch_function_reason()
+            self._torch_reason[:] = [replaced or self._first.reason_of_torch(self._contents_now())]
+        return self._torch_reason[0]
 
     def helper_reason(self, cls: type, trusted: Sequence[str] = ()) -> str | None:
         """Return why a class's methods, or what they call, are not what they were, or None.

@@ -31,7 +31,7 @@ from onediff_ext.hosts.ldm_blocks import (
 )
 
 # A1111's own attentions, and the merging of its Lora extension.
-_PATCHERS = ("ldm.", "sgm.", "modules.", lora.MODULE)
+_PATCHERS = ("ldm.", "sgm.", "modules.", f"{lora.MODULE}.")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ change what a block computes. The whole job runs eager then, with one reason.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -35,11 +36,13 @@ _UPCASTS = "modules.sd_hijack_unet"
 
 def unknown_patch_reason() -> str | None:
     """Which class of layers or blocks runs code of another extension than Lora, or None."""
-    for cls in LAYERS:
-        forward = cls.forward
-        own = forward.__module__.startswith("torch.nn.modules.")
-        if forward is not lora_forward(cls) and not own:
-            return f"{cls.__name__} is patched by {forward.__module__}"
+    for cls in _torch_classes():
+        for name in ("__call__", "_call_impl", "_wrapped_call_impl", "forward"):
+            method = vars(cls).get(name)
+            if method is None or (cls in LAYERS and method is lora_forward(cls)):
+                continue
+            if not method.__module__.startswith("torch.nn.modules."):
+                return f"{cls.__name__} is patched by {method.__module__}"
     for cls in _parts():
         known = {_OWN_ATTENTION, *(base.__module__ for base in cls.__mro__)}
         # A1111 puts `ldm`'s own attention into `sgm` too.
@@ -60,6 +63,18 @@ def _without_upcasts(method: Any) -> Any:
             return method
         method = patches[0]["_CondFunc__orig_func"]
     return method
+
+
+@functools.cache
+def _torch_classes() -> tuple[type[nn.Module], ...]:
+    """All layers of torch: A1111 itself patches those of Lora only."""
+    return tuple(
+        value
+        for value in vars(nn).values()
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__.startswith("torch.nn.modules.")
+    )
 
 
 def _parts() -> Iterator[type[nn.Module]]:

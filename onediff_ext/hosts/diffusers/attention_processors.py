@@ -7,6 +7,8 @@ from collections.abc import Collection
 from typing import Any
 
 NATIVE = "native"  # torch's own scaled_dot_product_attention
+_DISPATCH = "diffusers.models.attention_dispatch"
+_REGISTRY = "_AttentionBackendRegistry"  # its table of functions
 _SETTING = "_attention_backend"  # of a processor; None means the active backend
 
 
@@ -39,7 +41,7 @@ def backend_eager_reason(attention: Any) -> str | None:
     if not hasattr(type(processor), _SETTING):  # it calls torch's own kernel
         return None
     chosen = getattr(processor, _SETTING)
-    name = active_backend() if chosen is None else _name(chosen)
+    name = active_backend() if chosen is None else _told(_name(chosen))
     return None if name == NATIVE else f"attention runs with the backend {name}"
 
 
@@ -47,22 +49,48 @@ def active_backend() -> str:
     """Return the name of the backend that processors without a backend of their own dispatch to.
 
     It is a setting of the whole process: ``diffusers.models.attention_dispatch.attention_backend``,
-    or ``$DIFFUSERS_ATTN_BACKEND``.
+    or ``$DIFFUSERS_ATTN_BACKEND``. Where another function stands for the native one, the name says
+    so.
     """
-    module = sys.modules.get("diffusers.models.attention_dispatch")
-    registry = getattr(module, "_AttentionBackendRegistry", None)
-    return NATIVE if registry is None else _name(registry._active_backend)
+    registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
+    return NATIVE if registry is None else _told(_name(registry._active_backend))
 
 
 def use_native_backend(block: Any) -> None:
     """Make the attention of a copied block call torch's own kernel, whatever backend is active."""
-    module = sys.modules.get("diffusers.models.attention_dispatch")
+    module = sys.modules.get(_DISPATCH)
     if module is None:
         return
     for layer in block.modules():
         processor = vars(layer).get("processor")
         if hasattr(type(processor), _SETTING):
             setattr(processor, _SETTING, module.AttentionBackendName(NATIVE))
+
+
+def _told(name: str) -> str:
+    """A backend's name, and whether another function than diffusers' own stands for it.
+
+    The table of functions and its lookup are no names in a module, which the engine watches.
+    """
+    return f"{name}, as another extension has it" if name == NATIVE and not _is_own() else name
+
+
+def _is_own() -> bool:
+    module = sys.modules.get(_DISPATCH)
+    registry, own = getattr(module, _REGISTRY, None), getattr(module, "_native_attention", None)
+    if module is None or registry is None or own is None:
+        return True  # of another version; then its name is all that is known
+    lookup = getattr(vars(registry).get("get_active_backend"), "__func__", None)
+    written = ((own, "_native_attention"), (lookup, "get_active_backend"))
+    return registry._backends.get(module.AttentionBackendName(NATIVE)) is own and all(
+        _place(function) == (module.__file__, name) for function, name in written
+    )
+
+
+def _place(function: Any) -> tuple[str, str]:
+    """The file and the name that a function's code was compiled with."""
+    code = getattr(function, "__code__", None)
+    return getattr(code, "co_filename", ""), getattr(code, "co_name", "")
 
 
 def _name(backend: Any) -> str:
