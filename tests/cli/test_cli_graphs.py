@@ -10,11 +10,9 @@ import pytest
 
 from onediff_ext.cli import doctor
 from onediff_ext.store.folder import encode_schema
-from tests.support.command_line import CommandLine
+from tests.support.command_line import KINDS, CommandLine
 
 pytest_plugins = ("tests.support.command_line",)
-
-KINDS = 18
 
 
 @pytest.fixture

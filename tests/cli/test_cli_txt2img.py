@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from onediff_ext.pictures.infotext_format import parse_infotext
+from tests.support.command_line import KINDS
 from tests.support.sample_pictures import difference, infotext_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def test_sizes_and_seeds(draw: Callable[..., dict[str, Any]], tmp_path: Path) ->
     report = draw(tmp_path / "out", *options)
     names = [Path(picture["output"]).name for picture in report["pictures"]]
     assert names == ["00005-64x64.png", "00006-72x96.png", "00007-72x96.png"]
-    assert report["graphs"] == {"built": 0, "loaded": 18, "reused": 2 * 18}
+    assert report["graphs"] == {"built": 0, "loaded": KINDS, "reused": 2 * KINDS}
     assert report["fallbacks"] == []
     for picture in report["pictures"]:
         with Image.open(picture["output"]) as image:

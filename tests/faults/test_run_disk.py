@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.command_line import KINDS
 from tests.support.sample_pictures import save_pictures
 from tests.support.systems import needs_fork
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.support.command_line",)
 
 FEW = ("--steps", "1", "--strength", "1")
-KINDS = 18
 
 
 @cache
@@ -158,7 +158,9 @@ def test_graphs_serve_although_they_cannot_be_kept(
     assert list((store / "tmp").iterdir()) == []
     with quick_builds():
         again = command_line(*command, "--seed", "1", store=store)
-    assert f"{KINDS - kept} built, {kept} loaded" in again.out
+    # The disk may have been full between the last graph and the record that it can be loaded.
+    loaded = [n for n in (kept, kept - 1) if f"{KINDS - n} built, {n} loaded" in again.out]
+    assert len(loaded) == 1, again.out
 
 
 def test_a_disk_that_is_really_full(

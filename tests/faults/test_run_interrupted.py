@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onediff_ext.building.build_folder import BuildFolder
+from tests.support.command_line import KINDS
 from tests.support.processes import processes_with
 from tests.support.sample_pictures import difference, save_pictures
 
@@ -116,7 +117,7 @@ def test_while_building(command_line: CommandLine, tmp_path: Path, number: signa
     run = StoppedRun(command_line, tmp_path, "--store", store)
     run.stop_at("building graphs 2/", number)
     graphs = list((store / "graphs").iterdir())
-    assert 2 <= len(graphs) < 18
+    assert 2 <= len(graphs) < KINDS
     assert list(run.out.iterdir()) == []
     assert command_line("graphs", "verify", "--store", store).status == 0
     if number is signal.SIGKILL:
@@ -126,7 +127,7 @@ def test_while_building(command_line: CommandLine, tmp_path: Path, number: signa
     assert run.left_behind() == []
     with quick_builds():
         out = run.go_on()
-    assert f"{18 - len(graphs)} built, {len(graphs)} loaded" in out
+    assert f"{KINDS - len(graphs)} built, {len(graphs)} loaded" in out
     assert {path.name for path in (store / "locks").iterdir()} <= {"guard.lock"}
 
 

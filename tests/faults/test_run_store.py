@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onediff_ext.store.folder import encode_schema
+from tests.support.command_line import KINDS
 from tests.support.sample_pictures import difference, save_pictures
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.support.command_line",)
 
 Run = Callable[..., dict[str, Any]]
-KINDS = 18
 
 
 @pytest.fixture

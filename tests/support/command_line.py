@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = 18
+KINDS = 17
 """Kinds of the checkpoint "sd15", its VAE's included."""
 PROGRESS = ("building graphs ", "pictures ")
 

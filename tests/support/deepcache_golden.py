@@ -40,7 +40,8 @@ def golden_pipe(model: str) -> Any:
 
     In float64: in float32 the rounding of another processor came to 1.2e-4 after twelve steps.
     """
-    return getattr(models, model)(layers=2).to(dtype=torch.float64)
+    levels = models.THREE_LEVELS if model == "sd15" else {}
+    return getattr(models, model)(layers=2, **levels).to(dtype=torch.float64)
 
 
 def draw_golden(pipe: Any) -> torch.Tensor:

@@ -147,10 +147,10 @@ def vae(
 
 
 def unet(
-    widths: Sequence[int] = (32, 64, 64),
+    widths: Sequence[int] = (32, 64),
     *,
     seed: int = 0,
-    attention: Sequence[bool] = (True, True, False),
+    attention: Sequence[bool] | None = None,
     heads: int | tuple[int, ...] = 4,
     depths: int | Sequence[int] = 1,
     in_channels: int = 4,
@@ -159,7 +159,11 @@ def unet(
     layers: int = 1,
     **config: Any,
 ) -> Any:
-    """Narrow UNet: latent [B, C, h, w], context [B, n, context_dim] -> [B, out_channels, h, w]."""
+    """Narrow UNet: latent [B, C, h, w], context [B, n, context_dim] -> [B, out_channels, h, w].
+
+    Without ``attention``, all levels but the last one have it.
+    """
+    attention = [True] * (len(widths) - 1) + [False] if attention is None else attention
     down = [f"{'CrossAttnDown' if a else 'Down'}Block2D" for a in attention]
     up = [f"{'CrossAttnUp' if a else 'Up'}Block2D" for a in reversed(attention)]
     return build(
@@ -211,6 +215,10 @@ def _sd1_parts(seed: int, **unet_config: Any) -> dict[str, Any]:
         "unet": unet(seed=seed, **unet_config),
         "scheduler": scheduler(),
     }
+
+
+# More levels than `unet` has by default, for what depends on their number.
+THREE_LEVELS: dict[str, Any] = {"widths": (32, 64, 64)}
 
 
 def sd15(seed: int = 0, **unet_config: Any) -> StableDiffusionPipeline:
@@ -368,12 +376,12 @@ BUILDERS = {
 }
 """Name -> builder, for tests over every architecture."""
 
-_LEVELS = {"sd2": 2, "sd2_inpaint": 2, "sdxl_refiner": 4}
+_LEVELS = {"sdxl": 3, "sdxl_inpaint": 3, "sdxl_refiner": 4}  # two levels otherwise
 
 
 def one_width(name: str, seed: int = 0) -> Any:
     """A pipeline of any architecture with levels of one width: few kinds, which most share."""
-    pipe = BUILDERS[name](seed, widths=(64,) * _LEVELS.get(name, 3), heads=1)
+    pipe = BUILDERS[name](seed, widths=(64,) * _LEVELS.get(name, 2), heads=1)
     factor = pipe.vae.config.scaling_factor
     pipe.register_modules(vae=vae((64,) * 4, seed=seed, scaling_factor=factor))
     return pipe

@@ -245,7 +245,8 @@ def test_control_residuals_reach_only_the_layers_that_run():
 @pytest.mark.parametrize("layout", ["sd15", "sdxl"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 4, 5])
 def test_a_t2i_adapters_residuals_reach_their_layers(layout: str, depth: int):
-    unet = getattr(models, layout)(layers=2).unet
+    levels = models.THREE_LEVELS if layout == "sd15" else {}
+    unet = getattr(models, layout)(layers=2, **levels).unet
     enable_deepcache(SimpleNamespace(unet=unet), f"2 depth={depth}")
     given = models.unet_inputs(unet, 2, 16, 24)
     widths, scale, shapes = unet.config.block_out_channels, 1, []
@@ -273,7 +274,8 @@ def test_a_t2i_adapters_residuals_reach_their_layers(layout: str, depth: int):
 
 @pytest.mark.parametrize("layout", ["sd15", "sd2", "sdxl"])
 def test_every_depth_gives_back_what_it_left_out(layout: str):
-    unet = getattr(models, layout)(layers=2).unet
+    levels = models.THREE_LEVELS if layout == "sd15" else {}
+    unet = getattr(models, layout)(layers=2, **levels).unet
     holder = enable_deepcache(SimpleNamespace(unet=unet))
     given = models.unet_inputs(unet, 2, 17, 25)
     cache = state_of(holder)
