@@ -49,10 +49,7 @@ class SharedRecord(Generic[T]):
     def read(self) -> T:
         """Return the content of the file; that of an empty one where it cannot be read."""
         try:
-            fields = mapping(read_record(self._folder.home / self._name), self._name)
-            if fields.pop("schema", None) != self._schema:
-                raise RecordError("It is of another version.")
-            return self._parse(fields)
+            return self._read()
         except FileNotFoundError:
             pass
         except (StoreError, OSError) as exc:
@@ -76,3 +73,9 @@ class SharedRecord(Generic[T]):
                 publish(self._folder, self._folder.home / self._name, [encoded])
         except StoreError as exc:
             _LOG.debug("%s is not written: %s", self._name, exc)
+
+    def _read(self) -> T:
+        fields = mapping(read_record(self._folder.home / self._name), self._name)
+        if fields.pop("schema", None) != self._schema:
+            raise RecordError("It is of another version.")
+        return self._parse(fields)

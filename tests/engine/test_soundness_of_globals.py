@@ -386,6 +386,43 @@ def test_transforms_of_torch_func_run_eager_and_leave_nothing_behind(
     assert twins.captured.reason == ""
 
 
+def test_a_call_after_one_of_torch_func_does_not_ask_for_its_tensors(
+    make_session: Callable[..., Session],
+) -> None:
+    """The timestep of the call before is compared, and that of a transform has no memory."""
+    twins = Twins(make_session(spot_checks=False, channels_last=False))
+    given = unet_inputs(twins.unets[0], height_latent=8, width_latent=8, seed=1)
+    context = {"encoder_hidden_states": given["encoder_hidden_states"]}
+    results = []
+    for unet in twins.unets:
+
+        def run(sample: torch.Tensor, unet: Any = unet) -> torch.Tensor:
+            return unet(sample, torch.tensor(500), **context).sample
+
+        sample = given["sample"]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            torch.func.jvp(run, (sample,), (torch.ones_like(sample),))
+        with torch.no_grad():
+            results.append([unet(sample, torch.tensor(400), **context).sample for _ in range(2)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_default_dtype_is_part_of_a_call() -> None:
+    """A forward may make tensors of it, as FreeU does."""
+    x, found = torch.ones(1, 4, 8, 8), []
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            with torch.no_grad():
+                call = read_call((x,), {})
+            assert not isinstance(call, str)
+            found.append(call.key)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[0] == found[2] != found[1]
+
+
 def test_tangents_would_be_lost_in_a_graph() -> None:
     x = torch.ones(1, 4, 8, 8)
     assert global_hook_reason() is None

@@ -47,6 +47,52 @@ def test_a_bias_that_a_layer_did_not_have(session: Session) -> None:
     Twins(session).assert_right_after(change)
 
 
+def run_anothers_forward(unet: Any) -> None:
+    block(unet).attn1.to_q.forward = block(unet).attn1.to_k.forward
+
+
+def pad_on_one_side(unet: Any) -> None:
+    """As an extension does that tiles in one direction only."""
+    for layer in (layer for layer in unet.modules() if isinstance(layer, nn.Conv2d)):
+        if layer.padding == (1, 1):
+            layer.padding_mode = "circular"
+            layer._reversed_padding_repeated_twice = [2, 0, 1, 1]
+
+
+@pytest.mark.parametrize("change", [run_anothers_forward, pad_on_one_side])
+def test_what_a_layer_computes_with(session: Session, change: Callable[[Any], object]) -> None:
+    Twins(session).assert_right_after(change)
+
+
+def test_a_padding_that_changes_between_two_circular_ones(session: Session) -> None:
+    twins = Twins(session)
+    for unet in twins.unets:
+        pad_on_one_side(unet)
+        for layer in unet.modules():
+            if isinstance(layer, nn.Conv2d) and layer.padding_mode == "circular":
+                layer._reversed_padding_repeated_twice = [1, 1, 1, 1]
+    assert max(twins.error(seed) for seed in range(20, 25)) < 1e-4
+    twins.assert_right_after(pad_on_one_side)
+
+
+def test_a_block_that_runs_anothers_forward(session: Session) -> None:
+    def share(unet: Any) -> None:
+        blocks = [m for m in unet.modules() if type(m).__name__ == "BasicTransformerBlock"]
+        blocks[1].forward = blocks[0].forward
+
+    Twins(session).assert_right_after(share)
+    Twins(session, share, reason="a BasicTransformerBlock has the forward of another extension")
+
+
+def test_an_attribute_replaced_by_an_equal_object(session: Session) -> None:
+    """diffusers' configuration compares its items, and an attribute of it is none."""
+    twins = Twins(session)
+    for unet in twins.unets:
+        unet.config.center_input_sample = True
+    assert max(twins.error(seed) for seed in range(20, 25)) < 1e-4
+    twins.assert_right_after(lambda unet: unet.register_to_config(center_input_sample=False))
+
+
 def pad_in_a_circle(unet: Any) -> None:
     unet.mid_block.resnets[0].conv1.base_layer.padding_mode = "circular"
 

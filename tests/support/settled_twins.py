@@ -41,7 +41,7 @@ class Twins:
         compile_pipe(self.pipe, session=session, ignores=["vae"], **options)
         for seed in range(6):
             assert self.error(seed) < error
-        assert self.captured.reason == reason
+        assert self.captured.reason == reason, self.captured.reason
 
     @property
     def captured(self) -> Any:

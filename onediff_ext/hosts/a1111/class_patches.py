@@ -67,14 +67,10 @@ def _without_upcasts(method: Any) -> Any:
 
 @functools.cache
 def _torch_classes() -> tuple[type[nn.Module], ...]:
-    """All layers of torch: A1111 itself patches those of Lora only."""
-    return tuple(
-        value
-        for value in vars(nn).values()
-        if isinstance(value, type)
-        and issubclass(value, nn.Module)
-        and value.__module__.startswith("torch.nn.modules.")
-    )
+    """All layers of torch, Lora's first: A1111 itself patches those only."""
+    found = (value for value in vars(nn).values() if isinstance(value, type))
+    layers = (cls for cls in found if issubclass(cls, nn.Module) and cls not in LAYERS)
+    return *LAYERS, *(cls for cls in layers if cls.__module__.startswith("torch.nn.modules."))
 
 
 def _parts() -> Iterator[type[nn.Module]]:

@@ -37,7 +37,6 @@ def test_replaced_code_is_another_generation_until_it_is_restored(
         patch.setattr(torch, "cat", functools.wraps(torch.cat)(lambda *args: None))
         assert code.current_generation() != first
         assert code.torch_reason() == f"torch.cat is replaced by {__name__}"
-        assert code.torch_reason((__name__,)) is None
     assert code.current_generation() == first
     assert code.torch_reason() is None
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.running.block_runner import BlockRunner
@@ -203,6 +204,44 @@ def test_what_a1111_patches_where_there_is_a_gpu(
     else:
         assert status.running == "compiled", status
         assert status.kinds_ready == status.kinds_needed > 0
+    graphs.end(p)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("installer", ["modules.sd_hijack_utils", "networks_boost"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(functional, "silu"), (torch.Tensor, "chunk"), (nn.SiLU, "forward")],
+    ids=["function", "tensor", "layer"],
+)
+def test_what_others_put_into_torch_by_a1111s_own_means(
+    host: A1111StandIn,
+    graphs: GraphsForJobs,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    installer: str,
+) -> None:
+    """A1111's CondFunc, or a file whose name begins as that of A1111's Lora does."""
+    own = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        return tuple(reversed(result)) if isinstance(result, tuple) else result * 0.5
+
+    plain = host.unet()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, written_in(changed, installer))
+        expected = host.unet()
+        p = job()
+        assert close(host.unet(), expected)
+        assert not close(expected, plain)
+        assert installer in graphs.status().line()
+        graphs.end(p)
+    p = job()
+    assert close(host.unet(), plain)
+    assert graphs.status().running == "compiled", graphs.status()
     graphs.end(p)
 
 

@@ -10,7 +10,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    attention_backend,
+)
 
 from onediff_ext.building.worker.trial import try_out
 from onediff_ext.core.components import ComponentId, Role
@@ -122,6 +126,9 @@ def test_a_transformer_by_itself(make_session: MakeSession) -> None:
     undo_compile(pipe.transformer)
 
 
+NATIVE = AttentionBackendName.NATIVE
+
+
 class Halved(diffusers.models.attention_processor.JointAttnProcessor2_0):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         image, text = super().__call__(*args, **kwargs)
@@ -147,6 +154,56 @@ def test_what_no_graph_expects_runs_eager_with_a_reason(make_session: MakeSessio
     draw(pipe, "flux", size)
     draw(pipe, "flux", size)
     assert runner.eager_reason is None
+    undo_compile(pipe)
+
+
+def weaker(query: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+    return _AttentionBackendRegistry._backends[NATIVE](0.3 * query, *others, **options)
+
+
+def exchange_function(patch: pytest.MonkeyPatch) -> None:
+    own = _AttentionBackendRegistry._backends[NATIVE]
+    patch.setitem(
+        _AttentionBackendRegistry._backends,
+        NATIVE,
+        lambda query, *others, **options: own(0.3 * query, *others, **options),
+    )
+
+
+def exchange_lookup(patch: pytest.MonkeyPatch) -> None:
+    found = classmethod(lambda cls: (NATIVE, weaker))
+    patch.setattr(_AttentionBackendRegistry, "get_active_backend", found)
+
+
+def exchange_code(patch: pytest.MonkeyPatch) -> None:
+    own = _AttentionBackendRegistry._backends[NATIVE]
+
+    def nothing(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> torch.Tensor:
+        return query.new_zeros(query.shape)
+
+    patch.setattr(own, "__code__", nothing.__code__)
+
+
+@pytest.mark.parametrize("change", [exchange_function, exchange_lookup, exchange_code])
+def test_another_function_as_the_native_attention_runs_eager(
+    change: Callable[[pytest.MonkeyPatch], None],
+    make_session: MakeSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, twin, session = transformer_models.flux(), transformer_models.flux(), make_session()
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    size = SIZES[4]
+    plain = draw(pipe, "flux", size)
+    with monkeypatch.context() as patch:
+        change(patch)
+        found, expected = draw(pipe, "flux", size), draw(twin, "flux", size)
+        assert relative_error(found, expected) < 1e-4
+        assert relative_error(expected, plain) > 1e-3
+        reasons = {runner.eager_reason for runner in transformer_of(pipe).runners}
+        assert reasons == {"attention runs with the backend native, as another extension has it"}
+    draw(pipe, "flux", size)
+    assert relative_error(draw(pipe, "flux", size), plain) < 1e-4
+    assert {runner.eager_reason for runner in transformer_of(pipe).runners} == {None}
     undo_compile(pipe)
 
 

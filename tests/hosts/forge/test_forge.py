@@ -328,6 +328,28 @@ def test_an_attention_that_is_not_the_hosts_own(
     assert any("attention_sage" in f.reason for f in graphs.session.fallbacks())
 
 
+def test_an_attention_of_a_vaes_block(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> None:
+    """reForge keeps the VAE's attention on each block, where an extension may put its own."""
+    if host.name != "reforge":
+        pytest.skip("other hosts keep it in a module")
+    vae = host.engine.forge_objects.vae.first_stage_model
+    blocks = [m for m in vae.modules() if type(m).__name__ == "AttnBlock"]
+    home = host.classes.modules[host.classes.AttnBlock.__module__]
+    own = home.attention_function_single_head_spatial
+    vars(home)[own.__name__] = own
+    reasons = []
+    for function in (own, lambda q, k, v: own(q * 2, k, v)):
+        for block in blocks:
+            block.optimized_attention = function
+        p = job()
+        host.decode()
+        reasons.append({f.reason for f in graphs.session.fallbacks()})
+        graphs.end(p)
+    assert blocks
+    assert not any("not known to be exact" in reason for reason in reasons[0])
+    assert "attention by <lambda> is not known to be exact" in reasons[1]
+
+
 def test_a_class_that_was_swapped(host: ForgeStandIn, graphs: GraphsForJobs, drawn: Any) -> None:
     layer = host.unet.transformer.attn1.to_q
     own = type(layer)
