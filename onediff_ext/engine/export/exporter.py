@@ -18,6 +18,7 @@ from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall, BlockFamily,
 from onediff_ext.engine.blocks.weight_slots import Layout, layout_of
 from onediff_ext.engine.export.autocast import CudaAutocast
 from onediff_ext.engine.export.disabled_autocast import inline_disabled_autocast
+from onediff_ext.engine.export.input_writes import check_input_writes
 from onediff_ext.engine.quantization import Quantization
 from onediff_ext.engine.quantized_linears import QuantizedLinears
 from onediff_ext.engine.torch_versions import dynamic_dim, quiet_export
@@ -138,7 +139,8 @@ def export_block(
         A program that takes (weights, *tensors of the call).
 
     Raises:
-        ExportError: The block cannot be traced, or tracing froze a dim that must vary.
+        ExportError: The block cannot be traced or writes into its arguments, or tracing froze a dim
+            that must vary.
     """
     # Without duck shapes, dims of two tensors that happen to be equal are separate symbols, and a
     # batch of 1 is no constant.
@@ -167,6 +169,7 @@ def export_block(
         reason = f"{type(exc).__name__}: {first_line(str(exc))}"[:300]
         raise ExportError(f"The block cannot be traced: {reason}") from exc
     inline_disabled_autocast(program.graph_module)
+    check_input_writes(program)
     _check_dims_vary(program, call, len(weights))
     program._example_inputs = None  # would save the weights with the program
     return program
