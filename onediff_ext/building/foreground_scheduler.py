@@ -153,6 +153,12 @@ class ForegroundScheduler:
                     self._last_end = self._now()
                 self._changed.notify_all()
 
+    def call_alone(self) -> None:
+        """Take a block's call outside of a forward for a picture, unless one was announced."""
+        with self._changed:
+            if threading.get_ident() not in self._announced:
+                self.epoch += 1
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Wait for other work within the ``with`` block: beside the thread's picture it may go on.

@@ -105,7 +105,7 @@ class Session(KindRegistry):
         self.builder = Builder(self.build_context)
         self._builds = BuildControl(self.builder, self._met, self._lookup)
         self.background = self._builds.background
-        self.stage, self.sizes_done = "", (0, 0)
+        self.stage, self.sizes_done, self.substituted = "", (0, 0), substituted or ""
         self.checkpoint: CheckpointUse | None = None
         self.memory = SessionMemory(self)
         self.cuda_graphs = CudaGraphCache(
@@ -117,7 +117,7 @@ class Session(KindRegistry):
         )
         self._fallbacks = Fallbacks()
         self._entries: dict[torch.device, dict[str, str]] = {}
-        self.substituted = substituted or ""
+        self.called_alone = self.foreground.call_alone
         self.last_picture, self.timer = LastPicture(), PictureTimer()
         if substituted is not None:
             self.fell_back(f"the {options.backend} backend", substituted)

@@ -17,6 +17,7 @@ from torch import nn
 
 from onediff_ext.engine.running import kind_lookup
 from onediff_ext.session.session import Session
+from tests.support.models import unet_inputs
 from tests.support.settled_twins import Twins
 
 # Of a whole forward in int8, against eager without: twice what `test_soundness.py` measured.
@@ -98,6 +99,35 @@ def test_a_loras_factor_in_the_place_of_another(session: Session) -> None:
 
     # Alone: a write to a factor that is still alive would have all weights merged again.
     Twins(session, partial(wrap, layers=("to_q", "to_k"))).assert_right_after(change)
+
+
+def call_its_class(unet: Any, inputs: Any) -> torch.Tensor:
+    return type(unet).forward(unet, **inputs).sample
+
+
+def call_a_block(unet: Any, inputs: Any) -> torch.Tensor:
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    states = torch.ones(2, 24, block.norm1.normalized_shape[0])
+    return block(states, encoder_hidden_states=inputs["encoder_hidden_states"])
+
+
+@pytest.mark.parametrize("call", [call_its_class, call_a_block])
+@torch.no_grad()
+def test_blocks_that_are_called_outside_of_the_models_forward(
+    session: Session, call: Callable[[Any, Any], torch.Tensor]
+) -> None:
+    """Nothing announces such a call, so it looks at all that is written without a count."""
+    twins = Twins(session, wrap)
+    prompt = torch.zeros(2, 77, twins.unets[0].config.cross_attention_dim)
+    inputs = {**unet_inputs(twins.unets[0], seed=1), "encoder_hidden_states": prompt}
+    for seed in range(4):
+        numbers = torch.randn(prompt.shape, generator=torch.Generator().manual_seed(seed)).numpy()
+        prompt.numpy()[:] = numbers
+        for unet in twins.unets:
+            for adapter in adapters(unet):
+                adapter.lora_B["style"].weight.data.mul_(-1.0)
+        found, expected = (call(unet, inputs) for unet in twins.unets)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_weight_in_the_place_of_another_under_graphs_in_8_bits(

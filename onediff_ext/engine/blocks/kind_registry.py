@@ -31,6 +31,8 @@ class KindRegistry(ABC):
         contents: Watches the tensors from which merged weights and 8-bit copies were computed.
         spot_checks: Chooses graphs in use that are compared with eager again.
         budget: Decides what CUDA graphs may hold, and frees merged weights and 8-bit copies.
+        called_alone: Called before a block runs outside of a model's forward. Nobody knows then
+            what was written since the call before, so a new epoch begins unless an image is drawn.
     """
 
     rules: Sequence[WrapperRule]
@@ -39,6 +41,7 @@ class KindRegistry(ABC):
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.code, self.contents, self.spot_checks = PythonCode(), TensorContents(), SpotChecks()
         self.budget = MemoryBudget() if budget is None else budget
+        self.called_alone: Callable[[], None] = lambda: None
 
     @property
     @abstractmethod

@@ -93,9 +93,8 @@ class BlockRunner:
     ) -> None:
         self.block, self.family, self._registry = block, family, registry
         own = getattr(type(block), family.method)
-        is_own = getattr(forward, "__func__", None) is own
-        is_own &= getattr(forward, "__self__", None) is block  # and not another block's
-        self.replaced = None if is_own else forward
+        bound = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+        self.replaced = None if bound == (own, block) else forward  # it may be another block's
         self._own = ClassMethod(block, family.method)
         self._left = LeftWrapper.of(block, family.method, self.replaced)
         self.active = True
@@ -339,6 +338,8 @@ class BlockRunner:
         if self._own.is_outdated:
             return Refusal("another extension keeps the method that its class had before")
         tree, moment = self.tree, self._registry.moment
+        if moment is None:
+            self._registry.called_alone()
         if tree is None or tree.refusal_reason is None:
             if self._surroundings is not None and self._surroundings.may_replace_code(moment):
                 self._registry.code.doubt()
