@@ -263,7 +263,8 @@ def _same_picture(last: Any, now: Any) -> bool:
             return True
         same_memory = are_of_one_tensor(last, now)
         if same_memory or is_element(last) or is_element(now):
-            return same_memory
+            # A loop of one's own may go through the scheduler's tensor again.
+            return same_memory and now.storage_offset() >= last.storage_offset()
     return value_of(now) <= value_of(last)
 
 

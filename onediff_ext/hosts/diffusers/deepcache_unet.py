@@ -86,6 +86,8 @@ class DiffusersUNet(UNetAdapter):
         sample, context = given.get("sample"), given.get("encoder_hidden_states")
         if not isinstance(sample, torch.Tensor) or len(args) > len(_ORDER):
             return Uncached("the UNet was called in a way that is not known")
+        if (keeper := _keeper_in(self._unet.mid_block)) is not None:
+            return Uncached(f"the attention processor {keeper.__name__} may keep what it computes")
         extra = given.get("added_cond_kwargs") or {}
         kind = (sample.shape, sample.dtype, sample.device, getattr(context, "shape", None))
         state = (
@@ -170,6 +172,20 @@ class DiffusersUNet(UNetAdapter):
         children.append((unet, "down_blocks", nn.ModuleList(kept_down)))
         children.append((unet, "up_blocks", nn.ModuleList(kept_up)))
         return _Cut(boundary, tuple(children), residuals)
+
+
+def _keeper_in(middle: Any) -> type | None:
+    """The class of a pipeline's or an extension's own attention processor in a skipped block.
+
+    SAG's, for one, keeps a map of attention, which the pipeline reads after the UNet.
+    """
+    for transformer in getattr(middle, "attentions", ()):
+        for block in getattr(transformer, "transformer_blocks", ()):
+            for attention in (block.attn1, block.attn2):
+                cls = type(getattr(attention, "processor", None))
+                if not cls.__module__.startswith(("diffusers.models.", "builtins")):
+                    return cls
+    return None
 
 
 def _has_attention(block: Any) -> bool:

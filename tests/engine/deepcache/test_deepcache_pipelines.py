@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     HeunDiscreteScheduler,
@@ -21,6 +22,7 @@ from diffusers import (
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionSAGPipeline,
 )
 
 from onediff_ext.core.deepcache_options import DeepCacheOptions
@@ -270,6 +272,32 @@ def test_a_t2i_adapters_residuals_reach_their_layers(layout: str, depth: int):
         )
     # The same input twice: the feature is that of this very call, and so is the result.
     torch.testing.assert_close(shallow, full, atol=1e-5, rtol=1e-5)
+
+
+def test_maps_of_attention_that_a_pipeline_reads_are_computed_at_each_step():
+    """Self-attention guidance keeps those of the middle, which shallow calls skip."""
+    sag = StableDiffusionSAGPipeline(**models.sd15().components, requires_safety_checker=False)
+    sag.set_progress_bar_config(disable=True)
+    sag.scheduler = DDIMScheduler.from_config(sag.scheduler.config)
+    expected = draw(sag, sag_scale=0.9)
+    enable_deepcache(sag, 3)
+    assert torch.equal(draw(sag, sag_scale=0.9), expected)
+    assert counts(sag).keys() == {"plain"}
+    plain = enable_deepcache(models.sd15(), 3)
+    draw(plain)
+    assert counts(plain)["shallow"] == 8
+
+
+def test_each_loop_over_one_tensor_of_timesteps_is_a_picture():
+    unet = models.sd15().unet
+    holder = enable_deepcache(SimpleNamespace(unet=unet), 3)
+    timesteps = torch.tensor([900, 800, 700, 600, 500])
+    for seed in range(3):
+        given = models.unet_inputs(unet, 2, 8, 8, seed=seed)
+        with torch.no_grad():
+            for timestep in timesteps:
+                unet(**{**given, "timestep": timestep})
+        assert state_of(holder).counts == {"full": 2, "shallow": 3}
 
 
 @pytest.mark.parametrize("layout", ["sd15", "sd2", "sdxl"])
