@@ -136,7 +136,10 @@ class SharedGraphs:
         self._exchange.release(self._tag, digest, self._holder)
 
     def _fetch(self, digest: str) -> bool:
-        """Store one graph of the exchange; its load check holds on all machines of the tag."""
+        """Store one graph of the exchange; its load check holds on all machines of the tag.
+
+        What this machine knows of the same bytes stays: it may have crashed with them.
+        """
         if digest not in self._digests():
             return False
         graph_file = _quietly(lambda: self._exchange.fetch(self._tag, digest))
@@ -147,12 +150,11 @@ class SharedGraphs:
         except StoreError as exc:
             logger.warning("A shared graph cannot be used: %s", exc)
             return False
-        self._build_records.record_load_check(
-            digest,
-            graph.label,
-            machine=self._machine,
-            payload_sha256=graph.header.payload_sha256,
-        )
+        content = graph.header.payload_sha256
+        if self._build_records.load_check(digest, self._machine, content) is None:
+            self._build_records.record_load_check(
+                digest, graph.label, machine=self._machine, payload_sha256=content
+            )
         return True
 
     def _digests(self) -> set[str]:

@@ -108,6 +108,23 @@ def test_a_filled_store_is_published(join: Join) -> None:
     assert exchange.digests(TAG) == {kind.key.digest for kind in first.kinds}
 
 
+def test_a_graph_that_crashed_here_is_not_tried_again_because_others_share_it(join: Join) -> None:
+    exchange = MemoryExchange()
+    session, shared = join(exchange, "a")
+    draw_until_built(session)
+    graph = session.library.entries()[0]
+    records, machine = session.build_context.build_records, TAG
+    content = graph.header.payload_sha256
+    records.record_load_check(
+        graph.digest, graph.label, machine=machine, payload_sha256=content, problem="it crashed"
+    )
+    session.library.delete(graph.digest)  # such as for lack of room
+    assert graph.digest in shared.pull()
+    check = records.load_check(graph.digest, machine, content)
+    assert check is not None
+    assert check.problem == "it crashed"
+
+
 def test_a_damaged_graph_is_not_taken(join: Join) -> None:
     exchange = MemoryExchange()
     exchange.publish(TAG, "a" * 64, b"no graph")
