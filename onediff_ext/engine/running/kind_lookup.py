@@ -11,11 +11,13 @@ from onediff_ext.core.kind_key import KindKey
 from onediff_ext.engine.blocks.block_kind import BlockKind, LiveBlocks
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
+from onediff_ext.engine.blocks.key_text import digest, source_digest
 from onediff_ext.engine.blocks.kind_registry import KindRegistry
 from onediff_ext.engine.export.exporter import Autocast
 from onediff_ext.engine.quantization import PRECISIONS, Quantization, plan, unavailable_reason
 from onediff_ext.engine.running.call_signature import input_text, work
 from onediff_ext.engine.running.kind_export import KindExport
+from onediff_ext.engine.validity.helper_functions import modules_named_by
 
 
 def find_kind(
@@ -47,7 +49,7 @@ def find_kind(
     key = KindKey(
         {
             **tree.entries,
-            **family.packages(),
+            **(family.packages() or _helpers_entry(block)),
             **registry.key_entries(device),
             "inputs": "; ".join(
                 input_text(t, dims) for t, dims in zip(call.tensors, call.dims, strict=True)
@@ -104,3 +106,10 @@ def _quantization(
         registry.fell_back(f"the {precision} precision", reason)
         return None
     return plan(tree.names, weights, precision, family.eight_bits, ahead)
+
+
+def _helpers_entry(block: nn.Module) -> dict[str, str]:
+    """The source of what a block's classes call, for a host whose package has no version."""
+    classes = {type(module) for module in block.modules()}
+    names = sorted(set().union(*map(modules_named_by, classes)))
+    return {"helpers": digest(" ".join(map(source_digest, names)))} if names else {}

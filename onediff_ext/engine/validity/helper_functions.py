@@ -21,6 +21,7 @@ _CONSTANT = (type(None), bool, int, float, str)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 _names_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+_modules_named: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
 def helpers_of(
@@ -62,6 +63,34 @@ def helpers_of(
             if isinstance(held, types.FunctionType):  # what a decorator has wrapped
                 waiting.append(held)
     return [(namespace, list(names)) for namespace, names in found.values()]
+
+
+def modules_named_by(cls: type) -> frozenset[str]:
+    """Return the Python modules of a class's own package that its methods run code of directly.
+
+    Args:
+        cls: A class of modules; for one of torch there are none.
+
+    Returns:
+        Full names: of the class, its bases, and of the functions and classes that their methods
+        name. What those call in turn is left out, so a host's whole package is not reached.
+    """
+    package = _package({"__name__": cls.__module__})
+    if package == "torch":
+        return frozenset()
+    if cls in _modules_named:
+        return _modules_named[cls]
+    bases = [base for base in cls.__mro__ if _package({"__name__": base.__module__}) == package]
+    found = {base.__module__ for base in bases}
+    for function in (function for base in bases for function in _methods(base)):
+        for namespace, name in _named_in(function, {package}):
+            value = namespace[name]
+            # An attribute of a Python module is looked up there, whatever stands in its place.
+            is_attribute = namespace is not function.__globals__
+            place = namespace.get("__name__") if is_attribute else getattr(value, "__module__", "")
+            if isinstance(value, _CODE) and _package({"__name__": place}) == package:
+                found.add(str(place))
+    return _modules_named.setdefault(cls, frozenset(found))
 
 
 def globals_of_torch(cls: type) -> list[tuple[Namespace, list[str]]]:
