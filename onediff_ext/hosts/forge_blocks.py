@@ -23,7 +23,7 @@ from onediff_ext.engine.blocks.family import (
     Refusal,
 )
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, GroupNorms
-from onediff_ext.hosts.forge_attention import AttentionRules
+from onediff_ext.hosts.forge_attention import AttentionRules, inexact_reason
 from onediff_ext.hosts.ldm_blocks import (
     LdmBlocks,
     LdmResBlocks,
@@ -156,12 +156,11 @@ class ForgeVaeAttention(LdmVaeAttention, ForgeBlocks):
         return self.package.vae
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
-        chosen = vars(block).get("optimized_attention")  # reForge keeps its choice on the block
-        name = getattr(chosen, "__name__", type(chosen).__name__)
-        own = getattr(sys.modules.get(self.package.vae), name, None)
-        if chosen is not None and own is not chosen:
-            return f"attention by {name} is not known to be exact"
-        return self.attention.refusal_reason()
+        reason, chosen = self.attention.refusal_reason(), vars(block).get("optimized_attention")
+        if reason is not None or chosen is None:
+            return reason
+        home = sys.modules[self.package.vae]  # reForge keeps its choice on the block
+        return inexact_reason(chosen, home, frozenset(vars(home)))
 
 
 class ForgeGroupNorm(GroupNorms, ForgeBlocks):

@@ -95,9 +95,10 @@ class ModelForward:
             self.eager.keep_if_taken(self)
         runners = [] if component is None else component.runners
         parallel = None if component is None else component.cfg_parallel
+        call = None
         # The tensors of a transform last no longer than it, so no later call is compared with them.
-        tells = component is not None and transform_reason() is None
-        call = component.call_of(args, kwargs) if component is not None and tells else None
+        if component is not None and transform_reason() is None:
+            call = component.call_of(args, kwargs)
         if component is not None:
             component.follow_class()
         with (

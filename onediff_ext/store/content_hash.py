@@ -20,7 +20,7 @@ from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.shared_record import SharedRecord
 from onediff_ext.store.stored_graph import is_digest
 
-MODEL_INDEX = "model_index.json"
+_MODEL_INDEX = "model_index.json"
 CONTENT_HASHES_FILE = "content-hashes.json"
 _SCHEMA = 1
 MAX_CACHED = 1024
@@ -35,6 +35,15 @@ _SETTLED_NS = 2_000_000_000
 
 _Fingerprint = tuple[int, int, int]  # size in bytes, mtime and ctime in ns
 _Files = dict[str, dict[str, object]]  # by path
+
+
+def model_folder(path: Path) -> Path:
+    """Return the diffusers folder that a ``model_index.json`` stands for; other paths as they are.
+
+    Args:
+        path: Of a checkpoint.
+    """
+    return path.parent if path.name == _MODEL_INDEX else path
 
 
 class ContentHashes:
@@ -63,10 +72,8 @@ class ContentHashes:
         cached = self._record.read()
         fresh: _Files = {}
         try:
-            if path.name == MODEL_INDEX and path.is_file():
-                content_hash = self._folder_hash(path.parent, cached, fresh)
-            elif path.is_dir():
-                content_hash = self._folder_hash(path, cached, fresh)
+            if (folder := model_folder(path)).is_dir():
+                content_hash = self._folder_hash(folder, cached, fresh)
             else:
                 content_hash = self._file_hash(path, cached, fresh)
         except UnsafeFileError as exc:

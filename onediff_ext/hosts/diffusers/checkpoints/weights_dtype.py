@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from onediff_ext.hosts.diffusers.checkpoints.model_folder import is_transformer_folder
+from onediff_ext.store.content_hash import model_folder
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FIRST_WITH_BF16 = (8, 0)  # compute capability
@@ -30,8 +31,7 @@ def weights_dtype(
         return _DTYPES[name]
     if device.type != "cuda":
         return torch.float32
-    folder = model.parent if model.name == "model_index.json" else model
-    is_transformer = config is not None or is_transformer_folder(folder)
+    is_transformer = config is not None or is_transformer_folder(model_folder(model))
     return torch.bfloat16 if is_transformer and computes_in_bf16(device) else torch.float16
 
 

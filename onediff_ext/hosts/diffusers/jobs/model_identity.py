@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
-from onediff_ext.store.content_hash import MODEL_INDEX
+from onediff_ext.store.content_hash import model_folder
 
 if TYPE_CHECKING:
     from onediff_ext.store import ContentHashes
@@ -65,12 +65,12 @@ def model_identity(
 
 def _tokenizers(*models: Path | None) -> list[Path]:
     """The files of tokenizers in models' folders that are no part of a folder's hash."""
-    folders = [m.parent if m.name == MODEL_INDEX else m for m in models if m is not None]
     return [
         path
-        for folder in folders
-        for path in sorted(folder.glob("*/*"))
-        if folder.is_dir() and path.suffix in _TOKENIZERS_SUFFIXES and path.is_file()
+        for model in models
+        if model is not None
+        for path in sorted(model_folder(model).glob("*/*"))
+        if path.suffix in _TOKENIZERS_SUFFIXES and path.is_file()
     ]
 
 
