@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
 from onediff_ext.cli import library_imports
 from onediff_ext.core.demo_files import DEMO_MODEL
-from onediff_ext.core.errors import OptionError
+from onediff_ext.core.errors import CheckpointError, OptionError
 from onediff_ext.hosts.diffusers.jobs import model_identity as jobs
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
 # Cached hashes are found within this time. A run with nothing to do then imports no libraries.
 _CACHED_WITHIN_S = 0.2
+# The entries that tell of files' contents.
+_FILES = ("checkpoint", "vae", "loras", "config", "yaml", "tokenizers")
 
 
 def model_identity(
@@ -32,6 +36,44 @@ def model_identity(
         CheckpointError: A file cannot be read.
         OptionError: A LoRA's weight is not a number, or the demo model is not installed.
     """
+    found = _identity_in_thread(arguments)
+    if not wait([found], _CACHED_WITHIN_S).done and imports_here:
+        library_imports.import_libraries()
+    return found.result()
+
+
+class SameFiles:
+    """Checks in a thread that this machine's files are those of the run.
+
+    A worker on another machine has its own file under the path of the command line. Cached hashes
+    are found at once, so where the run was started, nothing is read.
+
+    Args:
+        arguments: Of the command line, its paths absolute.
+        identity: From `model_identity`, where the run was started.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, identity: Mapping[str, object]) -> None:
+        self._model, self._identity = arguments.model, identity
+        self._found = _identity_in_thread(arguments)
+
+    def check(self) -> None:
+        """Wait for the hashes, and compare them.
+
+        Raises:
+            CheckpointError: A file cannot be read, or differs.
+        """
+        here = self._found.result()
+        differing = [n for n in _FILES if here.get(n) != self._identity.get(n)]
+        if differing:
+            raise CheckpointError(
+                f"On {platform.node()}, {self._model} or what belongs to it is another file than"
+                f" where the run was started (differs: {', '.join(differing)}).",
+                "Copy the files there, or name ones on a disk that all machines share.",
+            )
+
+
+def _identity_in_thread(arguments: argparse.Namespace) -> Future[dict[str, object]]:
     found: Future[dict[str, object]] = Future()
 
     def find() -> None:
@@ -42,9 +84,7 @@ def model_identity(
 
     # A daemon thread: Ctrl-C does not wait for it.
     threading.Thread(target=find, name="onediff-hash", daemon=True).start()
-    if not wait([found], _CACHED_WITHIN_S).done and imports_here:
-        library_imports.import_libraries()
-    return found.result()
+    return found
 
 
 def _hashed_identity(arguments: argparse.Namespace) -> dict[str, object]:

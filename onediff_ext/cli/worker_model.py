@@ -96,15 +96,18 @@ def load_shared_model(
         The model, and the `SharedGraphs` of this process or None.
 
     Raises:
+        CheckpointError: This machine has other files than the one where the run was started.
         OneDiffError: Something cannot be loaded or used.
     """
     from onediff_ext.building.shared_graphs import SharedGraphs
     from onediff_ext.cli import model_loading
     from onediff_ext.cli.device_options import find_device
+    from onediff_ext.cli.model_identity import SameFiles
 
     prepared = prepared or prepare_worker(arguments, identity)
     times = prepared.times
     start = time.perf_counter()
+    same_files = SameFiles(arguments, identity)
     session = prepared.session
     if session is None and not arguments.eager:
         session = model_loading.open_session(arguments, identity)
@@ -123,6 +126,7 @@ def load_shared_model(
         pulling.start()
     image_generator = model_loading.load_image_generator(arguments, prepared.reading)
     times.mark("model")
+    same_files.check()
     if session is not None:
         if pulling is not None:
             pulling.join(_PULL_S)
