@@ -140,7 +140,7 @@ def with_tables(text: str, results: Path) -> str:
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h100")),
-        "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
+        "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h100")),
         "webui phases": lambda: phases_table(
             [result(f"webui-phases-{host}-sdxl-h100") for host in ("a1111", "forge", "neo")]
         ),
