@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--sizes", default="1024x1024, 960x720, 512x512")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--cfg-scale", type=float, default=JOB["cfg_scale"], help="1 for Flux.1")
     parser.add_argument("--pictures", type=int, default=2, help="of each size, after the first")
     parser.add_argument("--backend", default="", help="of OneDiff's graphs")
     parser.add_argument("--flags", default="", help="more of the WebUI's command line")
@@ -98,6 +99,7 @@ def measure(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, s
         "model": arguments.model,
         "steps": arguments.steps,
         "sampler": JOB["sampler_name"],
+        "cfg_scale": arguments.cfg_scale,
         "flags": [*_FLAGS, *arguments.flags.split()],
         "fingerprint": fingerprint(device),
         "rows": [],
@@ -311,7 +313,8 @@ class Contender:
         return min(left, float(self._given.limit_s))
 
     def _draw(self, size: Size, lora: bool, steps: int) -> Drawn:
-        job: dict[str, Any] = {**JOB, "width": size[0], "height": size[1], "steps": steps}
+        job: dict[str, Any] = {**JOB, "cfg_scale": self._given.cfg_scale, "steps": steps}
+        job |= {"width": size[0], "height": size[1]}
         if lora:
             job["prompt"] = f"{job['prompt']} <lora:{self._given.lora}:0.5>"
         chosen: dict[str, Any] = {"enabled": self._name == "ours"}

@@ -1,7 +1,8 @@
 """A checkpoint of full width and a LoRA for a WebUI, with random weights.
 
 ``python -m benchmarks.webui_models sdxl MODELS`` writes them into a WebUI's folder ``models``, as
-``random-sdxl``. They draw nothing sensible. They take as long as real ones.
+``random-sdxl``. They draw nothing sensible. They take as long as real ones. ``flux`` is Flux.1-dev
+in bf16 with its text encoders and VAE, 34 GB.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from safetensors.torch import save_file
 from benchmarks.models import DTYPES, make_pipeline
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from tests.support.adapter_weights import lora_tensors
+from tools.hosts.flux_models import FULL_FLUX, write_flux, write_flux_lora
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="sdxl, sd15, or a narrow one: small or tiny")
+    parser.add_argument("model", help="sdxl, sd15, flux, or a narrow one: small or tiny")
     parser.add_argument("folder", type=Path, help="the WebUI's models")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
     arguments = parser.parse_args()
@@ -37,21 +39,27 @@ def write_models(
     """Write a checkpoint and a LoRA, named ``random-MODEL``; a checkpoint that is there stays.
 
     Args:
-        model: As `make_pipeline` knows it.
+        model: As `make_pipeline` knows it, or ``"flux"``.
         folder: A WebUI's ``models``.
         device: Where the weights are made.
-        dtype: Of the weights.
+        dtype: Of the weights; those of Flux.1 are in bf16.
 
     Returns:
         The two files.
     """
     checkpoint = folder / "Stable-diffusion" / f"random-{model}.safetensors"
     lora = folder / "Lora" / f"random-{model}.safetensors"
-    if not (checkpoint.exists() and lora.exists()):
+    if checkpoint.exists() and lora.exists():
+        pass
+    elif model == "flux":
+        write_flux_lora(folder, FULL_FLUX, lora.stem)
+        write_flux(folder, FULL_FLUX, checkpoint.stem, device.type)
+    else:
         pipe: Any = make_pipeline(model, device, dtype)
         parts = SimpleNamespace(**pipe.components)
         lora.parent.mkdir(parents=True, exist_ok=True)
-        save_file(lora_tensors(parts, "kohya"), str(lora))
+        # A quarter of the weights: more would overflow in fp16.
+        save_file(lora_tensors(parts, "kohya", alpha=1.0), str(lora))
         save_ldm(pipe, checkpoint, with_yaml=False)
     return checkpoint, lora
 

@@ -94,8 +94,8 @@ def run(
 ) -> tuple[bool, dict[str, Any], dict[str, FakeNeo]]:
     arguments = argparse.Namespace(
         model="fake", checkpoint="fake.safetensors", lora="fine", contenders=contenders,
-        sizes="64x64, 72x64", steps=10, pictures=1, backend="", flags="", work=folder,
-        limit_s=60.0, total_s=600.0, json=folder / "fake.json",
+        sizes="64x64, 72x64", steps=10, cfg_scale=3.5, pictures=1, backend="", flags="",
+        work=folder, limit_s=60.0, total_s=600.0, json=folder / "fake.json",
     )  # fmt: skip
     vars(arguments).update(given)
     (folder / "prepared-fake").touch()

@@ -34,13 +34,14 @@ Maker = Callable[[torch.Tensor, "Noise"], dict[str, torch.Tensor]]
 
 
 class Noise:
-    """Seeded noise."""
+    """Seeded noise, made on a device."""
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return scale * torch.randn(*shape, generator=self._generator)
+        generator = self._generator
+        return scale * torch.randn(*shape, generator=generator, device=generator.device)
 
 
 def loha(weight: torch.Tensor, noise: Noise) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Slim checkpoints of Flux.1-dev and Chroma with random weights, in the layout of their authors.
+"""Checkpoints of Flux.1-dev and Chroma with random weights, in the layout of their authors.
 
-Two blocks of each kind, 256 channels and two heads. The text encoder T5 has two layers of 128
-channels. Forge does not read these numbers from a checkpoint: `WebUI.slim_sources` tells it.
+The hosts' test copies get slim ones: two blocks of each kind, 256 channels and two heads, and a
+text encoder T5 with two layers of 128 channels. Forge does not read these numbers from a
+checkpoint: `WebUI.slim_sources` tells it. Benchmarks use `FULL_FLUX`, the published form.
 """
 
 from __future__ import annotations
@@ -15,8 +16,20 @@ from safetensors.torch import save_file
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_vae
 from tests.support import live_files as files
 from tests.support import models, transformer_models
-from tools.hosts.webuis import FLUX, TEXT_LAYERS, VAE_WIDTHS
+from tools.hosts.webuis import FLUX, FluxForm
 
+FULL_FLUX = FluxForm(
+    width=3072,
+    context=4096,
+    double=19,
+    single=38,
+    guidance_width=5120,
+    t5_layers=24,
+    t5_heads=64,
+    t5_mlp=10240,
+    clip_layers=12,
+    vae_widths=(128, 256, 512, 512),
+)
 _CLIP_L = 768
 _LATENT = 64  # 16 channels of 2x2 cells
 # Layers of Chroma's network for modulations, and what goes into it.
@@ -32,47 +45,86 @@ def write_flux_models(folder: Path) -> None:
     Args:
         folder: The WebUI's ``models``.
     """
-    for seed, (name, shapes) in enumerate((("slim-flux", _flux()), ("slim-chroma", _chroma()))):
-        tensors = {
-            f"model.diffusion_model.{k}": v for k, v in random_weights(shapes, seed + 5).items()
-        }
-        tensors |= _text_encoders(seed, with_clip=name == "slim-flux") | _vae(seed)
-        save_halves(tensors, folder / "Stable-diffusion" / f"{name}.safetensors")
-    write_block_lora(folder, "random-flux", _DOUBLE, _SINGLE)
+    write_flux(folder, FLUX, "slim-flux")
+    chroma = _denoiser(_chroma(FLUX), 6)
+    chroma |= _text_encoders(FLUX, 1, with_clip=False) | _vae(FLUX, 1)
+    save_halves(chroma, folder / "Stable-diffusion" / "slim-chroma.safetensors")
+    write_flux_lora(folder, FLUX, "random-flux")
+
+
+def write_flux(folder: Path, form: FluxForm, name: str, device: str = "cpu") -> Path:
+    """Write a checkpoint of Flux.1-dev with its text encoders and VAE.
+
+    Args:
+        folder: The WebUI's ``models``.
+        form: Its numbers.
+        name: The file's name without its ending.
+        device: Where the weights are made.
+
+    Returns:
+        The file.
+    """
+    path = folder / "Stable-diffusion" / f"{name}.safetensors"
+    tensors = _denoiser(_flux(form), 5, device) | _text_encoders(form, 0, device=device)
+    save_halves(tensors | _vae(form, 0), path)
+    return path
+
+
+def write_flux_lora(folder: Path, form: FluxForm, name: str) -> Path:
+    """Write a LoRA for three layers of each double block and all of each single block.
+
+    Args:
+        folder: The WebUI's ``models``.
+        form: The numbers of the checkpoints that it fits.
+        name: The file's name without its ending.
+
+    Returns:
+        The file.
+    """
+    return write_block_lora(
+        folder, name, (form.double, _double(form.width)), (form.single, _single(form.width))
+    )
 
 
 def write_block_lora(
     folder: Path,
     name: str,
-    double: Mapping[str, tuple[int, int]],
-    single: Mapping[str, tuple[int, int]],
-) -> None:
+    double: tuple[int, Mapping[str, tuple[int, int]]],
+    single: tuple[int, Mapping[str, tuple[int, int]]],
+) -> Path:
     """Write a LoRA for three layers of each double block and all of each single block.
 
     Args:
         folder: The WebUI's ``models``.
         name: The file's name without its ending.
-        double, single: The blocks' linear layers → shapes of their weights.
+        double, single: The number of blocks, and their linear layers → shapes of their weights.
+
+    Returns:
+        The file.
     """
     shapes = {}
-    for number in range(FLUX.depth):
+    for number in range(double[0]):
         for layer in ("img_attn.qkv", "txt_mlp.0", "img_attn.proj"):
-            shapes[f"double_blocks.{number}.{layer}"] = double[layer.partition("_")[2]]
-        for layer, shape in single.items():
+            shapes[f"double_blocks.{number}.{layer}"] = double[1][layer.partition("_")[2]]
+    for number in range(single[0]):
+        for layer, shape in single[1].items():
             shapes[f"single_blocks.{number}.{layer}"] = shape
-    save_halves(kohya_lora(shapes), folder / "Lora" / f"{name}.safetensors")
+    path = folder / "Lora" / f"{name}.safetensors"
+    save_halves(kohya_lora(shapes), path)
+    return path
 
 
-_SINGLE = {
-    "linear1": (7 * FLUX.width, FLUX.width),
-    "linear2": (FLUX.width, 5 * FLUX.width),
-}
-_DOUBLE = {
-    "attn.qkv": (3 * FLUX.width, FLUX.width),
-    "attn.proj": (FLUX.width, FLUX.width),
-    "mlp.0": (4 * FLUX.width, FLUX.width),
-    "mlp.2": (FLUX.width, 4 * FLUX.width),
-}
+def _single(width: int) -> dict[str, tuple[int, int]]:
+    return {"linear1": (7 * width, width), "linear2": (width, 5 * width)}
+
+
+def _double(width: int) -> dict[str, tuple[int, int]]:
+    return {
+        "attn.qkv": (3 * width, width),
+        "attn.proj": (width, width),
+        "mlp.0": (4 * width, width),
+        "mlp.2": (width, 4 * width),
+    }
 
 
 def linear(name: str, outputs: int, inputs: int) -> Shapes:
@@ -85,29 +137,31 @@ def embedder(name: str, inputs: int, width: int) -> Shapes:
     yield from linear(f"{name}.out_layer", width, width)
 
 
-def _blocks() -> Shapes:
-    for number in range(FLUX.depth):
+def _blocks(form: FluxForm) -> Shapes:
+    for number in range(form.double):
         for stream in ("img", "txt"):
             prefix = f"double_blocks.{number}.{stream}_"
-            for name, shape in _DOUBLE.items():
+            for name, shape in _double(form.width).items():
                 yield from linear(prefix + name, *shape)
             for norm in ("query", "key"):
                 yield f"{prefix}attn.norm.{norm}_norm.scale", (_HEAD,)
-        for name, shape in _SINGLE.items():
+    for number in range(form.single):
+        for name, shape in _single(form.width).items():
             yield from linear(f"single_blocks.{number}.{name}", *shape)
         for norm in ("query", "key"):
             yield f"single_blocks.{number}.norm.{norm}_norm.scale", (_HEAD,)
 
 
-def _flux() -> Shapes:
-    width = FLUX.width
-    yield from _blocks()
-    for number in range(FLUX.depth):
+def _flux(form: FluxForm) -> Shapes:
+    width = form.width
+    yield from _blocks(form)
+    for number in range(form.double):
         for stream in ("img", "txt"):
             yield from linear(f"double_blocks.{number}.{stream}_mod.lin", 6 * width, width)
+    for number in range(form.single):
         yield from linear(f"single_blocks.{number}.modulation.lin", 3 * width, width)
     yield from linear("img_in", width, _LATENT)
-    yield from linear("txt_in", width, FLUX.context)
+    yield from linear("txt_in", width, form.context)
     yield from embedder("time_in", 256, width)
     yield from embedder("guidance_in", 256, width)
     yield from embedder("vector_in", _CLIP_L, width)
@@ -115,11 +169,11 @@ def _flux() -> Shapes:
     yield from linear("final_layer.adaLN_modulation.1", 2 * width, width)
 
 
-def _chroma() -> Shapes:
-    width, hidden = FLUX.width, FLUX.guidance_width
-    yield from _blocks()
+def _chroma(form: FluxForm) -> Shapes:
+    width, hidden = form.width, form.guidance_width
+    yield from _blocks(form)
     yield from linear("img_in", width, _LATENT)
-    yield from linear("txt_in", width, FLUX.context)
+    yield from linear("txt_in", width, form.context)
     yield from linear("final_layer.linear", _LATENT, width)
     prefix = "distilled_guidance_layer"
     yield from linear(f"{prefix}.in_proj", hidden, _GUIDANCE_INPUTS)
@@ -129,34 +183,58 @@ def _chroma() -> Shapes:
     yield from linear(f"{prefix}.out_proj", width, hidden)
 
 
-def random_weights(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
-    noise, found = files.Noise(seed), {}
+def random_weights(shapes: Shapes, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Random weights in bf16 that keep activations of order one.
+
+    Args:
+        shapes: Name and shape of each. Names of norms' weights end with ``scale``.
+        seed: Of the noise.
+        device: Where they are made; they are returned in main memory.
+    """
+    noise, found = files.Noise(seed, device), {}
     for name, shape in shapes:
         if name.endswith(".scale"):
-            found[name] = 1 + noise(*shape, scale=0.1)
+            made = 1 + noise(*shape, scale=0.1)
         else:
-            found[name] = noise(*shape, scale=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)
+            made = noise(*shape, scale=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)
+        found[name] = made.to(torch.bfloat16).cpu()
     return found
 
 
-def _text_encoders(seed: int, with_clip: bool) -> dict[str, torch.Tensor]:
+def _denoiser(shapes: Shapes, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {
+        f"model.diffusion_model.{name}": weight
+        for name, weight in random_weights(shapes, seed, device).items()
+    }
+
+
+def _text_encoders(
+    form: FluxForm, seed: int, *, with_clip: bool = True, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    found = {
+        f"text_encoders.t5xxl.transformer.{name.replace('.scale', '.weight')}": weight
+        for name, weight in random_weights(_t5(form), seed + 1, device).items()
+    }
+    if with_clip:
+        clip = models.text_encoder(_CLIP_L, form.clip_layers, seed=seed)
+        for name, weight in clip.state_dict().items():
+            name = f"text_model.{name.removeprefix('text_model.')}"
+            found[f"text_encoders.clip_l.transformer.{name}"] = weight
+    return found
+
+
+def _t5(form: FluxForm) -> Shapes:
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config.from_dict(FLUX.t5)
-    encoders = {"t5xxl": models.build(T5EncoderModel, seed + 1, config)}
-    if with_clip:
-        encoders["clip_l"] = models.text_encoder(_CLIP_L, TEXT_LAYERS, seed=seed)
-    found = {}
-    for name, encoder in encoders.items():
-        inner = "text_model." if name == "clip_l" else ""
-        for key, weight in encoder.state_dict().items():
-            key = inner + key.removeprefix("text_model.")
-            found[f"text_encoders.{name}.transformer.{key}"] = weight
-    return found
+    with torch.device("meta"):
+        encoder = T5EncoderModel(T5Config.from_dict(form.t5))
+    for name, weight in encoder.state_dict().items():
+        is_norm = weight.ndim == 1
+        yield name.replace(".weight", ".scale") if is_norm else name, tuple(weight.shape)
 
 
-def _vae(seed: int) -> dict[str, torch.Tensor]:
-    made = transformer_models.vae(seed, widths=VAE_WIDTHS, layers=2, groups=32)
+def _vae(form: FluxForm, seed: int) -> dict[str, torch.Tensor]:
+    made = transformer_models.vae(seed, widths=form.vae_widths, layers=2, groups=32)
     renamed = to_ldm_vae(made.state_dict(), made.config)
     return {f"vae.{key.removeprefix('first_stage_model.')}": v for key, v in renamed.items()}
 

@@ -63,7 +63,7 @@ def write_klein(folder: Path) -> None:
     vae = {key.removeprefix("first_stage_model."): weight for key, weight in vae.items()}
     weights |= {f"vae.{key}": weight for key, weight in {**vae, **_latent_statistics(1)}.items()}
     save_halves(weights, folder / "Stable-diffusion" / "slim-klein.safetensors")
-    write_block_lora(folder, "random-klein", _DOUBLE, _SINGLE)
+    write_block_lora(folder, "random-klein", (FLUX.double, _DOUBLE), (FLUX.single, _SINGLE))
 
 
 def _vae(seed: int) -> Any:
@@ -83,13 +83,14 @@ def _latent_statistics(seed: int) -> dict[str, torch.Tensor]:
 def _klein() -> Shapes:
     """Without biases; one layer modulates all blocks of a kind."""
     width = FLUX.width
-    for number in range(FLUX.depth):
+    for number in range(FLUX.double):
         for stream in ("img", "txt"):
             prefix = f"double_blocks.{number}.{stream}_"
             for name, shape in _DOUBLE.items():
                 yield f"{prefix}{name}.weight", shape
             for norm in ("query", "key"):
                 yield f"{prefix}attn.norm.{norm}_norm.scale", (QWEN_HEAD,)
+    for number in range(FLUX.single):
         for name, shape in _SINGLE.items():
             yield f"single_blocks.{number}.{name}.weight", shape
         for norm in ("query", "key"):

@@ -72,37 +72,46 @@ _FORGE_FLAGS = ("--always-cpu", "--all-in-fp32", "--skip-torch-cuda-test", "--sk
 
 
 @dataclass(frozen=True)
-class SlimFlux:
-    """The form of the slim checkpoints of Flux.1-dev and Chroma.
+class FluxForm:
+    """The form of checkpoints of Flux.1-dev and Chroma; by default of the slim ones.
 
     Args:
         width: Channels of a token; a head has 128.
         context: Channels of the text encoder T5.
-        depth: Blocks of each kind.
+        double, single: Blocks of each kind.
         guidance_width: Channels of Chroma's network for modulations.
+        t5_layers, t5_heads, t5_mlp: Of T5, with the channels within its MLP.
+        clip_layers: Of the other text encoder.
+        vae_widths: Channels of the VAE's levels.
     """
 
     width: int = 256
     context: int = 128
-    depth: int = 2
+    double: int = 2
+    single: int = 2
     guidance_width: int = 64
+    t5_layers: int = 2
+    t5_heads: int = 4
+    t5_mlp: int = 256
+    clip_layers: int = TEXT_LAYERS
+    vae_widths: tuple[int, ...] = VAE_WIDTHS
 
     @property
     def t5(self) -> dict[str, object]:
         """The config of the text encoder, as transformers has it."""
         return {
-            "d_ff": 2 * self.context,
-            "d_kv": self.context // 4,
+            "d_ff": self.t5_mlp,
+            "d_kv": self.context // self.t5_heads,
             "d_model": self.context,
-            "num_heads": 4,
-            "num_layers": 2,
-            "num_decoder_layers": 2,
+            "num_heads": self.t5_heads,
+            "num_layers": self.t5_layers,
+            "num_decoder_layers": self.t5_layers,
             "dense_act_fn": "gelu_new",
             "feed_forward_proj": "gated-gelu",
         }
 
 
-FLUX = SlimFlux()
+FLUX = FluxForm()
 _T5 = {name: v for name, v in FLUX.t5.items() if name.startswith(("d_", "num_"))} | {
     "dense_act_fn": "gelu_pytorch_tanh"
 }
@@ -124,8 +133,8 @@ _FLUX_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
             ("context_in_dim", 4096, FLUX.context),
             ("hidden_size", 3072, FLUX.width),
             ("num_heads", 24, FLUX.width // 128),
-            ("depth", 19, FLUX.depth),
-            ("depth_single_blocks", 38, FLUX.depth),
+            ("depth", 19, FLUX.double),
+            ("depth_single_blocks", 38, FLUX.single),
         )
     ),
     "backend/loader.py": (
