@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from typing import Any
 
 from torch import nn
@@ -61,6 +61,7 @@ class ModuleAttributes:
     ) -> None:
         self._modules, self._outer = list(modules), outer
         self._ignored = frozenset(ignored) | {"forward"}
+        self._left_out = self._ignored - {"forward"}
         bare = list(bare)
         uncalled = {id(m) for m in bare if type(m) in _CONTAINERS}
         settled = {id(m) for m in bare if type(m) in _SETTLED}
@@ -176,16 +177,25 @@ class ModuleAttributes:
         if self._read_other_names() != self._other_names:
             return False
         names = self._read_names()
-        ours, theirs = self._deciding(self._names, self._values), self._deciding(names, values)
-        if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
+        if names == self._names:
+            # As a rule few of tens of thousands of values are others.
+            others = map(operator.is_not, self._values, values)
+            pairs = zip(names, self._values, values, strict=True)
+            same = all(
+                name in self._left_out or _same((name, value), (name, other))
+                for name, value, other in compress(pairs, others)
+            )
+        else:
+            left, now = self._deciding(self._names, self._values), self._deciding(names, values)
+            same = len(left) == len(now) and all(map(_same, left, now))
+        if not same:
             return False
         self._names, self._values = names, values  # makes the next comparison quick
         return True
 
     def _deciding(self, names: list[str], values: list[Any]) -> list[tuple[str, Any]]:
-        left_out = self._ignored - {"forward"}
         pairs = zip(names, values, strict=True)
-        return [(name, value) for name, value in pairs if name not in left_out]
+        return [(name, value) for name, value in pairs if name not in self._left_out]
 
     def _mutable_attributes(self, skipped: Collection[int]) -> list[Any]:
         ignored = INTERNAL | self._ignored
