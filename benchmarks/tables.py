@@ -61,8 +61,8 @@ PIPELINE_NAMES = {
 }
 
 SMALL_GPU_RUNS = (
-    *("a1111-sd15-4gb", "neo-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb", "forge-sdxl-8gb"),
-    *("diffusers-sdxl-8gb", "neo-sdxl-12gb-hires"),
+    *("a1111-sd15-4gb", "neo-sdxl-6gb", "forge-sdxl-6gb", "a1111-sdxl-8gb", "neo-sdxl-8gb"),
+    *("forge-sdxl-8gb", "diffusers-sdxl-8gb", "neo-sdxl-12gb-hires", "forge-sdxl-12gb-hires"),
 )
 
 Figures = dict[str, Any]
@@ -140,6 +140,7 @@ def with_tables(text: str, results: Path) -> str:
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h100")),
+        "neo compile flux": lambda: neo_compile_table(result("neo-compile-flux-h100")),
         "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h100")),
         "webui phases": lambda: phases_table(
             [result(f"webui-phases-{host}-sdxl-h100") for host in ("a1111", "forge", "neo")]
