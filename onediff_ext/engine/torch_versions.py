@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -184,25 +185,31 @@ def quiet_export() -> Iterator[None]:
     """Export without what nobody reads.
 
     torch 2.6 warns of the layers of a block that is deliberately no submodule. Newer ones write
-    the Python stack beside each operator, which takes time, and paths of this machine.
+    the Python stack beside each operator, which takes time, and paths of this machine. torch also
+    keeps each operator's result for the next call with the same sizes. Symbolic sizes differ at
+    nearly every call, and keeping them takes two fifths of an export (torch 2.13).
     """
-    with warnings.catch_warnings(), _without_stack_traces():
+    with (
+        warnings.catch_warnings(),
+        _setting("torch.fx.config", "do_not_emit_stack_traces", True),
+        _setting("torch._dynamo.config", "fake_tensor_cache_enabled", False),
+    ):
         warnings.filterwarnings("ignore", "Unable to find the path of the module")
         yield
 
 
 @contextlib.contextmanager
-def _without_stack_traces() -> Iterator[None]:
+def _setting(module: str, name: str, value: bool) -> Iterator[None]:
+    """Give one of torch's settings a value within the block, where this torch has it."""
     try:
-        from torch.fx import config
+        config = importlib.import_module(module)
     except ImportError:
         yield
         return
-    name = "do_not_emit_stack_traces"  # missing from older versions
-    before = getattr(config, name, None)
+    before = getattr(config, name, None)  # missing from older versions
     try:
         if before is not None:
-            setattr(config, name, True)
+            setattr(config, name, value)
         yield
     finally:
         if before is not None:

@@ -43,6 +43,7 @@ def test_programs_name_no_path_of_this_machine() -> None:
     """Archives of graphs hold them."""
     _, program = exported("resnet")
     assert not getattr(torch.fx.config, "do_not_emit_stack_traces", False)  # for others' exports
+    assert getattr(torch._dynamo.config, "fake_tensor_cache_enabled", True)
     saved = zipfile.ZipFile(io.BytesIO(save_program(program)))
     content = b"".join(map(saved.read, saved.namelist()))
     assert b"conv2d" in content
