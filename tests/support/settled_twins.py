@@ -50,7 +50,7 @@ class Twins:
         return state.components[0].captured
 
     @torch.no_grad()
-    def error(self, seed: int, side: int = 12) -> float:
+    def error(self, seed: int, side: int = 8) -> float:
         """Of one step."""
         found, expected = (
             each(**unet_inputs(each, height_latent=side, width_latent=side, seed=seed)).sample
