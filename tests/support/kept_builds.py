@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from onediff_ext.building.worker_process import Built, WorkerProcess
 from onediff_ext.engine.machine import machine_digest
@@ -34,12 +35,14 @@ def kept_builds() -> Iterator[None]:
         if worker._backend != "inductor":
             return slow(worker, program, device, timeout_s)
         path = folder / digest_of_program(program, torch.device(device))
-        payload = read_bytes(path)
-        if payload is not None:
-            return Built(payload, 1.0)
-        built = slow(worker, program, device, timeout_s)
-        keep_bytes(path, built.payload)
-        return built
+        # Files that start together need the same graphs: one of them compiles, the others wait.
+        with FileLock(path.with_suffix(".lock")):
+            payload = read_bytes(path)
+            if payload is not None:
+                return Built(payload, 1.0)
+            built = slow(worker, program, device, timeout_s)
+            keep_bytes(path, built.payload)
+            return built
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerProcess, "build", build)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from onediff_ext.building.worker_process import Built, WorkerProcess
 from onediff_ext.engine.blocks.block_kind import BlockKind
-from tests.support.kept_builds import digest_of_program
+from tests.support.kept_builds import digest_of_program, kept_builds
 from tests.support.kept_exports import kept_exports, read_bytes
 from tests.support.kept_folders import EXPORTS_VARIABLE, digest_of, kept_folder
 
@@ -88,3 +93,28 @@ def test_a_programs_graph_does_not_depend_on_where_it_was_traced() -> None:
     here = digest(stack_trace='File "/here/a \\"b\\".py", line 3', target="silu")
     assert digest(stack_trace="File /there/c.py, line 4\n", target="silu") == here
     assert digest(stack_trace='File "/here/a \\"b\\".py", line 3', target="gelu") != here
+
+
+def test_a_graph_that_several_need_at_once_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_slowly(worker: Any, program: bytes, device: str, timeout_s: float) -> Built:
+        compiled.append(device)
+        time.sleep(0.1)
+        return Built(b"a graph", 0.1)
+
+    monkeypatch.setattr("tests.support.kept_folders.default_root", lambda environ: tmp_path)
+    monkeypatch.setattr(WorkerProcess, "build", compile_slowly)
+    program, worker = io.BytesIO(), SimpleNamespace(_backend="inductor")
+    with zipfile.ZipFile(program, "w") as archive:
+        archive.writestr("models/model.json", "{}")
+
+    def build(_: int) -> bytes:
+        made: Built = WorkerProcess.build(worker, program.getvalue(), "cpu", 1.0)  # type: ignore[arg-type]
+        return made.payload
+
+    with kept_builds(), ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(build, range(4))) == [b"a graph"] * 4
+    assert compiled == ["cpu"]
