@@ -46,6 +46,14 @@ def test_a_tensor_that_is_gone_changes_nothing() -> None:
     assert contents.current_generation("third") == 1
 
 
+def test_a_tensor_that_is_gone_hides_no_write_to_another() -> None:
+    tensors = [torch.randn(8), torch.randn(8)]
+    contents = _watched(*tensors)
+    del tensors[0]
+    tensors[0].data.neg_()
+    assert contents.current_generation("second") == 1
+
+
 def test_a_tensor_that_is_new_hides_no_write_to_another() -> None:
     """As of a LoRA whose weights are merged in the middle of a picture."""
     known, new = torch.randn(8), torch.randn(8)
