@@ -16,6 +16,7 @@ from onediff_ext.cli.draw_arguments import draw_settings
 from onediff_ext.cli.model_identity import SameFiles, model_identity
 from onediff_ext.cluster.worker import Worker
 from onediff_ext.core.errors import CheckpointError
+from onediff_ext.pictures.writing import unfinished_names
 
 if TYPE_CHECKING:
     from tests.support.command_line import CommandLine
@@ -72,8 +73,9 @@ def test_settings_that_are_no_files_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_worker_with_another_checkpoint_under_the_path_refuses(
-    command_line: CommandLine, tmp_path: Path
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unfinished_names, "run", "")  # a worker names its whole process
     model = tmp_path / "model.safetensors"
     shutil.copy(command_line.checkpoint(), model)
     arguments = parsed("-m", model, "--store", tmp_path / "store", "--eager", "--device", "cpu")

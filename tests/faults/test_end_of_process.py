@@ -95,9 +95,9 @@ def test_a_script_ends_at_once_and_its_graphs_are_stored(tmp_path, programs, whe
 
 @needs_proc
 def test_a_script_of_one_picture_gets_all_graphs_built_after_its_end(tmp_path, programs):
-    (tmp_path / "go").touch()
     run_script(tmp_path, programs, "drawn")
     assert processes_with("MARKED", tmp_path)
+    (tmp_path / "go").touch()
     wait_for_end_of(tmp_path)
     library = GraphLibrary(tmp_path / "store", LIMIT_BYTES)
     graphs = library.entries()
