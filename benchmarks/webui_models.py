@@ -50,17 +50,16 @@ def write_models(
     checkpoint = folder / "Stable-diffusion" / f"random-{model}.safetensors"
     lora = folder / "Lora" / f"random-{model}.safetensors"
     if checkpoint.exists() and lora.exists():
-        pass
-    elif model == "flux":
+        return checkpoint, lora
+    if model == "flux":
         write_flux_lora(folder, FULL_FLUX, lora.stem)
         write_flux(folder, FULL_FLUX, checkpoint.stem, device.type)
-    else:
-        pipe: Any = make_pipeline(model, device, dtype)
-        parts = SimpleNamespace(**pipe.components)
-        lora.parent.mkdir(parents=True, exist_ok=True)
-        # A quarter of the weights: more would overflow in fp16.
-        save_file(lora_tensors(parts, "kohya", alpha=1.0), str(lora))
-        save_ldm(pipe, checkpoint, with_yaml=False)
+        return checkpoint, lora
+    pipe: Any = make_pipeline(model, device, dtype)
+    parts = SimpleNamespace(**pipe.components)
+    lora.parent.mkdir(parents=True, exist_ok=True)
+    save_file(lora_tensors(parts, "kohya"), str(lora))
+    save_ldm(pipe, checkpoint, with_yaml=False)
     return checkpoint, lora
 
 
