@@ -187,7 +187,7 @@ def quiet_export() -> Iterator[None]:
     torch 2.6 warns of the layers of a block that is deliberately no submodule. Newer ones write
     the Python stack beside each operator, which takes time, and paths of this machine. torch also
     keeps each operator's result for the next call with the same sizes. Symbolic sizes differ at
-    nearly every call, and keeping them takes two fifths of an export (torch 2.13).
+    nearly every call, so next to nothing is found there.
     """
     with (
         warnings.catch_warnings(),

@@ -52,7 +52,7 @@ def write_flux_models(folder: Path) -> None:
     write_flux_lora(folder, FLUX, "random-flux")
 
 
-def write_flux(folder: Path, form: FluxForm, name: str, device: str = "cpu") -> Path:
+def write_flux(folder: Path, form: FluxForm, name: str, device: str = "cpu") -> None:
     """Write a checkpoint of Flux.1-dev with its text encoders and VAE.
 
     Args:
@@ -60,58 +60,46 @@ def write_flux(folder: Path, form: FluxForm, name: str, device: str = "cpu") -> 
         form: Its numbers.
         name: The file's name without its ending.
         device: Where the weights are made.
-
-    Returns:
-        The file.
     """
-    path = folder / "Stable-diffusion" / f"{name}.safetensors"
     tensors = _denoiser(_flux(form), 5, device) | _text_encoders(form, 0, device=device)
-    save_halves(tensors | _vae(form, 0), path)
-    return path
+    tensors |= _vae(form, 0)
+    save_halves(tensors, folder / "Stable-diffusion" / f"{name}.safetensors")
 
 
-def write_flux_lora(folder: Path, form: FluxForm, name: str) -> Path:
+def write_flux_lora(folder: Path, form: FluxForm, name: str) -> None:
     """Write a LoRA for three layers of each double block and all of each single block.
 
     Args:
         folder: The WebUI's ``models``.
         form: The numbers of the checkpoints that it fits.
         name: The file's name without its ending.
-
-    Returns:
-        The file.
     """
-    return write_block_lora(
-        folder, name, (form.double, _double(form.width)), (form.single, _single(form.width))
-    )
+    write_block_lora(folder, name, form, _double(form.width), _single(form.width))
 
 
 def write_block_lora(
     folder: Path,
     name: str,
-    double: tuple[int, Mapping[str, tuple[int, int]]],
-    single: tuple[int, Mapping[str, tuple[int, int]]],
-) -> Path:
+    form: FluxForm,
+    double: Mapping[str, tuple[int, int]],
+    single: Mapping[str, tuple[int, int]],
+) -> None:
     """Write a LoRA for three layers of each double block and all of each single block.
 
     Args:
         folder: The WebUI's ``models``.
         name: The file's name without its ending.
-        double, single: The number of blocks, and their linear layers → shapes of their weights.
-
-    Returns:
-        The file.
+        form: How many blocks of each kind there are.
+        double, single: The blocks' linear layers → shapes of their weights.
     """
     shapes = {}
-    for number in range(double[0]):
+    for number in range(form.double):
         for layer in ("img_attn.qkv", "txt_mlp.0", "img_attn.proj"):
-            shapes[f"double_blocks.{number}.{layer}"] = double[1][layer.partition("_")[2]]
-    for number in range(single[0]):
-        for layer, shape in single[1].items():
+            shapes[f"double_blocks.{number}.{layer}"] = double[layer.partition("_")[2]]
+    for number in range(form.single):
+        for layer, shape in single.items():
             shapes[f"single_blocks.{number}.{layer}"] = shape
-    path = folder / "Lora" / f"{name}.safetensors"
-    save_halves(kohya_lora(shapes), path)
-    return path
+    save_halves(kohya_lora(shapes), folder / "Lora" / f"{name}.safetensors")
 
 
 def _single(width: int) -> dict[str, tuple[int, int]]:
@@ -187,13 +175,13 @@ def random_weights(shapes: Shapes, seed: int, device: str = "cpu") -> dict[str, 
     """Random weights in bf16 that keep activations of order one.
 
     Args:
-        shapes: Name and shape of each. Names of norms' weights end with ``scale``.
+        shapes: Name and shape of each. One with one dimension is a bias or of a norm.
         seed: Of the noise.
         device: Where they are made; they are returned in main memory.
     """
     noise, found = files.Noise(seed, device), {}
     for name, shape in shapes:
-        if name.endswith(".scale"):
+        if len(shape) == 1 and not name.endswith(".bias"):
             made = 1 + noise(*shape, scale=0.1)
         else:
             made = noise(*shape, scale=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)
@@ -212,7 +200,7 @@ def _text_encoders(
     form: FluxForm, seed: int, *, with_clip: bool = True, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     found = {
-        f"text_encoders.t5xxl.transformer.{name.replace('.scale', '.weight')}": weight
+        f"text_encoders.t5xxl.transformer.{name}": weight
         for name, weight in random_weights(_t5(form), seed + 1, device).items()
     }
     if with_clip:
@@ -229,8 +217,7 @@ def _t5(form: FluxForm) -> Shapes:
     with torch.device("meta"):
         encoder = T5EncoderModel(T5Config.from_dict(form.t5))
     for name, weight in encoder.state_dict().items():
-        is_norm = weight.ndim == 1
-        yield name.replace(".weight", ".scale") if is_norm else name, tuple(weight.shape)
+        yield name, tuple(weight.shape)
 
 
 def _vae(form: FluxForm, seed: int) -> dict[str, torch.Tensor]:

@@ -56,14 +56,13 @@ def write_klein(folder: Path) -> None:
     """
     weights = {f"model.diffusion_model.{k}": v for k, v in random_weights(_klein(), 11).items()}
     for key, weight in random_weights(_qwen(), 12).items():
-        key = key.replace(".scale", ".weight")
         weights[f"text_encoders.qwen3_4b.transformer.model.{key}"] = weight
     made = _vae(1)
     vae = to_ldm_vae(made.state_dict(), made.config)
     vae = {key.removeprefix("first_stage_model."): weight for key, weight in vae.items()}
     weights |= {f"vae.{key}": weight for key, weight in {**vae, **_latent_statistics(1)}.items()}
     save_halves(weights, folder / "Stable-diffusion" / "slim-klein.safetensors")
-    write_block_lora(folder, "random-klein", (FLUX.double, _DOUBLE), (FLUX.single, _SINGLE))
+    write_block_lora(folder, "random-klein", FLUX, _DOUBLE, _SINGLE)
 
 
 def _vae(seed: int) -> Any:
@@ -111,7 +110,7 @@ def _qwen() -> Shapes:
     width, inner = QWEN["hidden_size"], QWEN["intermediate_size"]
     heads, shared = QWEN["num_attention_heads"], QWEN["num_key_value_heads"]
     yield "embed_tokens.weight", (QWEN_WORDS, width)
-    yield "norm.scale", (width,)
+    yield "norm.weight", (width,)
     for number in range(QWEN["num_hidden_layers"]):
         prefix = f"layers.{number}"
         yield f"{prefix}.self_attn.q_proj.weight", (heads * QWEN_HEAD, width)
@@ -122,6 +121,6 @@ def _qwen() -> Shapes:
             yield f"{prefix}.mlp.{name}.weight", (inner, width)
         yield f"{prefix}.mlp.down_proj.weight", (width, inner)
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            yield f"{prefix}.{name}.scale", (QWEN_HEAD,)
+            yield f"{prefix}.{name}.weight", (QWEN_HEAD,)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{name}.scale", (width,)
+            yield f"{prefix}.{name}.weight", (width,)

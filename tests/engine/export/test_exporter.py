@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall
@@ -37,6 +38,13 @@ def test_dims_of_one_name_are_one_symbol(name: str) -> None:
                 symbols.setdefault(dim, set()).add(size.node.expr)
     assert {dim: len(found) for dim, found in symbols.items()} == dict.fromkeys(symbols, 1)
     assert len(set().union(*symbols.values())) == len(symbols)
+
+
+def test_torch_keeps_no_operators_results() -> None:
+    """It would find next to none of them again: sizes are symbols."""
+    FakeTensorMode.cache_clear()
+    exported("resnet")
+    assert FakeTensorMode.cache_info().size == 0
 
 
 def test_programs_name_no_path_of_this_machine() -> None:

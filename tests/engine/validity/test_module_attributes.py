@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from onediff_ext.engine.validity import module_attributes
 from onediff_ext.engine.validity.module_attributes import ModuleAttributes
 
 
@@ -54,6 +56,30 @@ def test_names_are_read_once_for_an_image() -> None:
     assert not state.hold(epoch=2)  # and again until they are right
     names_exchanged(model[0]._parameters)
     assert state.hold(epoch=2)
+
+
+def test_only_values_that_are_others_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    for layer in model:
+        layer.note, layer.scale = object(), 1.5
+    state = ModuleAttributes(list(model.modules()), model, ignored={"note"})
+    compared = []
+    same = module_attributes._same
+
+    def noted(ours: tuple[str, Any], theirs: tuple[str, Any]) -> bool:
+        compared.append(ours[0])
+        return same(ours, theirs)
+
+    monkeypatch.setattr(module_attributes, "_same", noted)
+    for layer in model:
+        layer.note = object()
+    model[3].scale = float("1.5")  # an equal value, and another object
+    assert state.hold()
+    assert compared == ["scale"]
+    for layer in model:
+        layer.note = object()
+    model[3].scale = 2.5
+    assert not state.hold()
 
 
 class Processor:
