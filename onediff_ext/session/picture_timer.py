@@ -7,18 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from onediff_ext.core.shapes import CELL_PX, BatchShape
+from onediff_ext.engine.stopwatch import Timing, stopwatch
 from onediff_ext.store import StepRecord
 
 # A picture's steps over measured ones, beyond which the two cannot be compared.
 _SLOWEST, _FASTEST = 1.5, 0.6
-
-Seconds = Callable[[], float]
-"""Returns measured seconds; on a GPU it waits until the GPU has finished."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ class PictureTimer:
         self.last: PictureTime | None = None
         self._depth = 0
         self._began, self._is_interrupted = 0.0, False
-        self._forwards: list[tuple[BatchShape | None, Seconds]] = []
-        self._last_forwards: list[tuple[BatchShape | None, Seconds]] = []
+        self._forwards: list[tuple[BatchShape | None, Timing]] = []
+        self._last_forwards: list[tuple[BatchShape | None, Timing]] = []
 
     @property
     def steps_s(self) -> float:
@@ -121,7 +118,7 @@ class PictureTimer:
 
 
 def _saved_s(
-    forwards: list[tuple[BatchShape | None, Seconds]], steps: Mapping[str, StepRecord]
+    forwards: list[tuple[BatchShape | None, Timing]], steps: Mapping[str, StepRecord]
 ) -> tuple[float | None, bool]:
     """Sum up eager's time less the measured one.
 
@@ -146,7 +143,7 @@ def _saved_s(
     return saved_s, False
 
 
-def _by_size(forwards: list[tuple[BatchShape | None, Seconds]]) -> dict[str, list[float]]:
+def _by_size(forwards: list[tuple[BatchShape | None, Timing]]) -> dict[str, list[float]]:
     by_size: dict[str, list[float]] = {}
     for shape, seconds in forwards:
         by_size.setdefault(str(shape), []).append(seconds())
@@ -159,37 +156,3 @@ def _shape_of(latent: torch.Tensor) -> BatchShape | None:
         return None
     batch, _, height, width = latent.shape
     return BatchShape(width * CELL_PX, height * CELL_PX, batch // 2)
-
-
-def stopwatch(device: torch.device) -> Callable[[], Seconds]:
-    """Start a stopwatch; the GPU's own clock where the work runs there, since Python is ahead.
-
-    Args:
-        device: Where the work runs.
-
-    Returns:
-        Stops it. What that returns reads the seconds, once the work has ended.
-    """
-    if device.type != "cuda":
-        began = time.perf_counter()
-
-        def stop() -> Seconds:
-            seconds = time.perf_counter() - began
-            return lambda: seconds
-
-        return stop
-    stream = torch.cuda.current_stream(device)
-    event: Any = torch.cuda.Event  # has no type hints
-    first, last = event(enable_timing=True), event(enable_timing=True)
-    first.record(stream)
-
-    def stop_on_gpu() -> Seconds:
-        last.record(stream)
-
-        def elapsed() -> float:
-            last.synchronize()
-            return float(first.elapsed_time(last)) / 1000
-
-        return elapsed
-
-    return stop_on_gpu

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from onediff_ext.session.picture_timer import Seconds, stopwatch
+from onediff_ext.engine.stopwatch import Timing, stopwatch
 
 # Forwards of a size before the first one that counts: CUDA graphs are recorded and compared.
 _UNTIMED_ON_TWO, _UNTIMED_ON_ONE = 5, 2
@@ -66,13 +66,13 @@ class _Forwards:
 
     def __init__(self, untimed: int) -> None:
         self._left = untimed + _TIMED
-        self.times: list[Seconds] = []
+        self.times: list[Timing] = []
 
     @property
     def is_done(self) -> bool:
         return self._left <= 0
 
-    def add(self, seconds: Seconds) -> None:
+    def add(self, seconds: Timing) -> None:
         """Count a forward, and keep its time if that counts."""
         self._left -= 1
         if 0 <= self._left < _TIMED:

@@ -24,6 +24,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine import torch_versions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
+from onediff_ext.engine.stopwatch import Stop, stopwatch
 from onediff_ext.hosts.a1111.host import A1111Host
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
@@ -89,6 +90,9 @@ class AgainRecorder(Recorder):
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return None
+
+    def stopwatch(self, device: torch.device) -> Stop:
+        return stopwatch(device)
 
     def record(
         self, function: Callable[[], Any], device: torch.device, lasting: bool = False

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from onediff_ext.core.shapes import BatchShape
+from onediff_ext.engine import stopwatch
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from onediff_ext.panel import html
@@ -35,7 +36,8 @@ def measured(size="192x128", eager_ms=800.0, compiled_ms=200.0):
 def clock_of_ours(monkeypatch):
     """A step takes the time that the test says, however busy the machine is."""
     now = [0.0]
-    monkeypatch.setattr(picture_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (picture_timer, stopwatch):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

@@ -25,8 +25,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import observed_by
+from onediff_ext.engine.stopwatch import Stop, Timing
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from tests.support.operator_log import OperatorLog, alive_storage, spoil
+
+
+class Never(Timing):
+    """The time of work that does not end."""
+
+    def __call__(self) -> float:
+        raise AssertionError("waits for work that does not end")
+
+    def is_done(self) -> bool:
+        return False
+
+
+NEVER = Never()
 
 
 @dataclass(eq=False)
@@ -52,6 +66,8 @@ class FrozenRecorder(Recorder):
         prompts: Recordings whose output is a list: those of the text KV cache.
         error: Raised by the next recording, if set.
         forgotten: How often all memory was freed.
+        python, replay, recording: What a stopwatch shows for a forward in Python, for a replay and
+            for a recording.
     """
 
     def __init__(self) -> None:
@@ -59,6 +75,9 @@ class FrozenRecorder(Recorder):
         self.prompts: list[Made] = []
         self.error: Exception | None = None
         self.forgotten = 0
+        self.python: Timing = NEVER
+        self.replay: Timing = NEVER
+        self.recording: Timing = NEVER
         self._left: list[list[StorageWeakRef]] = []  # per recording in the pool
 
     @property
@@ -78,6 +97,16 @@ class FrozenRecorder(Recorder):
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return None
+
+    def stopwatch(self, device: torch.device) -> Stop:
+        before = self.recorded, self.replays
+
+        def stop() -> Timing:
+            if self.recorded > before[0]:
+                return self.recording
+            return self.replay if self.replays > before[1] else self.python
+
+        return stop
 
     def record(
         self,

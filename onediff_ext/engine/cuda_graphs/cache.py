@@ -19,6 +19,7 @@ from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.cuda_graphs.static_buffers import StaticBuffers
 from onediff_ext.engine.cuda_graphs.text_kv_graph import TextKvGraph
 from onediff_ext.engine.memory_budget import MemoryBudget
+from onediff_ext.engine.stopwatch import Stop
 from onediff_ext.engine.streams import StreamOrder
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
@@ -141,6 +142,17 @@ class CudaGraphCache:
         if self._limit < 1:
             return "CUDA graphs are switched off"
         return self._recorder.unavailable_reason(device)
+
+    def stopwatch(self, device: torch.device) -> Stop:
+        """Start a stopwatch behind the work that was launched so far.
+
+        Args:
+            device: Where the work runs.
+
+        Returns:
+            Stops it.
+        """
+        return self._recorder.stopwatch(device)
 
     def find(self, key: Hashable) -> CapturedGraph | None:
         """Return the CUDA graph of a key, and make it the most recently used one.

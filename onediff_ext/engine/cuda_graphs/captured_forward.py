@@ -22,6 +22,7 @@ from onediff_ext.engine.cuda_graphs.forward_recorder import ForwardRecorder
 from onediff_ext.engine.cuda_graphs.model_tracker import FrozenState, ModelTracker
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.recorder import Recorder
+from onediff_ext.engine.cuda_graphs.recording_gain import RecordingGain
 from onediff_ext.engine.cuda_graphs.recording_policy import RecordingPolicy
 from onediff_ext.engine.cuda_graphs.replay_checks import ReplayChecks
 from onediff_ext.engine.cuda_graphs.staleness import TrustedModules
@@ -78,7 +79,7 @@ class CapturedForward:
         self.model, self.eager, self._runners = model, forward, runners
         self._cuda_graphs, self._share = cuda_graphs, share
         self._tracker = ModelTracker(model, runners, trusted, is_private)
-        self._policy, self._checks = RecordingPolicy(), ReplayChecks()
+        self._policy, self._gain, self._checks = RecordingPolicy(), RecordingGain(), ReplayChecks()
         self._recorder = ForwardRecorder(forward, runners, self._tracker)
         self._without_graphs = without_graphs
         self._short_in: int | None = _NEVER
@@ -133,9 +134,11 @@ class CapturedForward:
                     run = partial(self._within_memory, *args, **kwargs)
                     return self._checked(key, form, call, captured, replayed[0], run)
                 captured = None  # releases the text KV graphs and all else that it owned
-            compared = self._tracker.comparisons()
+            compared, stop = self._tracker.comparisons(), self._cuda_graphs.stopwatch(call.device)
             output = self._within_memory(*args, **kwargs)
             try:
+                if compared == self._tracker.comparisons():
+                    self._gain.note_python(key, stop())
                 self._after_python(key, form, call, output, compared)
             except Exception as exc:  # the output is there: nothing may end the image
                 self._distrust(key, exc)
@@ -155,6 +158,7 @@ class CapturedForward:
         with self._cuda_graphs.lock:
             self._cuda_graphs.drop_model(id(self.model))
             self._policy.forget()
+            self._gain.forget()
             self._checks.forget()
             self._tracker.forget()
 
@@ -209,8 +213,11 @@ class CapturedForward:
         the replay.
         """
         if captured.state.snapshot.weights_lie_where_they_did():
+            is_timed = captured.replays == 1
+            stop = self._cuda_graphs.stopwatch(call.device) if is_timed else None
             captured.fill(call.tensors)
             captured.recording.replay()
+            self._gain.note_replay(key, stop() if stop else None)
             if self._tracker.is_still(captured.state):
                 if not self._tracker.has_current_derived_weights(form, captured.state):
                     return None  # the forward makes them again, in the same places
@@ -298,7 +305,9 @@ class CapturedForward:
         if not self._policy.has_seen(key) and not self._checks.knows(form):
             self._note_new(key)
             return
-        reason = self._policy.pause_reason() or self._tracker.refusal_reason(self.variant)
+        epoch = epoch_of(self._runners)
+        reason = self._gain.still_refused_reason(key, epoch)
+        reason = reason or self._policy.pause_reason() or self._tracker.refusal_reason(self.variant)
         if reason is not None:
             self.reason = reason
             return
@@ -316,6 +325,10 @@ class CapturedForward:
         if not self._policy.has_seen(key) and not self._checks.has_passed(form, frozen):
             self._note_new(key)
             return
+        self.reason = self._gain.refused_reason(key, epoch, frozen.snapshot) or ""
+        if self.reason:
+            return
+        stop = self._cuda_graphs.stopwatch(call.device)
         captured = self._record(key, call, output, frozen)
         if captured is None:
             return
@@ -323,6 +336,7 @@ class CapturedForward:
         captured.fill(call.tensors)
         captured.recording.replay()
         self._check(key, captured, captured.recording.output, output)
+        self._gain.note_recording(key, stop())
 
     def _record(
         self, key: Hashable, call: ForwardCall, output: Any, frozen: FrozenState

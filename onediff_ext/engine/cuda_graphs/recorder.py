@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 
 from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.stopwatch import Stop, stopwatch
 from onediff_ext.engine.torch_versions import OutOfMemoryError, end_recording_to_pool
 
 
@@ -40,6 +41,17 @@ class Recorder(ABC):
 
         Args:
             device: Where the work runs.
+        """
+
+    @abstractmethod
+    def stopwatch(self, device: torch.device) -> Stop:
+        """Start a stopwatch behind the work that was launched so far.
+
+        Args:
+            device: Where the work runs.
+
+        Returns:
+            Stops it.
         """
 
     @abstractmethod
@@ -94,6 +106,9 @@ class CudaRecorder(Recorder):
         if torch.cuda.is_current_stream_capturing():
             return "another CUDA graph is being recorded"
         return None
+
+    def stopwatch(self, device: torch.device) -> Stop:
+        return stopwatch(device)
 
     def record(
         self, function: Callable[[], Any], device: torch.device, lasting: bool = False
