@@ -177,25 +177,22 @@ class ModuleAttributes:
         if self._read_other_names() != self._other_names:
             return False
         names = self._read_names()
-        if names == self._names:
-            # As a rule few of tens of thousands of values are others.
-            others = map(operator.is_not, self._values, values)
-            pairs = zip(names, self._values, values, strict=True)
-            same = all(
-                name in self._left_out or _same((name, value), (name, other))
-                for name, value, other in compress(pairs, others)
-            )
-        else:
-            left, now = self._deciding(self._names, self._values), self._deciding(names, values)
-            same = len(left) == len(now) and all(map(_same, left, now))
-        if not same:
+        compared, left, now = names, self._values, values
+        if names != self._names:
+            known, left = self._deciding(self._names, left)
+            compared, now = self._deciding(names, now)
+            if compared != known:
+                return False
+        # As a rule few of tens of thousands of values are others.
+        others = compress(zip(compared, left, now, strict=True), map(operator.is_not, left, now))
+        if not all(name in self._left_out or _are_equal(*both) for name, *both in others):
             return False
         self._names, self._values = names, values  # makes the next comparison quick
         return True
 
-    def _deciding(self, names: list[str], values: list[Any]) -> list[tuple[str, Any]]:
-        pairs = zip(names, values, strict=True)
-        return [(name, value) for name, value in pairs if name not in self._left_out]
+    def _deciding(self, names: list[str], values: list[Any]) -> tuple[list[str], list[Any]]:
+        decides = [name not in self._left_out for name in names]
+        return list(compress(names, decides)), list(compress(values, decides))
 
     def _mutable_attributes(self, skipped: Collection[int]) -> list[Any]:
         ignored = INTERNAL | self._ignored
@@ -221,10 +218,5 @@ def is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _same(ours: tuple[str, Any], theirs: tuple[str, Any]) -> bool:
-    (name, value), (other_name, other) = ours, theirs
-    if name != other_name:
-        return False
-    return value is other or (
-        type(value) is type(other) and isinstance(value, _PLAIN) and value == other
-    )
+def _are_equal(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and isinstance(value, _PLAIN) and bool(value == other)

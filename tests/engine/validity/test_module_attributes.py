@@ -64,21 +64,29 @@ def test_only_values_that_are_others_are_compared(monkeypatch: pytest.MonkeyPatc
         layer.note, layer.scale = object(), 1.5
     state = ModuleAttributes(list(model.modules()), model, ignored={"note"})
     compared = []
-    same = module_attributes._same
+    are_equal = module_attributes._are_equal
 
-    def noted(ours: tuple[str, Any], theirs: tuple[str, Any]) -> bool:
-        compared.append(ours[0])
-        return same(ours, theirs)
+    def noted(value: Any, other: Any) -> bool:
+        compared.append(value)
+        return are_equal(value, other)
 
-    monkeypatch.setattr(module_attributes, "_same", noted)
+    monkeypatch.setattr(module_attributes, "_are_equal", noted)
     for layer in model:
         layer.note = object()
     model[3].scale = float("1.5")  # an equal value, and another object
     assert state.hold()
-    assert compared == ["scale"]
+    assert compared == [1.5]
+    for layer in model[::2]:
+        del layer.note
+    model[5].moved, model[3].scale = True, float("1.5")
+    del model[5].moved
+    assert state.hold()
+    assert compared == [1.5, 1.5]
     for layer in model:
         layer.note = object()
     model[3].scale = 2.5
+    assert not state.hold()
+    model[3].scale, model[4].other = 1.5, None
     assert not state.hold()
 
 
