@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,6 +32,12 @@ class StreamedLayers:
     def __init__(self, moves: PinnedMoves) -> None:
         self._moves = moves
         self._are_pinned = False
+        # Whether a model has such layers, since the last move.
+        self._has_pinned: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+    def forget(self) -> None:
+        """Note that the host has moved weights."""
+        self._has_pinned.clear()
 
     def pin(self, memory_management: Any) -> None:
         """Pin layers of the models that the host has loaded, after the moves' ``with`` block.
@@ -49,10 +56,25 @@ class StreamedLayers:
         ]
         self._are_pinned = self._moves.pin(weights) > 0
 
-    def wait(self, *_: Any) -> None:
-        """Wait until the GPU has read what was streamed; a hook behind a model's forward."""
-        if self._are_pinned and not torch.cuda.is_current_stream_capturing():
+    def wait(self, model: nn.Module | None = None, *_: Any) -> None:
+        """Wait until the GPU has read what was streamed; a hook behind a model's forward.
+
+        Args:
+            model: Whose forward has ended, which streams nothing if it is on the GPU as a whole.
+                None stands for all models.
+        """
+        if (
+            self._are_pinned
+            and not torch.cuda.is_current_stream_capturing()
+            and (model is None or self._is_streamed(model))
+        ):
             torch.cuda.synchronize()
+
+    def _is_streamed(self, model: nn.Module) -> bool:
+        if model not in self._has_pinned:
+            weights = (weight for weight in _parameters(model) if weight is not None)
+            self._has_pinned[model] = any(weight.is_pinned() for weight in weights)
+        return self._has_pinned[model]
 
 
 class MemoryFunctions:
@@ -121,6 +143,7 @@ class MemoryFunctions:
         def pinned(move: Callable[..., Any], loads: bool) -> Callable[..., Any]:
             def moving(*args: Any, **kwargs: Any) -> Any:
                 self._streamed.wait()
+                self._streamed.forget()
                 with self._moves:
                     moved = move(*args, **kwargs)
                 if loads:

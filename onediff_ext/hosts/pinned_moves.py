@@ -39,6 +39,22 @@ MIN_BYTES = 2**16
 
 _TO = torch._C.TensorBase.to
 
+# Functions that write to no tensor's memory, by name. Models are moved with these.
+_WRITE_NOTHING = frozenset(
+    (
+        "__get__",  # of properties
+        "__set__",  # ``weight.data = moved`` takes another memory, and leaves both as they are
+        "_has_compatible_shallow_copy_type",
+        "_parse_to",
+        "_set_grad_enabled",
+        "element_size",
+        "is_complex",
+        "is_floating_point",
+        "is_pinned",
+        "numel",
+    )
+)
+
 
 class PinnedMoves(TorchFunctionMode):
     """In the ``with`` block, tensors that move from a GPU to main memory get pinned memory there.
@@ -46,6 +62,9 @@ class PinnedMoves(TorchFunctionMode):
     All else about it is as without this class: each move makes a new tensor and has copied all
     numbers when it returns, so it does not matter who reads or writes weights in between. From
     pinned memory the way back to the GPU is fast, too.
+
+    On the way to a GPU, Python goes on while the GPU reads. What could write to a tensor in main
+    memory waits for that, and so does the end of the outermost ``with`` block.
 
     Args:
         available_bytes: Returns how much main memory can be used without swapping.
@@ -58,6 +77,7 @@ class PinnedMoves(TorchFunctionMode):
         self._room_bytes = 0
         self._depth = 0  # of ``with`` blocks
         self._pinning_s = 0.0  # within the outermost one
+        self._reading: set[torch.device] = set()  # GPUs that may still read main memory
 
     def __enter__(self) -> PinnedMoves:
         if self._depth == 0:
@@ -69,17 +89,32 @@ class PinnedMoves(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:
         self._depth -= 1
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        if not self._depth:
+            self._wait()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Do what was called, or the same with pinned memory."""
         kwargs = kwargs or {}
-        if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
-            moved = self._pinned_copy(args[0].detach())
-            if moved is not None:
-                return moved
+        if func is _TO:
+            if not self._is_off and _moves_out(*args, **kwargs):
+                moved = self._pinned_copy(args[0].detach())
+                if moved is not None:
+                    return moved
+            gpu = _gpu_it_moves_to(*args, **kwargs)
+            if gpu is not None:
+                self._reading.add(gpu)
+                return _TO(args[0], gpu, non_blocking=True)
+        elif self._reading and getattr(func, "__name__", "") not in _WRITE_NOTHING:
+            self._wait()
         return func(*args, **kwargs)
+
+    def _wait(self) -> None:
+        """Wait until GPUs have read what moves to them."""
+        for device in self._reading:
+            torch.cuda.synchronize(device)
+        self._reading.clear()
 
     def pin(self, tensors: Iterable[torch.Tensor | None]) -> int:
         """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
@@ -185,25 +220,37 @@ def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
         and tensor.layout is torch.strided
         and tensor.nbytes >= MIN_BYTES
         and not (tensor.requires_grad and torch.is_grad_enabled())
-        and is_to_main_memory(tensor.dtype, *args, **kwargs)
+        and (device := device_it_moves_to(tensor.dtype, *args, **kwargs)) is not None
+        and device.type == "cpu"
     )
 
 
-def is_to_main_memory(own_dtype: torch.dtype, *args: Any, **kwargs: Any) -> bool:
-    """Return whether these arguments of ``Tensor.to`` name main memory and no other change.
+def _gpu_it_moves_to(tensor: Any, *args: Any, **kwargs: Any) -> torch.device | None:
+    """The GPU to which ``tensor.to(...)`` moves a plain tensor, if it changes nothing else."""
+    if (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.device.type != "cpu"
+        or tensor.layout is not torch.strided
+    ):
+        return None
+    device = device_it_moves_to(tensor.dtype, *args, **kwargs)
+    return device if device is not None and device.type == "cuda" else None
+
+
+def device_it_moves_to(own_dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.device | None:
+    """Return the device that these arguments of ``Tensor.to`` name, if they name no other change.
 
     Args:
         own_dtype: The tensor's.
         *args: As given to ``to``.
         **kwargs: Likewise.
+
+    Returns:
+        None for a change of the dtype or of the memory format, and without a device.
     """
     if args and not isinstance(args[0], (str, torch.device)):
-        return False
+        return None
     kwargs.pop("copy", None)  # a move copies anyway
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args[:3], **kwargs)
-    return (
-        device is not None
-        and device.type == "cpu"
-        and dtype in (None, own_dtype)
-        and memory_format in (None, torch.preserve_format)
-    )
+    changes = dtype not in (None, own_dtype) or (memory_format not in (None, torch.preserve_format))
+    return None if changes else device

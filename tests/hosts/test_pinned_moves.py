@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from onediff_ext.hosts.pinned_moves import (
     MIN_BYTES,
     SPARE_BYTES,
     PinnedMoves,
-    is_to_main_memory,
+    device_it_moves_to,
     main_memory_available,
     use_pinned_memory,
 )
@@ -81,34 +81,117 @@ def test_other_calls_are_those_of_the_class(moved: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_plain", "args", "kwargs"),
+    ("device", "args", "kwargs"),
     [
-        (True, ("cpu",), {}),
-        (True, (torch.device("cpu"), None, False), {}),
-        (True, ("cpu", torch.float32, False, True), {}),  # a copy in any case
-        (True, (), {"device": "cpu", "copy": True, "non_blocking": True}),
-        (True, ("cpu",), {"memory_format": torch.preserve_format}),
-        (False, ("cpu",), {"memory_format": torch.channels_last}),
-        (False, ("cpu", torch.float16), {}),
-        (False, (), {"device": "cpu", "dtype": torch.float16}),
-        (False, (torch.float32, False, True), {}),
-        (False, (torch.empty(1), False, True), {}),
-        (False, (), {"dtype": torch.float32}),
-        (False, ("cuda:1",), {}),
-        (False, (0,), {}),
+        ("cpu", ("cpu",), {}),
+        ("cpu", (torch.device("cpu"), None, False), {}),
+        ("cpu", ("cpu", torch.float32, False, True), {}),  # a copy in any case
+        ("cpu", (), {"device": "cpu", "copy": True, "non_blocking": True}),
+        ("cpu", ("cpu",), {"memory_format": torch.preserve_format}),
+        ("cuda:1", ("cuda:1",), {}),
+        ("cuda:1", (), {"device": torch.device("cuda:1"), "dtype": torch.float32}),
+        (None, ("cpu",), {"memory_format": torch.channels_last}),
+        (None, ("cpu", torch.float16), {}),
+        (None, (), {"device": "cuda:1", "dtype": torch.float16}),
+        (None, (torch.float32, False, True), {}),
+        (None, (torch.empty(1), False, True), {}),
+        (None, (), {"dtype": torch.float32}),
+        (None, (0,), {}),
     ],
 )
-def test_which_moves_get_pinned_memory(
-    is_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+def test_which_moves_are_plain_ones(
+    device: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    assert is_to_main_memory(torch.float32, *args, **kwargs) is is_plain
+    expected = None if device is None else torch.device(device)
+    assert device_it_moves_to(torch.float32, *args, **kwargs) == expected
 
 
 def test_the_size_of_main_memory_is_known() -> None:
     assert main_memory_available() > 2**28
 
 
+@pytest.fixture
+def waited_for(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A GPU that reads as slowly as can be: each device that was waited for."""
+    seen: list[torch.device] = []
+    meta = torch.device("meta")
+
+    def gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.device | None:
+        moves_to = device_it_moves_to(tensor.dtype, *args, **kwargs)
+        return meta if tensor.device.type == "cpu" and moves_to == meta else None
+
+    monkeypatch.setattr(pinned_moves, "_gpu_it_moves_to", gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    return seen
+
+
+def test_a_model_on_its_way_to_the_gpu_is_waited_for_once(waited_for: list[torch.device]) -> None:
+    model, moves = Model(), PinnedMoves()
+    with moves:
+        with moves:  # as hosts nest them
+            model.to("meta")
+        assert waited_for == []
+    assert [device.type for device in waited_for] == ["meta"]
+    assert places(model) == {"meta"}
+    with moves:
+        Model().to(torch.float16)
+    assert len(waited_for) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.add_(1),
+        lambda t: t.__setitem__(0, 1),
+        lambda t: t.copy_(torch.zeros(4)),
+        lambda t: torch.add(t, t, out=t),
+        lambda t: t.numpy(),  # who has it can write to it
+        lambda t: nn.init.zeros_(t),
+        lambda t: t.untyped_storage(),
+        lambda t: t.data_ptr(),
+    ],
+)
+def test_what_could_write_to_main_memory_waits_until_the_gpu_has_read_it(
+    waited_for: list[torch.device], write: Callable[[torch.Tensor], object]
+) -> None:
+    tensor = torch.ones(4)
+    with PinnedMoves():
+        tensor.to("meta")
+        assert tensor.numel() == 4
+        assert tensor.data.device.type == "cpu"
+        assert waited_for == []
+        write(tensor)
+        assert len(waited_for) == 1
+        write(tensor)  # there is nothing more to wait for
+    assert len(waited_for) == 1
+
+
+def test_an_error_on_the_way_waits_too(waited_for: list[torch.device]) -> None:
+    with pytest.raises(RuntimeError), PinnedMoves():
+        torch.ones(4).to("meta").item()
+    assert len(waited_for) == 1
+
+
 # ------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_pinned", [True, False])
+@torch.no_grad()
+def test_the_gpu_gets_the_numbers_that_were_there(is_pinned: bool) -> None:
+    """Whoever writes next would be ahead of the GPU, which still has other work."""
+    weight = torch.full((2**27,), 3, dtype=torch.uint8)
+    if is_pinned:
+        weight = weight.pin_memory()
+    busy = torch.randn(8192, 8192, device=GPU)
+    with PinnedMoves():
+        for _ in range(8):
+            busy = busy @ busy
+        moved = weight.to(GPU)
+        weight.fill_(7)
+    assert bool((moved == 3).all())
+    assert bool((weight == 7).all())
 
 
 def pinned(model: nn.Module) -> set[str]:
@@ -346,6 +429,30 @@ def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str
         memory.load_models_gpu([])
         memory.free_memory(5, GPU)
     assert waits[4:] == ["waited"]  # the last move that could write to them
+
+
+def test_a_step_waits_only_for_layers_of_its_own_model(waits: list[str]) -> None:
+    """A text encoder that the host has left in main memory does not slow the steps down."""
+    unet, text_encoder = nn.Linear(8, 8), Model()
+    moves, memory = PinnedMoves(), forge_memory([], unet, text_encoder)
+    streamed = StreamedLayers(moves)
+    unet.register_forward_hook(streamed.wait)
+    with Patches() as patches:
+        MemoryFunctions(moves, streamed).speed_up_moves(memory, patches)
+        memory.load_models_gpu([text_encoder])
+        waits.clear()
+        for _ in range(3):
+            unet(torch.randn(1, 8))
+        assert waits == []
+        streamed.wait()  # before a move
+        assert waits == ["waited"]
+        unet.weight.data = text_encoder.linear.weight.data[:8, :8]  # the host takes it to the CPU
+        unet(torch.randn(1, 8))
+        assert waits == ["waited"], "nothing of this model has moved since the host's last move"
+        memory.free_memory(5, GPU)
+        waits.clear()
+        unet(torch.randn(1, 8))
+        assert waits == ["waited"]
 
 
 def test_models_that_no_gpu_reads_are_not_pinned(waits: list[str]) -> None:
