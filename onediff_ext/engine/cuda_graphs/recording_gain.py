@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from statistics import mean
 from weakref import ref
 
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.stopwatch import Timing
 
-# Of the last forwards in Python the fastest counts: the first one behind a move of the weights is
-# slower than those that follow it.
-_FORWARDS = 4
-# Of the last recordings the cheapest counts. The first one of a process is slower than others.
+# Of the last forwards in Python the mean counts, since a busy processor makes some of them slower.
+# It does not slow replays down, so of these the fastest counts, and of recordings the cheapest.
+_FORWARDS = _REPLAYS = 4
+# The first recording of a process is slower than others.
 _RECORDINGS, _SLOW_RECORDINGS = 3, 1
 _REASON = "recording costs more than it saves before the weights move"
 
@@ -27,7 +28,7 @@ class _Size:
         calls: Forwards since then, or since the CUDA graph was recorded.
         calls_before: How many there were the time before.
         python: The last forwards in Python.
-        replay: A replay.
+        replays: The last replays that were measured.
         refused_in: The epoch in which nothing was recorded because it does not pay.
     """
 
@@ -35,7 +36,7 @@ class _Size:
     calls: int = 0
     calls_before: int = 0
     python: deque[Timing] = field(default_factory=lambda: deque(maxlen=_FORWARDS))
-    replay: Timing | None = None
+    replays: deque[Timing] = field(default_factory=lambda: deque(maxlen=_REPLAYS))
     refused_in: int | None = None
 
 
@@ -77,7 +78,8 @@ class RecordingGain:
         """
         size = self._size(key)
         size.calls += 1
-        size.replay = timing or size.replay
+        if timing is not None:
+            size.replays.append(timing)
 
     def note_recording(self, key: Hashable, timing: Timing) -> None:
         """Note a CUDA graph that has just been recorded and compared.
@@ -98,7 +100,7 @@ class RecordingGain:
 
         Args:
             key: As `note_python` takes it.
-            epoch: Of the call; see `KindRegistry.epoch`. None is none.
+            epoch: Of the call; see `KindRegistry.epoch`. None stands for no epoch.
         """
         size = self._size(key)
         if epoch is None or size.refused_in != epoch or self._pays(size):
@@ -106,12 +108,15 @@ class RecordingGain:
         return _REASON
 
     def refused_reason(self, key: Hashable, epoch: int | None, snapshot: Snapshot) -> str | None:
-        """Decide whether a size is recorded. Return why not, or None.
+        """Decide whether a size is recorded.
 
         Args:
             key: As `note_python` takes it.
             epoch: As `still_refused_reason` takes it.
             snapshot: What the model is. Another one means that the weights have moved.
+
+        Returns:
+            In plain words, for the status; None if the size is to be recorded.
         """
         size = self._size(key)
         if size.snapshot is None or size.snapshot() is not snapshot:
@@ -131,9 +136,13 @@ class RecordingGain:
         return self._sizes.setdefault(key, _Size())
 
     def _pays(self, size: _Size) -> bool:
-        python = [timing() for timing in size.python if timing.is_done()]
-        recordings = [timing() for timing in self._recordings if timing.is_done()]
-        if not python or not recordings or size.replay is None or not size.replay.is_done():
+        python, replays = _seconds(size.python), _seconds(size.replays)
+        recordings = _seconds(self._recordings)
+        if not (python and replays and recordings):
             return True
-        saved_s = min(python) - size.replay()
+        saved_s = mean(python) - min(replays)
         return saved_s * max(size.calls, size.calls_before) > min(recordings)
+
+
+def _seconds(timings: Iterable[Timing]) -> list[float]:
+    return [timing() for timing in timings if timing.is_done()]

@@ -41,10 +41,11 @@ class Host:
     def draw(self, steps: int = STEPS) -> int:
         """Draw a picture. Return the steps in Python until the size was recorded, or all."""
         self._picture += 1
-        in_python = 0
+        in_python = replays = 0
         for _ in range(steps):
             if self.recorded:
-                self.gain.note_replay("size", self.replay)
+                replays += 1
+                self.gain.note_replay("size", self.replay if replays == 2 else None)
                 continue
             in_python += 1
             self.gain.note_python("size", self.python)
@@ -104,8 +105,28 @@ def test_python_that_has_become_slower_is_noticed() -> None:
     for _ in range(3):
         host.draw_moved()
     host.python = Known(0.080)
-    assert host.draw_moved() == 4  # the last four forwards count
+    assert host.draw_moved() == 2
     assert host.draw_moved() == 1
+
+
+def test_a_processor_that_is_busy_now_and_then_is_noticed() -> None:
+    host = Host(python_s=0.0375, replay_s=0.037, recording_s=0.25)
+    for _ in range(3):
+        host.draw_moved()
+    steps = 0
+    while not host.recorded and steps < 40:
+        host.python = Known(0.0375 if steps % 4 else 0.120)
+        steps += host.draw(steps=1)
+    assert steps < 20
+
+
+def test_one_slow_replay_does_not_count() -> None:
+    host = Host(python_s=0.050, replay_s=0.012, recording_s=0.25)
+    for _ in range(2):
+        host.draw_moved()
+    host.replay = Known(0.060)
+    for _ in range(3):
+        assert host.draw_moved() == 1
 
 
 def test_other_sizes_have_other_times() -> None:
