@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.patches import Patches
-from onediff_ext.hosts.pinned_moves import PinnedMoves
+from onediff_ext.hosts.pinned_moves import PinnedMoves, is_in_pinned_memory
 
 
 class StreamedLayers:
@@ -72,8 +72,7 @@ class StreamedLayers:
 
     def _is_streamed(self, model: nn.Module) -> bool:
         if model not in self._has_pinned:
-            weights = (weight for weight in _parameters(model) if weight is not None)
-            self._has_pinned[model] = any(weight.is_pinned() for weight in weights)
+            self._has_pinned[model] = any(map(is_in_pinned_memory, _parameters(model)))
         return self._has_pinned[model]
 
 

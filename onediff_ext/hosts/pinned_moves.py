@@ -132,7 +132,7 @@ class PinnedMoves(TorchFunctionMode):
         """
         pinned = 0
         for tensor in tensors:
-            if not _stays_in_main_memory(tensor):
+            if not _could_be_pinned(tensor):
                 continue
             if tensor.is_pinned():
                 pinned += 1
@@ -201,7 +201,16 @@ def main_memory_available() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _stays_in_main_memory(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def is_in_pinned_memory(tensor: torch.Tensor | None) -> bool:
+    """Return whether `PinnedMoves` may have put a tensor where it lies.
+
+    Args:
+        tensor: Of any kind. None is none.
+    """
+    return _could_be_pinned(tensor) and tensor.is_pinned()
+
+
+def _could_be_pinned(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return (
         tensor is not None
         and type(tensor) in (torch.Tensor, nn.Parameter)

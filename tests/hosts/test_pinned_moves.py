@@ -433,8 +433,16 @@ def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str
 
 def test_a_step_waits_only_for_layers_of_its_own_model(waits: list[str]) -> None:
     """A text encoder that the host has left in main memory does not slow the steps down."""
-    unet, text_encoder = nn.Linear(8, 8), Model()
-    moves, memory = PinnedMoves(), forge_memory([], unet, text_encoder)
+
+    class Packed(torch.Tensor):
+        """As quantized weights are: not everything can be asked of them."""
+
+        def is_pinned(self, *_: Any) -> bool:
+            raise NotImplementedError
+
+    unet, text_encoder = nn.Linear(SIZE, SIZE), Model()
+    unet.bias = nn.Parameter(torch.randn(SIZE).as_subclass(Packed))
+    moves, memory = PinnedMoves(), forge_memory([], text_encoder)
     streamed = StreamedLayers(moves)
     unet.register_forward_hook(streamed.wait)
     with Patches() as patches:
@@ -442,16 +450,16 @@ def test_a_step_waits_only_for_layers_of_its_own_model(waits: list[str]) -> None
         memory.load_models_gpu([text_encoder])
         waits.clear()
         for _ in range(3):
-            unet(torch.randn(1, 8))
+            unet(torch.randn(1, SIZE))
         assert waits == []
         streamed.wait()  # before a move
         assert waits == ["waited"]
-        unet.weight.data = text_encoder.linear.weight.data[:8, :8]  # the host takes it to the CPU
-        unet(torch.randn(1, 8))
+        unet.weight = text_encoder.linear.weight  # the host takes it to main memory
+        unet(torch.randn(1, SIZE))
         assert waits == ["waited"], "nothing of this model has moved since the host's last move"
         memory.free_memory(5, GPU)
         waits.clear()
-        unet(torch.randn(1, 8))
+        unet(torch.randn(1, SIZE))
         assert waits == ["waited"]
 
 
