@@ -12,6 +12,7 @@ from gradio.processing_utils import save_file_to_cache
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OneDiffError, OptionError
 from onediff_ext.core.step_cache_options import StepCacheOptions
+from onediff_ext.core.typed_paths import typed_path
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob
 from onediff_ext.hosts.diffusers.jobs.model_identity import earlier_identities
@@ -211,13 +212,14 @@ class PageEvents:
         return run_folder_on_gpus(self.standalone_app, choices, job, gpus)
 
     def _folder_job(self, choices: Choices, picture: Values, own: Values) -> Img2ImgJob:
-        if not (own["source"] or "").strip():
+        source, target = typed_path(own["source"]), typed_path(own["target"])
+        if source is None:
             raise OptionError("No input folder is given.", "Write the path of a folder.")
-        if not (own["target"] or "").strip():
+        if target is None:
             raise OptionError("No output folder is given.", "Write the path of a folder.")
         batch = BatchJob(
-            inputs=[Path(own["source"]).expanduser()],
-            output_dir=Path(own["target"]).expanduser(),
+            inputs=[source],
+            output_dir=target,
             size_rule=parse_size_rule(own["size"] or "own"),
             seed=chosen_seed(picture["seed"]),
             vary_seed=own["vary_seed"],
@@ -236,7 +238,8 @@ class PageEvents:
         try:
             if not self.defaults.is_local:
                 self._refuse_other_files(checkpoint, loras)
-            self.standalone_app.load(Path(checkpoint), parse_lora_lines(loras or ""))
+            path = typed_path(checkpoint) or Path()
+            self.standalone_app.load(path, parse_lora_lines(loras or ""))
         except OneDiffError as exc:
             return [html.error(exc, words), *self._status(enabled)]
         name = self.standalone_app.loaded().checkpoint.name

@@ -9,6 +9,7 @@ import gradio as gr
 from modules import processing, scripts, sd_models, shared
 
 from onediff_ext.core.errors import OneDiffError, OptionError, PictureError
+from onediff_ext.core.typed_paths import typed_path
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.naming import NameTemplate
 from onediff_ext.pictures.size_rules import parse_size_rule
@@ -139,9 +140,10 @@ def _with_status(exc: OneDiffError) -> OneDiffError:
 
 
 def _folder(text: str, what: str) -> Path:
-    if not (text or "").strip():
+    folder = typed_path(text)
+    if folder is None:
         raise OptionError(f"No {what} folder is given.", "Write the path of a folder.")
-    return Path(text.strip()).expanduser()
+    return folder
 
 
 def _shown_limit() -> int:

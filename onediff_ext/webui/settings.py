@@ -11,6 +11,7 @@ from typing import Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check
 from onediff_ext.core.options import BACKENDS, CompileOptions
+from onediff_ext.core.typed_paths import typed_path
 from onediff_ext.panel.field_schema import FORMATS
 from onediff_ext.panel.fields import DEEPCACHE, DRAW_WITHOUT, STOP
 
@@ -140,8 +141,7 @@ class Settings:
     @property
     def store(self) -> Path | None:
         """The folder of the graph store; None for the user's cache folder."""
-        folder = str(self.get("onediff_store")).strip()
-        return Path(folder).expanduser() if folder else None
+        return typed_path(str(self.get("onediff_store")))
 
     @property
     def store_limit_bytes(self) -> int:

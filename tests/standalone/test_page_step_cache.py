@@ -64,11 +64,13 @@ def test_pictures_differ_and_say_why(events: Any) -> None:
 def test_a_folder_has_it_in_its_job(events: Any, tmp_path: Path) -> None:
     """So a run with another cache draws again; image to image says that there is none."""
     own = {
-        "source": str(tmp_path), "target": str(tmp_path / "out"), "strength": 0.5, "size": "own",
-        "recursive": False, "captions": False, "vary_seed": False, "keep_alpha": False,
+        "source": f'"{tmp_path}"', "target": f" {tmp_path / 'out'} ",
+        "strength": 0.5, "size": "own", "recursive": False, "captions": False,
+        "vary_seed": False, "keep_alpha": False,
     }  # fmt: skip
     job = events._folder_job(Choices(enabled=False), picture("taylorseer-lite:3"), own)
     assert str(job.settings.step_cache) == "taylorseer-lite:3"
+    assert (job.batch.inputs, job.batch.output_dir) == ([tmp_path], tmp_path / "out")
     with pytest.raises(OptionError, match="runs without step caches"):
         events.standalone_app.loaded().check(job.settings, "img2img")
 

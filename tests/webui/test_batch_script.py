@@ -62,6 +62,8 @@ def test_a_folder_of_broken_pictures_is_an_error_for_the_api(run: Any, tmp_path:
     (tmp_path / "in" / "broken.png").write_bytes(b"nothing")
     with pytest.raises(OneDiffError, match=r"broken\.png"):
         run(str(tmp_path / "in"), str(tmp_path / "out"), is_api=True)
+    with pytest.raises(OneDiffError, match=r"broken\.png"):  # as Explorer copies paths
+        run(f'"{tmp_path / "in"}"', f' "{tmp_path / "out"}"', is_api=True)
 
 
 def test_missing_arguments_are_the_defaults() -> None:

@@ -57,7 +57,8 @@ def test_a_limit_that_is_no_number_is_the_default(value: object) -> None:
 
 
 def test_a_home_folder_is_resolved() -> None:
-    assert Settings({"onediff_store": " ~/graphs "}).store == Path.home() / "graphs"
+    for text in (" ~/graphs ", '"~/graphs"'):
+        assert Settings({"onediff_store": text}).store == Path.home() / "graphs"
 
 
 def test_a_limit_of_nothing_is_at_least_a_byte() -> None:

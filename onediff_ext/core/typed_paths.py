@@ -1,0 +1,34 @@
+"""Paths as people type or paste them into a field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_QUOTES = ('"', "'")
+
+
+def typed_path(text: str | None) -> Path | None:
+    """Return the path that somebody has typed.
+
+    Spaces around it are left out, and so are quotes: Explorer's *Copy as path* adds them. A path
+    with quotes in its name is taken as it is if it exists. ``~`` stands for the user's folder.
+
+    Args:
+        text: What the field holds.
+
+    Returns:
+        None if the field is empty.
+    """
+    text = (text or "").strip()
+    path = _path(text)
+    if text[:1] in _QUOTES and text[-1:] == text[:1] and not path.exists():
+        text = text[1:-1].strip()
+        path = _path(text)
+    return path if text else None
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # there is no user of this name
+        return Path(text)
