@@ -20,11 +20,9 @@ def typed_path(text: str | None) -> Path | None:
         None if the field is empty.
     """
     text = (text or "").strip()
-    path = _path(text)
-    if text[:1] in _QUOTES and text[-1:] == text[:1] and not path.exists():
+    if text[:1] in _QUOTES and text[-1:] == text[:1] and not _path(text).exists():
         text = text[1:-1].strip()
-        path = _path(text)
-    return path if text else None
+    return _path(text) if text else None
 
 
 def _path(text: str) -> Path:

@@ -37,7 +37,7 @@ def stopwatch(device: torch.device) -> Stop:
     """
     if device.type != "cuda":
         began_s = time.perf_counter()
-        return lambda: Known(time.perf_counter() - began_s)
+        return lambda: ElapsedTime(time.perf_counter() - began_s)
     stream = torch.cuda.current_stream(device)
     event: Any = torch.cuda.Event  # has no type hints
     first, last = event(enable_timing=True), event(enable_timing=True)
@@ -50,7 +50,7 @@ def stopwatch(device: torch.device) -> Stop:
     return stop
 
 
-class Known(Timing):
+class ElapsedTime(Timing):
     """The seconds of work that has ended.
 
     Args:

@@ -39,8 +39,8 @@ MIN_BYTES = 2**16
 
 _TO = torch._C.TensorBase.to
 
-# Functions that write to no tensor's memory, by name. Models are moved with these.
-_WRITE_NOTHING = frozenset(
+# Functions that neither read nor write numbers, by name. `nn.Module.to` calls them.
+_TOUCH_NO_NUMBERS = frozenset(
     (
         "__get__",  # of properties
         "__set__",  # ``weight.data = moved`` takes another memory, and leaves both as they are
@@ -59,12 +59,13 @@ _WRITE_NOTHING = frozenset(
 class PinnedMoves(TorchFunctionMode):
     """In the ``with`` block, tensors that move from a GPU to main memory get pinned memory there.
 
-    All else about it is as without this class: each move makes a new tensor and has copied all
-    numbers when it returns, so it does not matter who reads or writes weights in between. From
-    pinned memory the way back to the GPU is fast, too.
+    All else about it is as without this class: each move makes a new tensor. A move to main memory
+    has copied all numbers when it returns, so it does not matter who reads or writes weights in
+    between. From pinned memory the way back to the GPU is fast, too.
 
-    On the way to a GPU, Python goes on while the GPU reads. What could write to a tensor in main
-    memory waits for that, and so does the end of the outermost ``with`` block.
+    On the way to a GPU, Python goes on with the next tensor while the GPU reads. Every other
+    function that could read or write numbers waits for the GPU first, and so does the end of the
+    outermost ``with`` block.
 
     Args:
         available_bytes: Returns how much main memory can be used without swapping.
@@ -97,17 +98,15 @@ class PinnedMoves(TorchFunctionMode):
     ) -> Any:
         """Do what was called, or the same with pinned memory."""
         kwargs = kwargs or {}
-        if func is _TO:
-            if not self._is_off and _moves_out(*args, **kwargs):
-                moved = self._pinned_copy(args[0].detach())
-                if moved is not None:
-                    return moved
-            gpu = _gpu_it_moves_to(*args, **kwargs)
-            if gpu is not None:
-                self._reading.add(gpu)
-                return _TO(args[0], gpu, non_blocking=True)
-        elif self._reading and getattr(func, "__name__", "") not in _WRITE_NOTHING:
+        if func is _TO and (gpu := _gpu_it_moves_to(*args, **kwargs)) is not None:
+            self._reading.add(gpu)
+            return _TO(args[0], gpu, non_blocking=True)
+        if self._reading and getattr(func, "__name__", "") not in _TOUCH_NO_NUMBERS:
             self._wait()
+        if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
+            moved = self._pinned_copy(args[0].detach())
+            if moved is not None:
+                return moved
         return func(*args, **kwargs)
 
     def _wait(self) -> None:

@@ -146,10 +146,11 @@ def test_a_model_on_its_way_to_the_gpu_is_waited_for_once(waited_for: list[torch
         lambda t: t.__setitem__(0, 1),
         lambda t: t.copy_(torch.zeros(4)),
         lambda t: torch.add(t, t, out=t),
-        lambda t: t.numpy(),  # who has it can write to it
+        lambda t: t.numpy(),  # NumPy can write to it
         lambda t: nn.init.zeros_(t),
         lambda t: t.untyped_storage(),
         lambda t: t.data_ptr(),
+        lambda t: t.to(torch.float16),
     ],
 )
 def test_what_could_write_to_main_memory_waits_until_the_gpu_has_read_it(
@@ -180,7 +181,7 @@ def test_an_error_on_the_way_waits_too(waited_for: list[torch.device]) -> None:
 @pytest.mark.parametrize("is_pinned", [True, False])
 @torch.no_grad()
 def test_the_gpu_gets_the_numbers_that_were_there(is_pinned: bool) -> None:
-    """Whoever writes next would be ahead of the GPU, which still has other work."""
+    """The GPU is busy, so the next line writes to the weight before the GPU has read it."""
     weight = torch.full((2**27,), 3, dtype=torch.uint8)
     if is_pinned:
         weight = weight.pin_memory()

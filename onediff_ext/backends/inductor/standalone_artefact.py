@@ -72,7 +72,7 @@ def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> byte
     ready_for_standalone_compile(graph_module)
     settings = {k: v for k, v in CUDA_CONFIG.items() if k not in _NEWER or hasattr(config, k)}
     # Inductor's pool of compiler processes does not take our settings over: once a process has one,
-    # our own kernels would be left out of the artefact (torch 2.11 and 2.13).
+    # our own kernels would be left out of the artefact.
     with config.patch({**settings, "compile_threads": 1}), our_choices():
         artefact = standalone_compile(graph_module, fakes, dynamic_shapes="from_graph")
     with tempfile.TemporaryDirectory(prefix="onediff-") as folder:

@@ -14,7 +14,7 @@ from onediff_ext.engine.stopwatch import Timing
 # Of the last forwards in Python the mean counts, since a busy processor makes some of them slower.
 # It does not slow replays down, so of these the fastest counts, and of recordings the cheapest.
 _FORWARDS = _REPLAYS = 4
-# The first recording of a process is slower than others.
+# The first recording of a process also loads code, so it says little about the next ones.
 _RECORDINGS, _SLOW_RECORDINGS = 3, 1
 _REASON = "recording costs more than it saves before the weights move"
 
@@ -70,7 +70,7 @@ class RecordingGain:
         size.python.append(timing)
 
     def note_replay(self, key: Hashable, timing: Timing | None = None) -> None:
-        """Note a replay that served a call.
+        """Note a replay. One of a model that has changed counts as well.
 
         Args:
             key: As `note_python` takes it.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,6 @@ from tests.support.cuda_graph_steps import assert_right, captured, eager, inputs
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.ldm_stand_in import live_in
 from tests.support.models import sd15, sdxl
-
-
-@pytest.fixture
-def pipe(session: Session) -> Iterator[Any]:
-    pipe = sd15(seed=3)
-    compile_pipe(pipe, session=session, ignores=["vae"])
-    yield pipe
-    undo_compile(pipe)
 
 
 def test_a_size_is_recorded_once_and_then_replayed(pipe: Any, recorder: FrozenRecorder) -> None:

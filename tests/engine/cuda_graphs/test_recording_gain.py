@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from onediff_ext.engine.cuda_graphs.recording_gain import RecordingGain
-from onediff_ext.engine.stopwatch import Known
-from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
-from onediff_ext.session.session import Session
+from onediff_ext.engine.stopwatch import ElapsedTime
+from onediff_ext.hosts.diffusers.compile import compiled_state
 from tests.support.cuda_graph_steps import assert_right, captured, settle, step
 from tests.support.frozen_recorder import NEVER, FrozenRecorder
-from tests.support.models import sd15
 
 STEPS = 20
 
@@ -29,8 +26,8 @@ class Host:
 
     def __init__(self, python_s: float, replay_s: float, recording_s: float) -> None:
         self.gain = RecordingGain()
-        self.python, self.replay = Known(python_s), Known(replay_s)
-        self.recording = Known(recording_s)
+        self.python, self.replay = ElapsedTime(python_s), ElapsedTime(replay_s)
+        self.recording = ElapsedTime(recording_s)
         self.recorded = False
         self._weights, self._picture = Weights(), 0
 
@@ -104,7 +101,7 @@ def test_python_that_has_become_slower_is_noticed() -> None:
     host = Host(python_s=0.0375, replay_s=0.037, recording_s=0.25)
     for _ in range(3):
         host.draw_moved()
-    host.python = Known(0.080)
+    host.python = ElapsedTime(0.080)
     assert host.draw_moved() == 2
     assert host.draw_moved() == 1
 
@@ -115,7 +112,7 @@ def test_a_processor_that_is_busy_now_and_then_is_noticed() -> None:
         host.draw_moved()
     steps = 0
     while not host.recorded and steps < 40:
-        host.python = Known(0.0375 if steps % 4 else 0.120)
+        host.python = ElapsedTime(0.0375 if steps % 4 else 0.120)
         steps += host.draw(steps=1)
     assert steps < 20
 
@@ -124,7 +121,7 @@ def test_one_slow_replay_does_not_count() -> None:
     host = Host(python_s=0.050, replay_s=0.012, recording_s=0.25)
     for _ in range(2):
         host.draw_moved()
-    host.replay = Known(0.060)
+    host.replay = ElapsedTime(0.060)
     for _ in range(3):
         assert host.draw_moved() == 1
 
@@ -141,7 +138,7 @@ def test_without_measurements_every_size_is_recorded() -> None:
     host.replay = NEVER  # type: ignore[assignment]
     for _ in range(4):
         assert host.draw_moved() == 1
-    host.replay = Known(0.037)
+    host.replay = ElapsedTime(0.037)
     host.draw_moved()
     assert host.draw_moved() == STEPS
     host.gain.forget()
@@ -149,14 +146,6 @@ def test_without_measurements_every_size_is_recorded() -> None:
 
 
 # ------------------------------------------------------------------ in a model
-
-
-@pytest.fixture
-def pipe(session: Session) -> Iterator[Any]:
-    pipe = sd15(seed=3)
-    compile_pipe(pipe, session=session, ignores=["vae"])
-    yield pipe
-    undo_compile(pipe)
 
 
 @torch.no_grad()
@@ -176,8 +165,8 @@ def draw_moved(pipe: Any, steps: int = 5) -> None:
 def test_weights_that_move_with_each_picture(
     pipe: Any, recorder: FrozenRecorder, python_s: float, recorded: int
 ) -> None:
-    recorder.python, recorder.replay = Known(python_s), Known(0.012)
-    recorder.recording = Known(0.040)
+    recorder.python, recorder.replay = ElapsedTime(python_s), ElapsedTime(0.012)
+    recorder.recording = ElapsedTime(0.040)
     settle(pipe)
     for _ in range(5):
         draw_moved(pipe)
