@@ -236,11 +236,3 @@ def keep_device_guard() -> None:
 
     threading.Thread(target=stay, name="onediff-device-guard", daemon=True).start()
     registered.wait()
-
-
-def empty_pinned_cache() -> None:
-    """Give pinned memory that torch holds unused back to the system."""
-    for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):
-        if (empty := getattr(torch._C, name, None)) is not None and torch.cuda.is_available():
-            empty()
-            return

@@ -3,39 +3,27 @@
 Hosts for small GPUs move models in and out at each phase of a picture. From ordinary main memory a
 GPU is fed at a fraction of the bus's speed, and each move back allocates all of the memory again.
 With SDXL in 8 GB, such moves were more than half of a picture's time in A1111 and in Forge Neo.
-
-torch's allocator of pinned memory keeps what is freed. So pinning itself, which is slow, costs time
-only once, and that is spread over several moves.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.torch_versions import empty_pinned_cache
+from onediff_ext.hosts.pinned_memory import PINNED_MEMORY, PinnedMemory
 
-logger = logging.getLogger(__name__)
+GPU_TYPE = "cuda"
 
-# Main memory that has to stay free beside pinned weights, which cannot be swapped out.
-SPARE_BYTES = 3 * 2**30
-
-# So much is pinned before free main memory is asked for again. Pinned memory that torch has kept
-# takes none of it.
-CHUNK_BYTES = 2**30
-
-# So long one move may pin memory; what is left then moves as it would by itself.
-PINNING_LIMIT_S = 0.4
-
-# Smaller tensors gain nothing, and each would take a page and a call of the driver.
-MIN_BYTES = 2**16
+# Classes whose functions are torch's own.
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 _TO = torch._C.TensorBase.to
 
@@ -67,31 +55,36 @@ class PinnedMoves(TorchFunctionMode):
     function that could read or write numbers waits for the GPU first, and so does the end of the
     outermost ``with`` block.
 
+    A function mode sees each function of each tensor, which takes longer than the moves of small
+    tensors. So `nn.Module.to` of this thread leaves the mode while it moves a module.
+
     Args:
-        available_bytes: Returns how much main memory can be used without swapping.
+        memory: Where pinned memory comes from.
     """
 
-    def __init__(self, available_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(self, memory: PinnedMemory = PINNED_MEMORY) -> None:
         super().__init__()
-        self._available_bytes = available_bytes or main_memory_available
-        self._is_off = False
-        self._room_bytes = 0
+        self._memory = memory
         self._depth = 0  # of ``with`` blocks
-        self._pinning_s = 0.0  # within the outermost one
-        self._reading: set[torch.device] = set()  # GPUs that may still read main memory
+        self._reading: set[torch.device] = set()  # GPUs that may still use main memory
 
     def __enter__(self) -> PinnedMoves:
-        if self._depth == 0:
-            self._pinning_s = 0.0
+        if not self._depth:
+            self._memory.begin_move()
         self._depth += 1
+        _MODULE_MOVES.begin(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._depth -= 1
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        _MODULE_MOVES.end()
         if not self._depth:
-            self._wait()
+            try:
+                self._wait()
+            finally:
+                self._memory.end_move()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -103,14 +96,65 @@ class PinnedMoves(TorchFunctionMode):
             return _TO(args[0], gpu, non_blocking=True)
         if self._reading and getattr(func, "__name__", "") not in _TOUCH_NO_NUMBERS:
             self._wait()
-        if func is _TO and not self._is_off and _moves_out(*args, **kwargs):
-            moved = self._pinned_copy(args[0].detach())
+        if func is _TO and _moves_out(*args, **kwargs):
+            moved = self._memory.copy(args[0].detach(), args[0].device)
             if moved is not None:
                 return moved
         return func(*args, **kwargs)
 
+    def move_module(self, module: nn.Module, device: torch.device) -> None:
+        """Move all tensors of a module as `nn.Module.to` does, within the ``with`` block.
+
+        Args:
+            module: No module in it has an ``_apply`` of its own, which could do anything with
+                tensors that the GPU still reads.
+            device: Where to. Its tensors keep their dtypes and memory formats.
+        """
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            copies = self._pinned_copies(module) if device.type == "cpu" else {}
+            module._apply(  # type: ignore[no-untyped-call]
+                lambda tensor: self._moved(tensor, device, copies)
+            )
+        finally:
+            super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _moved(
+        self, tensor: torch.Tensor, device: torch.device, copies: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        if (copied := copies.get(id(tensor))) is not None:
+            return copied
+        if type(tensor) not in _PLAIN:
+            self._wait()  # somebody's own class may do anything in its ``to``
+        elif device.type == GPU_TYPE and _is_in_main_memory(tensor):
+            self._reading.add(device)
+            return tensor.to(device, non_blocking=True)
+        return tensor.to(device)
+
+    def _pinned_copies(self, module: nn.Module) -> dict[int, torch.Tensor]:
+        """Copy what moves out. Nobody sees the copies before the GPU has written all of them.
+
+        Returns:
+            The copies, by the `id` of each of the module's tensors.
+        """
+        self._wait()
+        copies: dict[int, torch.Tensor] = {}
+        for inner in _modules(module):
+            for tensor in (*inner._parameters.values(), *inner._buffers.values()):
+                if tensor is None or not tensor.is_cuda or id(tensor) in copies:
+                    continue
+                plain = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+                if _moves_out(plain, "cpu"):
+                    device = tensor.device
+                    copied = self._memory.copy(plain.detach(), device, non_blocking=True)
+                    if copied is not None:
+                        copies[id(tensor)] = copied
+                        self._reading.add(device)
+        self._wait()
+        return copies
+
     def _wait(self) -> None:
-        """Wait until GPUs have read what moves to them."""
+        """Wait until GPUs have read and written main memory."""
         for device in self._reading:
             torch.cuda.synchronize(device)
         self._reading.clear()
@@ -119,12 +163,12 @@ class PinnedMoves(TorchFunctionMode):
         """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
 
         Each keeps its identity and its numbers. Call it after the ``with`` block, where looking at
-        many tensors is cheap. It takes what that block has left of `PINNING_LIMIT_S`; the rest of
-        the tensors stays for a later call.
+        many tensors is cheap. It takes what that block has left of the time for pinning; the rest
+        of the tensors stays for a later call.
 
         Args:
-            tensors: Of any kind. Those that are no plain ones in main memory, small ones, and
-                views of a larger memory stay as they are. None is none.
+            tensors: Of any kind. Those that are no plain ones in main memory, and views of a larger
+                memory, stay as they are. None is none.
 
         Returns:
             How many of them are pinned now.
@@ -138,35 +182,78 @@ class PinnedMoves(TorchFunctionMode):
                 continue
             # A parameter stays one of inference mode, or one of none.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                copied = None if self._is_off else self._pinned_copy(tensor.detach())
+                copied = self._memory.copy(tensor.detach(), torch.device(GPU_TYPE))
                 if copied is not None:
                     tensor.data = copied
                     pinned += 1
         return pinned
 
-    def _pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self._pinning_s > PINNING_LIMIT_S:
-            return None
-        needed_bytes = 1 << (tensor.nbytes - 1).bit_length()  # as torch rounds it
-        if self._room_bytes < needed_bytes:
-            self._room_bytes = min(CHUNK_BYTES, self._available_bytes() - SPARE_BYTES)
-            if self._room_bytes < needed_bytes:
-                self._turn_off("main memory is short")
-                return None
-        self._room_bytes -= needed_bytes
-        start_s = time.perf_counter()
-        try:
-            moved = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            self._turn_off(str(error).partition("\n")[0])
-            return None
-        self._pinning_s += time.perf_counter() - start_s
-        return moved.copy_(tensor)
 
-    def _turn_off(self, reason: str) -> None:
-        self._is_off = True
-        logger.warning("Models are moved without pinned memory from now on: %s", reason)
-        empty_pinned_cache()
+class _ModuleMoves:
+    """`nn.Module.to` of threads that are within a ``with`` block of `PinnedMoves`.
+
+    It replaces torch's own while any thread is within such a block. Other threads, and all other
+    calls than plain moves, get torch's own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0  # of all threads
+        self._before = self._replacement = nn.Module.to
+        self._of_thread = threading.local()
+
+    def begin(self, moves: PinnedMoves) -> None:
+        """Note that this thread enters a block of `moves`."""
+        with self._lock:
+            if not self._blocks:
+                self._before = nn.Module.to
+                self._replacement = self._instead_of(nn.Module.to)
+                nn.Module.to = self._replacement  # type: ignore[method-assign]
+            self._blocks += 1
+        self._within().append(moves)
+
+    def end(self) -> None:
+        """Note that this thread leaves its innermost block."""
+        self._within().pop()
+        with self._lock:
+            self._blocks -= 1
+            # Where another extension has replaced it in turn, it stays, and does what was there.
+            if not self._blocks and nn.Module.to is self._replacement:
+                nn.Module.to = self._before  # type: ignore[method-assign]
+
+    def _within(self) -> list[PinnedMoves]:
+        """The blocks of this thread, outermost first."""
+        blocks: list[PinnedMoves] = vars(self._of_thread).setdefault("blocks", [])
+        return blocks
+
+    def _instead_of(self, before: Callable[..., nn.Module]) -> Any:
+        @functools.wraps(before)
+        def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            device = args[0] if len(args) == 1 else kwargs.get("device") if not args else None
+            if (
+                isinstance(device, (str, torch.device))
+                and kwargs.keys() <= {"device", "non_blocking"}
+                and (blocks := self._within())
+                and blocks[-1] is _get_current_function_mode()  # type: ignore[no-untyped-call]
+                and all(map(_is_moved_by_torch, _modules(module)))
+            ):
+                with contextlib.suppress(NotImplementedError):  # on "meta": torch says what to do
+                    blocks[-1].move_module(module, torch.device(device))
+                    return module
+            return before(module, *args, **kwargs)
+
+        return to
+
+
+_MODULE_MOVES = _ModuleMoves()
+
+
+def _modules(module: nn.Module) -> Iterable[nn.Module]:
+    return module.modules() if module._modules else (module,)
+
+
+def _is_moved_by_torch(module: nn.Module) -> bool:
+    return type(module)._apply is nn.Module._apply and "_apply" not in vars(module)
 
 
 def use_pinned_memory(moves: PinnedMoves, patches: Patches, models: Iterable[nn.Module]) -> None:
@@ -191,15 +278,6 @@ def _through(moves: PinnedMoves, module: nn.Module) -> Callable[..., nn.Module]:
     return to
 
 
-def main_memory_available() -> int:
-    """Return the bytes of main memory that can be used without swapping; 0 if nothing tells."""
-    try:
-        import psutil  # a dependency of the hosts that move models
-    except ImportError:
-        return 0
-    return int(psutil.virtual_memory().available)
-
-
 def is_in_pinned_memory(tensor: torch.Tensor | None) -> bool:
     """Return whether `PinnedMoves` may have put a tensor where it lies.
 
@@ -212,10 +290,10 @@ def is_in_pinned_memory(tensor: torch.Tensor | None) -> bool:
 def _could_be_pinned(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return (
         tensor is not None
-        and type(tensor) in (torch.Tensor, nn.Parameter)
+        and type(tensor) in _PLAIN
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.nbytes >= MIN_BYTES
+        and tensor.nbytes > 0
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
@@ -223,10 +301,10 @@ def _could_be_pinned(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether ``tensor.to(...)`` moves a plain tensor to main memory and changes nothing else."""
     return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.device.type == "cuda"
         and tensor.layout is torch.strided
-        and tensor.nbytes >= MIN_BYTES
+        and tensor.nbytes > 0
         and not (tensor.requires_grad and torch.is_grad_enabled())
         and (device := device_it_moves_to(tensor.dtype, *args, **kwargs)) is not None
         and device.type == "cpu"
@@ -235,14 +313,14 @@ def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
 
 def _gpu_it_moves_to(tensor: Any, *args: Any, **kwargs: Any) -> torch.device | None:
     """The GPU to which ``tensor.to(...)`` moves a plain tensor, if it changes nothing else."""
-    if (
-        type(tensor) not in (torch.Tensor, nn.Parameter)
-        or tensor.device.type != "cpu"
-        or tensor.layout is not torch.strided
-    ):
+    if type(tensor) not in _PLAIN or not _is_in_main_memory(tensor):
         return None
     device = device_it_moves_to(tensor.dtype, *args, **kwargs)
-    return device if device is not None and device.type == "cuda" else None
+    return device if device is not None and device.type == GPU_TYPE else None
+
+
+def _is_in_main_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided
 
 
 def device_it_moves_to(own_dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.device | None:

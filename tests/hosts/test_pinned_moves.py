@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from onediff_ext.engine.cuda_graphs.recorder import CudaRecorder
 from onediff_ext.engine.patches import Patches
-from onediff_ext.engine.torch_versions import empty_pinned_cache
-from onediff_ext.hosts import pinned_moves
+from onediff_ext.hosts import pinned_memory, pinned_moves
 from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
 from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
-from onediff_ext.hosts.pinned_moves import (
-    MIN_BYTES,
-    SPARE_BYTES,
-    PinnedMoves,
-    device_it_moves_to,
-    main_memory_available,
-    use_pinned_memory,
-)
+from onediff_ext.hosts.pinned_memory import SPARE_BYTES, PinnedMemory
+from onediff_ext.hosts.pinned_moves import PinnedMoves, device_it_moves_to, use_pinned_memory
 
-SIZE = 160  # of layers whose weights are large enough for pinned memory, and biases are not
+SIZE = 160  # of layers
 GPU = torch.device("cuda", 0)
 
 
@@ -36,7 +31,11 @@ class Model(nn.Module):
         self.conv = nn.Conv2d(64, 96, 3).to(memory_format=torch.channels_last)
         self.tied = nn.Linear(SIZE, SIZE)
         self.tied.weight = self.linear.weight
-        self.register_buffer("table", torch.randn(MIN_BYTES // 4))
+        self.register_buffer("table", torch.randn(2**14))
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(SIZE, SIZE, bias=False)
 
 
 def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -106,21 +105,11 @@ def test_which_moves_are_plain_ones(
     assert device_it_moves_to(torch.float32, *args, **kwargs) == expected
 
 
-def test_the_size_of_main_memory_is_known() -> None:
-    assert main_memory_available() > 2**28
-
-
 @pytest.fixture
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """A GPU that reads as slowly as can be: each device that was waited for."""
     seen: list[torch.device] = []
-    meta = torch.device("meta")
-
-    def gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.device | None:
-        moves_to = device_it_moves_to(tensor.dtype, *args, **kwargs)
-        return meta if tensor.device.type == "cpu" and moves_to == meta else None
-
-    monkeypatch.setattr(pinned_moves, "_gpu_it_moves_to", gpu)
+    monkeypatch.setattr(pinned_moves, "GPU_TYPE", "meta")
     monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
     return seen
 
@@ -168,6 +157,130 @@ def test_what_could_write_to_main_memory_waits_until_the_gpu_has_read_it(
     assert len(waited_for) == 1
 
 
+@pytest.fixture
+def modes() -> list[list[type]]:
+    """The function modes in which each module of class `Watched` has moved."""
+    return []
+
+
+class Watched(nn.Linear):
+    def __init__(self, modes: list[list[type]]) -> None:
+        super().__init__(2, 2)
+        self.modes = modes
+
+    def children(self) -> Iterator[nn.Module]:
+        """torch asks for them when it moves a module."""
+        self.modes.append([type(mode) for mode in _get_current_function_mode_stack()])
+        return super().children()
+
+
+def test_modules_move_outside_of_the_mode(
+    waited_for: list[torch.device], modes: list[list[type]]
+) -> None:
+    """A mode sees every function of every tensor, which takes longer than small moves."""
+    module, torch_to = Watched(modes), nn.Module.to
+    with PinnedMoves() as moves:
+        with moves:
+            assert module.to(torch.device("meta")) is module
+            assert module.to(device="meta", non_blocking=True) is module
+        assert nn.Module.to is not torch_to
+    assert nn.Module.to is torch_to
+    assert modes == [[PinnedMoves], [PinnedMoves]]  # of the outer block
+    assert module.weight.is_meta
+    assert len(waited_for) == 1
+
+
+class Mode(TorchFunctionMode):
+    """As that of ``with torch.device(...)``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class OwnApply(nn.Linear):
+    def _apply(self, fn: Any, recurse: bool = True) -> OwnApply:
+        before = self.weight.detach()
+        super()._apply(fn, recurse)
+        before.add_(1)
+        return self
+
+
+def test_a_mode_of_somebody_else_sees_each_move(modes: list[list[type]]) -> None:
+    module = Watched(modes)
+    with PinnedMoves(), Mode():
+        module.to("meta")
+    assert modes == [[PinnedMoves, Mode]]
+
+
+def test_a_module_that_moves_in_its_own_way_is_waited_for(waited_for: list[torch.device]) -> None:
+    with PinnedMoves():
+        nn.Sequential(nn.Linear(2, 2), OwnApply(2, 2)).to("meta")
+        assert len(waited_for) == 2  # for the first module, and before the second is written to
+    own = nn.Linear(2, 2)
+    own._apply = OwnApply(2, 2)._apply  # type: ignore[method-assign]
+    with PinnedMoves():
+        own.to("meta")
+        assert own.weight.device.type == "cpu"
+
+
+def test_a_tensor_of_another_class_may_do_anything(waited_for: list[torch.device]) -> None:
+    class Packed(torch.Tensor):
+        """As quantized weights are."""
+
+    module = nn.Linear(2, 2)
+    module.register_buffer("packed", torch.ones(2).as_subclass(Packed))
+    with PinnedMoves():
+        module.to("meta")
+        assert len(waited_for) == 1
+    assert type(module.packed) is Packed
+
+
+def test_without_numbers_torch_says_what_to_do() -> None:
+    with PinnedMoves(), pytest.raises(NotImplementedError, match="to_empty"):
+        nn.Linear(2, 2, device="meta").to("cpu")
+
+
+def test_other_calls_of_modules_are_those_of_torch() -> None:
+    module = nn.Linear(2, 2)
+    with PinnedMoves():
+        assert module.to("cpu", torch.float64).weight.dtype == torch.float64
+        assert module.to(torch.float32).weight.dtype == torch.float32
+        assert module.to(torch.empty(1, dtype=torch.float16)).weight.dtype == torch.float16
+        with pytest.raises(RuntimeError, match="copy"):
+            module.to("cpu", copy=True)
+        with pytest.raises(RuntimeError, match="nowhere"):
+            module.to("nowhere")
+
+
+def test_threads_and_other_patches_of_modules(modes: list[list[type]]) -> None:
+    torch_to, seen = nn.Module.to, []
+
+    def others_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        seen.append(args)
+        return before(module, *args, **kwargs)
+
+    with ThreadPoolExecutor(1) as thread:
+        with PinnedMoves() as moves:
+            Watched(modes).to("cpu")
+            thread.submit(lambda: Watched(modes).to("cpu")).result()  # in no block
+            other = PinnedMoves()
+            thread.submit(other.__enter__).result()
+            before, nn.Module.to = nn.Module.to, others_to  # type: ignore[assignment]
+            Watched(modes).to("cpu")
+        assert moves is not other
+        thread.submit(lambda: Watched(modes).to("cpu")).result()
+        thread.submit(other.__exit__, None, None, None).result()
+    assert nn.Module.to is others_to  # it stays where it is, and works
+    with PinnedMoves():
+        Watched(modes).to("cpu")
+        assert nn.Module.to is not others_to
+    assert nn.Module.to is others_to
+    Watched(modes).to("cpu")
+    nn.Module.to = torch_to  # type: ignore[method-assign]
+    assert seen == [("cpu",)] * 3
+    assert modes == [[]] * 6
+
+
 def test_an_error_on_the_way_waits_too(waited_for: list[torch.device]) -> None:
     with pytest.raises(RuntimeError), PinnedMoves():
         torch.ones(4).to("meta").item()
@@ -211,44 +324,67 @@ def test_a_model_goes_there_and_back(moved: Model) -> None:
         moved.to("cpu")
         assert places(moved) == {"cpu"}
         assert_same(moved, expected)
-        assert pinned(moved) == {"linear.weight", "conv.weight", "tied.weight", "table"}
+        assert pinned(moved) == set(expected)
         assert moved.linear.weight is weight is moved.tied.weight
         assert strides == {name: tensor.stride() for name, tensor in moved.state_dict().items()}
 
 
 @pytest.mark.gpu
-def test_pinned_memory_is_used_again(moved: Model) -> None:
-    if not hasattr(torch.cuda, "host_memory_stats"):
-        pytest.skip("this torch does not count its pinned memory")
+def test_nobody_sees_a_copy_before_the_gpu_has_written_it(moved: Model) -> None:
+    """The GPU is busy when the move begins. Another thread, without a mode, looks on."""
+    moved.to(GPU)
+    expected, busy = numbers(moved), torch.randn(8192, 8192, device=GPU)
+    for _ in range(8):
+        busy = busy @ busy
+    weight, table = moved.linear.weight, moved.table
+    seen: list[bool] = []
 
-    def made() -> int:
-        return int(torch.cuda.host_memory_stats()["num_host_alloc"])
+    def look() -> None:
+        while weight.device.type != "cpu":
+            time.sleep(0)
+        seen.append(torch.equal(weight, expected["linear.weight"]))
 
-    for _ in range(2):
-        moved.to(GPU)
+    with ThreadPoolExecutor(1) as thread:
+        looking = thread.submit(look)
         moved.to("cpu")
-    before = made()
-    for _ in range(3):
-        moved.to(GPU)
-        # A new CUDA graph, as each picture may bring.
-        CudaRecorder().record(lambda: moved.table.add(1), GPU)
-        moved.to("cpu")
-    assert made() == before
+        looking.result()
+    assert seen == [True]
+    assert_same(moved, expected)
+    assert table.device.type == "cuda"
+
+
+@pytest.mark.gpu
+def test_gradients_and_buffers_that_need_them_move_as_without() -> None:
+    def made() -> nn.Module:
+        module = nn.Linear(SIZE, SIZE, device=GPU)
+        module(torch.ones(1, SIZE, device=GPU)).sum().backward()
+        module.register_buffer("state", torch.ones(4, device=GPU, requires_grad=True))
+        return module
+
+    for device in ("cpu", GPU):
+        plain, module = made().to(device), made()
+        with PinnedMoves():
+            module.to(device)
+        for one, other in zip((plain, module), (module, plain), strict=True):
+            assert one.weight.grad.device == other.weight.device
+            assert torch.equal(one.weight.grad, other.weight.grad)
+            assert one.state.requires_grad
+            assert one.state.grad_fn is None or other.state.grad_fn is not None
 
 
 @pytest.mark.gpu
 def test_pinning_is_spread_over_several_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_moves, "PINNING_LIMIT_S", 0.0)
-    model, moves = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3))), PinnedMoves()
-    empty_pinned_cache()
+    monkeypatch.setattr(pinned_memory, "PINNING_LIMIT_S", 1e-9)
+    monkeypatch.setattr(pinned_memory, "CHUNK_BYTES", SIZE * SIZE * 4)
+    model, moves = nn.Sequential(*(layer() for _ in range(3))), PinnedMoves(PinnedMemory())
     expected = numbers(model)
-    for _ in range(2):
+    for count in (1, 2, 3, 3):
         model.to(GPU)
         with moves:
             with moves:  # as hosts nest them
                 model[0].to("cpu")
             model.to("cpu")
-        assert pinned(model) == {"0.weight"}
+        assert len(pinned(model)) == count
         assert_same(model, expected)
 
 
@@ -308,10 +444,9 @@ def test_weights_that_changed_their_form_meanwhile(moved: Model) -> None:
 def test_nothing_is_pinned_without_enough_main_memory(available_bytes: int) -> None:
     model = Model().to(GPU)
     expected = numbers(model)
-    empty_pinned_cache()
-    with PinnedMoves(lambda: available_bytes):
+    with PinnedMoves(PinnedMemory(lambda: available_bytes)):
         model.to("cpu")
-    assert pinned(model) < {"linear.weight", "conv.weight", "tied.weight", "table"}
+    assert pinned(model) == set()
     assert_same(model, expected)
 
 
@@ -371,7 +506,7 @@ def forge_memory(seen: list[Any], *models: nn.Module, device: torch.device = GPU
     ]
 
     def load_models_gpu(*args: Any, **kwargs: Any) -> str:
-        modes = torch.overrides._get_current_function_mode_stack()
+        modes = _get_current_function_mode_stack()
         seen.append((args, kwargs, [type(mode) for mode in modes]))
         return "loaded"
 
@@ -397,13 +532,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     known: set[int] = set()
 
-    def pinned_copy(_: PinnedMoves, tensor: torch.Tensor) -> torch.Tensor:
+    def pinned_copy(_: PinnedMemory, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copied = tensor.clone()
         known.add(copied.data_ptr())
         seen.append("pinned")
         return copied
 
-    monkeypatch.setattr(PinnedMoves, "_pinned_copy", pinned_copy)
+    monkeypatch.setattr(PinnedMemory, "copy", pinned_copy)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in known)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("waited"))
@@ -420,16 +555,16 @@ def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str
         memory.free_memory(5, GPU)
         assert waits == []  # nothing was pinned yet
         memory.load_models_gpu([model])
-        assert waits == ["pinned"] * 2
+        assert waits == ["pinned"] * 5
         memory.load_models_gpu([model])
         streamed.wait()
-        assert waits[2:] == ["waited"] * 2
+        assert waits[5:] == ["waited"] * 2
         assert_same(model, expected)
         assert model.linear.weight is weight is model.tied.weight
         memory.current_loaded_models.clear()
         memory.load_models_gpu([])
         memory.free_memory(5, GPU)
-    assert waits[4:] == ["waited"]  # the last move that could write to them
+    assert waits[7:] == ["waited"]  # the last move that could write to them
 
 
 def test_a_step_waits_only_for_layers_of_its_own_model(waits: list[str]) -> None:
@@ -478,7 +613,7 @@ def test_which_tensors_are_pinned_where_they_are(waits: list[str]) -> None:
 
     big, base = torch.randn(256, 256), torch.randn(2, 256, 256)
     tensors = [
-        base[0], torch.randn(8), big.to_sparse(), big.to("meta"), big.as_subclass(Packed),
+        base[0], torch.empty(0), big.to_sparse(), big.to("meta"), big.as_subclass(Packed),
     ]  # fmt: skip
     moves = PinnedMoves()
     assert moves.pin(tensors) == 0
@@ -515,7 +650,7 @@ def test_streamed_layers_on_a_gpu(inference: bool) -> None:
     expected = numbers(model)
     with torch.inference_mode(inference):
         StreamedLayers(moves).pin(forge_memory([], model))
-    assert pinned(model) == {"linear.weight", "tied.weight"}
+    assert pinned(model) == {"linear.weight", "linear.bias", "tied.weight", "tied.bias"}
     assert places(model) == {"cpu", "cuda"}
     assert_same(model, expected)
     assert not model.linear.weight.is_inference()
@@ -527,10 +662,10 @@ def test_streamed_layers_on_a_gpu(inference: bool) -> None:
 
 @pytest.mark.gpu
 def test_streamed_layers_are_pinned_a_little_at_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, moves = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3))), PinnedMoves()
+    monkeypatch.setattr(pinned_memory, "PINNING_LIMIT_S", 1e-9)
+    monkeypatch.setattr(pinned_memory, "CHUNK_BYTES", SIZE * SIZE * 4)
+    model, moves = nn.Sequential(*(layer() for _ in range(3))), PinnedMoves(PinnedMemory())
     expected = numbers(model)
-    empty_pinned_cache()
-    monkeypatch.setattr(pinned_moves, "PINNING_LIMIT_S", 0.0)
     for count in (1, 2, 3, 3):
         with moves:
             pass  # the next move of the host

@@ -176,8 +176,8 @@ class CudaRecorder(Recorder):
 def _capture(graph: Any, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Record what is called, as `torch.cuda.graph` does.
 
-    That one also gives all pinned memory back which torch keeps, so that models are moved at a
-    fraction of their speed (`hosts/pinned_moves.py`), and older ones collect garbage.
+    That one also gives all pinned memory back which torch keeps and a host may use again, and older
+    ones collect garbage.
     """
     with torch.cuda.stream(stream):
         # Other threads (a preview, a loader) may go on calling CUDA meanwhile.

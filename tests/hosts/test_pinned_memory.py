@@ -1,0 +1,277 @@
+"""Pinned memory: which chunk a tensor gets, and when chunks go back to the system."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from itertools import pairwise
+
+import pytest
+import torch
+
+from onediff_ext.hosts import pinned_memory
+from onediff_ext.hosts.pinned_memory import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    SPARE_BYTES,
+    PinnedMemory,
+    main_memory_available,
+)
+
+GPU = torch.device("cuda", 0)
+CHUNK = 2**16
+
+
+class Driver:
+    """Notes what is pinned and unpinned, and waits for the GPU."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}  # bytes by address
+        self.waits = 0
+        self.error = ""
+
+    def call(self, name: str, address: int, size_bytes: int = 0, flags: int = 0) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+        if name == "cudaHostRegister":
+            assert address not in self.pinned
+            assert size_bytes > 0
+            self.pinned[address] = size_bytes
+        else:
+            assert name == "cudaHostUnregister"
+            assert self.waits
+            del self.pinned[address]
+
+    def wait(self, device: torch.device) -> None:
+        assert device == GPU
+        self.waits += 1
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(pinned_memory, "_call_cuda", made.call)
+    monkeypatch.setattr(pinned_memory, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.wait)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+@pytest.fixture
+def memory(driver: Driver) -> PinnedMemory:
+    return PinnedMemory(lambda: 2**40)
+
+
+def made(memory: PinnedMemory, tensor: torch.Tensor) -> torch.Tensor:
+    copied = memory.copy(tensor, GPU)
+    assert copied is not None
+    return copied
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5),
+        torch.randn(5, 3).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(8, 8)[::2, 1:3],
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(7).half(),
+        torch.randn(7).bfloat16(),
+        torch.randn(7).to(torch.float8_e4m3fn),
+        torch.tensor(True),
+        torch.randint(9, (4,)),
+        torch.randn(3, dtype=torch.complex64),
+    ],
+)
+def test_a_copy_is_a_tensor_like_any_other(memory: PinnedMemory, tensor: torch.Tensor) -> None:
+    copied, plain = made(memory, tensor), torch.empty_like(tensor).copy_(tensor)
+    assert type(copied) is torch.Tensor
+    assert copied.dtype == tensor.dtype
+    assert torch.equal(copied.to(torch.complex64), tensor.to(torch.complex64))
+    assert copied.stride() == plain.stride()
+    assert not copied._is_view()
+    assert copied.storage_offset() == 0
+    assert copied.untyped_storage().nbytes() == copied.nbytes
+    assert copied.data_ptr() % ALIGNMENT == 0
+    assert copy.deepcopy(copied).stride() == copied.stride()
+    torch.save(copied, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file).stride() == copied.stride()
+
+
+def test_tensors_do_not_overlap(memory: PinnedMemory, driver: Driver) -> None:
+    sizes = [1, 63, 64, 65, 1000, 5000, 20000, CHUNK, CHUNK + 1, 30, 3 * CHUNK]
+    tensors = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+    copies = [made(memory, tensor) for tensor in tensors]
+    assert all(torch.equal(*pair) for pair in zip(copies, tensors, strict=True))
+    places = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in copies)
+    assert all(one[1] <= other[0] for one, other in pairwise(places))
+    for start, end in places:
+        assert any(at <= start and end <= at + size for at, size in driver.pinned.items())
+
+
+def test_chunks_are_used_again_within_a_move(memory: PinnedMemory, driver: Driver) -> None:
+    weights = [torch.randn(CHUNK // 16) for _ in range(12)]  # three chunks
+    copies = [made(memory, weight) for weight in weights]
+    first = dict(driver.pinned)
+    assert len(first) == 3
+    memory.begin_move()
+    for _ in range(3):
+        del copies[:]  # to the GPU, which may still read them
+        driver.waits = 0
+        copies = [made(memory, weight) for weight in reversed(weights)]
+        assert driver.waits >= 3
+    memory.end_move()
+    assert driver.pinned == first
+    assert all(torch.equal(*pair) for pair in zip(copies, reversed(weights), strict=True))
+
+
+def test_a_chunk_with_one_tensor_left_is_left_alone(memory: PinnedMemory, driver: Driver) -> None:
+    memory.begin_move()
+    copies = [made(memory, torch.full((CHUNK // 4,), float(number))) for number in range(3)]
+    kept = copies[1][:1]  # a view keeps its memory
+    del copies
+    more = [made(memory, torch.zeros(CHUNK // 4)) for _ in range(3)]
+    assert kept.item() == 1
+    assert len(driver.pinned) == 4
+    assert len(more) == 3
+
+
+def test_a_deleted_model_gives_its_chunks_back(memory: PinnedMemory, driver: Driver) -> None:
+    model = [made(memory, torch.randn(CHUNK // 8)) for _ in range(5)]
+    other = made(memory, torch.randn(4))  # in the last of them
+    assert len(driver.pinned) == 3
+    del model
+    assert len(driver.pinned) == 1
+    assert made(memory, torch.randn(4)).sum() != other.sum()
+    del other
+    assert driver.pinned == {}
+    assert made(memory, torch.ones(4)).sum() == 4
+
+
+def test_nothing_is_given_back_while_something_is_recorded(
+    memory: PinnedMemory, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA would end the recording with an error."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    made(memory, torch.ones(4))
+    assert driver.waits == 0
+    assert len(driver.pinned) == 1
+    memory.begin_move()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made(memory, torch.ones(4))
+    memory.end_move()
+    assert len(driver.pinned) == 1  # the same one
+
+
+def test_garbage_may_be_collected_in_any_function(memory: PinnedMemory, driver: Driver) -> None:
+    """Its tensors die with the lock held, in the same thread."""
+    cycle: list[object] = [made(memory, torch.ones(CHUNK // 4))]
+    cycle.append(cycle)
+    with memory._lock:
+        del cycle
+        gc.collect()
+    assert len(driver.pinned) == 1
+    assert made(memory, torch.full((CHUNK // 4,), 2.0)).sum() == CHUNK // 2
+    assert driver.pinned == {}
+
+
+def test_pinning_takes_no_longer_than_its_limit(
+    memory: PinnedMemory, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_memory, "PINNING_LIMIT_S", 1e-9)
+    weights = [torch.randn(CHUNK // 4) for _ in range(3)]
+    kept = []
+    for count in (1, 2, 3, 3):
+        memory.begin_move()
+        kept = [memory.copy(weight, GPU) for weight in weights]
+        memory.end_move()
+        assert sum(each is not None for each in kept) == count
+        memory.begin_move()
+        del kept
+        memory.end_move()
+    assert len(driver.pinned) == 3
+
+
+def test_without_enough_main_memory(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    available = SPARE_BYTES + 3 * CHUNK - 1
+    memory = PinnedMemory(lambda: available - sum(driver.pinned.values()))
+    weights = [torch.randn(CHUNK // 4) for _ in range(4)]
+    memory.begin_move()
+    copies = [memory.copy(weight, GPU) for weight in weights]
+    memory.end_move()
+    assert [each is not None for each in copies] == [True, True, False, False]
+    assert "main memory is short" in caplog.text
+    available = 2**40
+    assert memory.copy(weights[0], GPU) is None  # from now on
+    memory.begin_move()
+    del copies[0]
+    assert len(driver.pinned) == 2
+    memory.end_move()
+    assert len(driver.pinned) == 1
+    del copies
+    assert driver.pinned == {}
+
+
+def test_main_memory_that_others_take_meanwhile(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    available = 2**40
+    memory = PinnedMemory(lambda: available)
+    memory.begin_move()
+    copied = memory.copy(torch.ones(4), GPU)
+    assert copied is not None
+    del copied
+    memory.end_move()
+    assert len(driver.pinned) == 1
+    available = SPARE_BYTES // 2 - 1
+    memory.begin_move()
+    assert driver.pinned == {}
+    assert "main memory is short" in caplog.text
+    memory.end_move()
+
+
+def test_a_driver_that_refuses(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.error = "CUDA error: not supported\nmore of it"
+    memory = PinnedMemory(lambda: 2**40)
+    assert memory.copy(torch.ones(4), GPU) is None
+    assert caplog.messages == [
+        "Models are moved without pinned memory from now on: CUDA error: not supported"
+    ]
+    driver.error = ""
+    assert memory.copy(torch.ones(4), GPU) is None
+
+
+def test_a_driver_that_keeps_it(
+    memory: PinnedMemory, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after an error of the GPU. Ordinary memory must not lie where it is still pinned."""
+    copied = made(memory, torch.ones(4))
+    driver.error = "CUDA error: an illegal memory access was encountered"
+    del copied
+    assert len(driver.pinned) == len(memory._chunks) == 1
+    assert "illegal memory access" in caplog.text
+
+
+def test_the_size_of_main_memory_is_known() -> None:
+    assert main_memory_available() > 2**28
+
+
+@pytest.mark.gpu
+def test_a_gpu_uses_it() -> None:
+    memory = PinnedMemory()
+    weight = torch.randn(CHUNK_BYTES // 8, device=GPU)
+    copied = memory.copy(weight, GPU, non_blocking=True)
+    assert copied is not None
+    torch.cuda.synchronize()
+    assert copied.is_pinned()
+    assert torch.equal(copied, weight.cpu())
+    assert torch.equal(copied.to(GPU, non_blocking=True), weight)
+    assert copied[5:].is_pinned()
+    del copied
+    assert memory._chunks == []
+    again = memory.copy(weight, GPU)  # the same addresses may be pinned once more
+    assert again is not None
+    assert again.is_pinned()
