@@ -85,15 +85,15 @@ class PinnedMemory:
             The copy, with the strides that ``tensor.to("cpu")`` would have; None if there is no
             pinned memory for it now.
         """
-        like = torch.empty_like(tensor, device="meta")
+        is_dense = tensor.is_contiguous()  # what most are; all strides are found more slowly
+        stride = (tensor if is_dense else torch.empty_like(tensor, device="meta")).stride()
         with self._lock:
             self._devices.add(device)
             chunk = self._chunk_for(tensor.nbytes)
             if chunk is None:
                 return None
             piece = chunk.take(tensor.nbytes)
-        storage = torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
-        copied = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, like.shape, like.stride())
+        copied = torch.frombuffer(piece, dtype=tensor.dtype).as_strided_(tensor.shape, stride)
         return copied.copy_(tensor, non_blocking=non_blocking)
 
     def _chunk_for(self, size_bytes: int) -> _Chunk | None:

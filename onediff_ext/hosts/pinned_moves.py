@@ -141,12 +141,11 @@ class PinnedMoves(TorchFunctionMode):
         copies: dict[int, torch.Tensor] = {}
         for inner in _modules(module):
             for tensor in (*inner._parameters.values(), *inner._buffers.values()):
-                if tensor is None or not tensor.is_cuda or id(tensor) in copies:
+                if tensor is None or not _is_on_gpu(tensor) or id(tensor) in copies:
                     continue
-                plain = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
-                if _moves_out(plain, "cpu"):
+                if isinstance(tensor, nn.Parameter) or not _needs_gradient(tensor):
                     device = tensor.device
-                    copied = self._memory.copy(plain.detach(), device, non_blocking=True)
+                    copied = self._memory.copy(tensor.detach(), device, non_blocking=True)
                     if copied is not None:
                         copies[id(tensor)] = copied
                         self._reading.add(device)
@@ -301,14 +300,27 @@ def _could_be_pinned(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether ``tensor.to(...)`` moves a plain tensor to main memory and changes nothing else."""
     return (
-        type(tensor) in _PLAIN
-        and tensor.device.type == "cuda"
-        and tensor.layout is torch.strided
-        and tensor.nbytes > 0
-        and not (tensor.requires_grad and torch.is_grad_enabled())
+        isinstance(tensor, torch.Tensor)
+        and _is_on_gpu(tensor)
+        and not _needs_gradient(tensor)
         and (device := device_it_moves_to(tensor.dtype, *args, **kwargs)) is not None
         and device.type == "cpu"
     )
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has numbers of torch's own kind there."""
+    return (
+        tensor.is_cuda
+        and type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.nbytes > 0
+    )
+
+
+def _needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether torch notes how a copy was made. `nn.Module.to` notes it for buffers only."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _gpu_it_moves_to(tensor: Any, *args: Any, **kwargs: Any) -> torch.device | None:

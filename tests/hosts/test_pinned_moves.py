@@ -379,7 +379,8 @@ def test_pinning_is_spread_over_several_moves(monkeypatch: pytest.MonkeyPatch) -
     model, moves = nn.Sequential(*(layer() for _ in range(3))), PinnedMoves(PinnedMemory())
     expected = numbers(model)
     for count in (1, 2, 3, 3):
-        model.to(GPU)
+        with moves:
+            model.to(GPU)
         with moves:
             with moves:  # as hosts nest them
                 model[0].to("cpu")
