@@ -1,13 +1,13 @@
 """Pinned main memory for weights, in chunks that are used again.
 
-torch has an allocator of pinned memory, too. It has each tensor made by the driver, page by page, and
-rounds it up to a power of two. Memory that all threads have written to before is pinned several
-times faster.
+torch has an allocator of pinned memory, too. It has each tensor made by the driver, page by page,
+and rounds it up to a power of two. Memory that all threads have written to before is pinned faster.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import mmap
 import threading
@@ -211,7 +211,13 @@ def _call_cuda(name: str, *arguments: int) -> None:
         RuntimeError: It returned an error.
     """
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(getattr(runtime, name)(*arguments)))
+    try:
+        torch.cuda.check_error(int(getattr(runtime, name)(*arguments)))
+    except RuntimeError:
+        # CUDA remembers the error until somebody asks for it, as torch does behind each launch.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device="cuda").fill_(0)
+        raise
 
 
 def main_memory_available() -> int:
@@ -223,5 +229,5 @@ def main_memory_available() -> int:
     return int(psutil.virtual_memory().available)
 
 
-# Of this process: what one model leaves is used for the next, whoever moves it.
+# Of this process: what one model leaves is used for the next.
 PINNED_MEMORY = PinnedMemory()

@@ -53,7 +53,7 @@ class PinnedMoves(TorchFunctionMode):
 
     On the way to a GPU, Python goes on with the next tensor while the GPU reads. Every other
     function that could read or write numbers waits for the GPU first, and so does the end of the
-    outermost ``with`` block.
+    thread's outermost ``with`` block.
 
     A function mode sees each function of each tensor, which takes longer than the moves of small
     tensors. So `nn.Module.to` of this thread leaves the mode while it moves a module.
@@ -65,22 +65,21 @@ class PinnedMoves(TorchFunctionMode):
     def __init__(self, memory: PinnedMemory = PINNED_MEMORY) -> None:
         super().__init__()
         self._memory = memory
-        self._depth = 0  # of ``with`` blocks
-        self._reading: set[torch.device] = set()  # GPUs that may still use main memory
+        self._here = _InThread()
 
     def __enter__(self) -> PinnedMoves:
-        if not self._depth:
+        if not self._here.depth:
             self._memory.begin_move()
-        self._depth += 1
+        self._here.depth += 1
         _MODULE_MOVES.begin(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._depth -= 1
+        self._here.depth -= 1
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         _MODULE_MOVES.end()
-        if not self._depth:
+        if not self._here.depth:
             try:
                 self._wait()
             finally:
@@ -92,9 +91,9 @@ class PinnedMoves(TorchFunctionMode):
         """Do what was called, or the same with pinned memory."""
         kwargs = kwargs or {}
         if func is _TO and (gpu := _gpu_it_moves_to(*args, **kwargs)) is not None:
-            self._reading.add(gpu)
+            self._here.using.add(gpu)
             return _TO(args[0], gpu, non_blocking=True)
-        if self._reading and getattr(func, "__name__", "") not in _TOUCH_NO_NUMBERS:
+        if self._here.using and getattr(func, "__name__", "") not in _TOUCH_NO_NUMBERS:
             self._wait()
         if func is _TO and _moves_out(*args, **kwargs):
             moved = self._memory.copy(args[0].detach(), args[0].device)
@@ -127,7 +126,7 @@ class PinnedMoves(TorchFunctionMode):
         if type(tensor) not in _PLAIN:
             self._wait()  # somebody's own class may do anything in its ``to``
         elif device.type == GPU_TYPE and _is_in_main_memory(tensor):
-            self._reading.add(device)
+            self._here.using.add(device)
             return tensor.to(device, non_blocking=True)
         return tensor.to(device)
 
@@ -148,15 +147,15 @@ class PinnedMoves(TorchFunctionMode):
                     copied = self._memory.copy(tensor.detach(), device, non_blocking=True)
                     if copied is not None:
                         copies[id(tensor)] = copied
-                        self._reading.add(device)
+                        self._here.using.add(device)
         self._wait()
         return copies
 
     def _wait(self) -> None:
         """Wait until GPUs have read and written main memory."""
-        for device in self._reading:
+        for device in self._here.using:
             torch.cuda.synchronize(device)
-        self._reading.clear()
+        self._here.using.clear()
 
     def pin(self, tensors: Iterable[torch.Tensor | None]) -> int:
         """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
@@ -186,6 +185,20 @@ class PinnedMoves(TorchFunctionMode):
                     tensor.data = copied
                     pinned += 1
         return pinned
+
+
+class _InThread(threading.local):
+    """What one thread does in ``with`` blocks of a `PinnedMoves`.
+
+    Attributes:
+        depth: In how many of them it is.
+        using: GPUs that may still read or write main memory for it.
+    """
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.using: set[torch.device] = set()
 
 
 class _ModuleMoves:

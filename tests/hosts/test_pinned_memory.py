@@ -275,3 +275,15 @@ def test_a_gpu_uses_it() -> None:
     again = memory.copy(weight, GPU)  # the same addresses may be pinned once more
     assert again is not None
     assert again.is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_refusal_of_the_driver_leaves_no_error_behind() -> None:
+    """torch would raise it behind the next launch, in the middle of a picture."""
+    tensor = torch.empty(2**20, dtype=torch.uint8)
+    call = pinned_memory._call_cuda
+    call("cudaHostRegister", tensor.data_ptr(), tensor.nbytes, 0)
+    with pytest.raises(RuntimeError, match="already"):
+        call("cudaHostRegister", tensor.data_ptr(), tensor.nbytes, 0)
+    assert torch.ones(4, device=GPU).add_(1).sum() == 8
+    call("cudaHostUnregister", tensor.data_ptr())

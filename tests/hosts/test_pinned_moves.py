@@ -281,6 +281,18 @@ def test_threads_and_other_patches_of_modules(modes: list[list[type]]) -> None:
     assert modes == [[]] * 6
 
 
+def test_each_thread_waits_for_its_own_moves(waited_for: list[torch.device]) -> None:
+    moves, tensor = PinnedMoves(), torch.ones(4)
+    with ThreadPoolExecutor(1) as thread, moves:
+        thread.submit(moves.__enter__).result()
+        thread.submit(tensor.to, "meta").result()
+        tensor.add_(1)
+        assert waited_for == []
+        thread.submit(moves.__exit__, None, None, None).result()
+        assert len(waited_for) == 1
+    assert len(waited_for) == 1
+
+
 def test_an_error_on_the_way_waits_too(waited_for: list[torch.device]) -> None:
     with pytest.raises(RuntimeError), PinnedMoves():
         torch.ones(4).to("meta").item()
