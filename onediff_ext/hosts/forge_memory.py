@@ -45,16 +45,13 @@ class StreamedLayers:
         Args:
             memory_management: The host's Python module.
         """
-        weights = [
-            weight
-            for loaded in getattr(memory_management, "current_loaded_models", ())
-            if getattr(getattr(loaded, "device", None), "type", None) == "cuda"
-            and isinstance(
-                model := getattr(getattr(loaded, "model", None), "model", None), nn.Module
-            )
-            for weight in _parameters(model)
-        ]
-        self._are_pinned = self._moves.pin(weights) > 0
+        pinned = 0
+        for loaded in getattr(memory_management, "current_loaded_models", ()):
+            device: Any = getattr(loaded, "device", None)
+            model = getattr(getattr(loaded, "model", None), "model", None)
+            if getattr(device, "type", None) == "cuda" and isinstance(model, nn.Module):
+                pinned += self._moves.pin(_parameters(model), device)
+        self._are_pinned = pinned > 0
 
     def wait(self, model: nn.Module | None = None, *_: Any) -> None:
         """Wait until the GPU has read what was streamed; a hook behind a model's forward.

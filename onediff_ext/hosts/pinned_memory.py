@@ -13,10 +13,12 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from onediff_ext.hosts.main_memory import main_memory_available
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +28,14 @@ SPARE_BYTES = 3 * 2**30
 # So long one move may pin memory; what is left then moves as it would by itself.
 PINNING_LIMIT_S = 0.4
 
-# What is pinned at a time. A larger tensor gets a chunk of its own.
+# What is pinned at a time. A tensor that would leave much of it unused gets a chunk of its own.
 CHUNK_BYTES = 2**28
+_OWN_CHUNK_PART = 8  # from an eighth of a chunk on
 
 # Tensors in a chunk begin at multiples of it, as those that torch makes in main memory do.
 ALIGNMENT = 64
+
+_SHORT = "main memory is short"
 
 
 class PinnedMemory:
@@ -46,10 +51,10 @@ class PinnedMemory:
 
     def __init__(self, available_bytes: Callable[[], int] | None = None) -> None:
         self._available_bytes = available_bytes or main_memory_available
-        self._lock = threading.Lock()
+        # Garbage may be collected with the lock held, and then move a model or delete one.
+        self._lock, self._is_busy = threading.RLock(), False
         self._chunks: list[_Chunk] = []
         self._filling: _Chunk | None = None
-        self._devices: set[torch.device] = set()  # which may still read chunks
         self._moves = 0  # of all threads
         self._pinning_s = 0.0  # since the last one began
         self._is_off = False
@@ -60,15 +65,37 @@ class PinnedMemory:
         with self._lock:
             self._moves += 1
             self._pinning_s = 0.0
-            if self._chunks and not self._is_off and self._available_bytes() < SPARE_BYTES // 2:
-                self._turn_off("main memory is short")
+        with self._alone() as alone:
+            if alone and self._chunks and self._available_bytes() < SPARE_BYTES // 2:
+                self._turn_off(_SHORT)
 
     def end_move(self) -> None:
         """Note that a move has ended."""
         with self._lock:
             self._moves -= 1
-            if self._is_off:
+        with self._alone() as alone:
+            if alone and self._is_off:
                 self._give_back(self._chunks)
+
+    def settle(self) -> None:
+        """Turn it off if the host could miss what empty chunks hold. Call it between pictures.
+
+        A host may move a model out by itself then, and read another one.
+        """
+        with self._alone() as alone:
+            if alone and not self._is_off:
+                empty_bytes = sum(chunk.size_bytes for chunk in self._chunks if chunk.is_empty)
+                if empty_bytes and self._available_bytes() < SPARE_BYTES + 2 * empty_bytes:
+                    self._turn_off(_SHORT)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor in main memory lies in a chunk.
+
+        Args:
+            tensor: A strided one.
+        """
+        address = tensor.data_ptr()
+        return any(chunk.address <= address < chunk.end for chunk in self._chunks)
 
     def copy(
         self, tensor: torch.Tensor, device: torch.device, non_blocking: bool = False
@@ -86,38 +113,59 @@ class PinnedMemory:
         """
         is_dense = tensor.is_contiguous()  # what most are; all strides are found more slowly
         stride = (tensor if is_dense else torch.empty_like(tensor, device="meta")).stride()
-        with self._lock:
-            self._devices.add(device)
-            chunk = self._chunk_for(tensor.nbytes)
-            if chunk is None:
-                return None
-            piece = chunk.take(tensor.nbytes)
+        with self._alone() as alone:
+            chunk = self._chunk_for(tensor.nbytes, device) if alone else None
+            piece = None if chunk is None else chunk.take(tensor.nbytes)
+        if piece is None:
+            return None
         copied = torch.frombuffer(piece, dtype=tensor.dtype).as_strided_(tensor.shape, stride)
         return copied.copy_(tensor, non_blocking=non_blocking)
 
-    def _chunk_for(self, size_bytes: int) -> _Chunk | None:
-        if self._filling is not None and self._filling.has_room_for(size_bytes):
-            return self._filling
-        self._filling = None
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Hold the lock; whether this thread did not hold it before."""
+        with self._lock:
+            if self._is_busy:
+                yield False
+                return
+            self._is_busy = True
+            try:
+                yield True
+            finally:
+                self._is_busy = False
+
+    def _chunk_for(self, size_bytes: int, device: torch.device) -> _Chunk | None:
         if self._is_off:
             return None
-        if idle := [
-            chunk for chunk in self._chunks if chunk.is_empty and size_bytes <= chunk.size_bytes
-        ]:
-            self._filling = min(idle, key=lambda chunk: chunk.size_bytes)
-            self._wait()
-            self._filling.begin()
-        elif self._pinning_s < PINNING_LIMIT_S:
-            self._filling = self._pin(max(CHUNK_BYTES, size_bytes))
+        if size_bytes * _OWN_CHUNK_PART > CHUNK_BYTES:
+            own = [
+                chunk
+                for chunk in self._empty_chunks()
+                if size_bytes <= chunk.size_bytes <= size_bytes + CHUNK_BYTES // _OWN_CHUNK_PART
+            ]
+            if own:
+                return min(own, key=lambda chunk: chunk.size_bytes).begin()
+            return self._pin(size_bytes, device)
+        if self._filling is None or not self._filling.has_room_for(size_bytes):
+            empty = [chunk for chunk in self._empty_chunks() if chunk.size_bytes == CHUNK_BYTES]
+            self._filling = empty[0].begin() if empty else self._pin(CHUNK_BYTES, device)
         return self._filling
 
-    def _pin(self, size_bytes: int) -> _Chunk | None:
+    def _empty_chunks(self) -> list[_Chunk]:
+        """Those that can be filled again. The GPU may still read them for another thread."""
+        if self._moves > 1:
+            return []
+        return [chunk for chunk in self._chunks if chunk.is_empty and chunk is not self._filling]
+
+    def _pin(self, size_bytes: int, device: torch.device) -> _Chunk | None:
+        if self._pinning_s >= PINNING_LIMIT_S:
+            return None
         start_s = time.perf_counter()
         if self._available_bytes() - size_bytes < SPARE_BYTES:
-            self._turn_off("main memory is short")
+            self._turn_off(_SHORT)
             return None
         try:
-            chunk = _Chunk(size_bytes, self._is_empty)
+            chunk = _Chunk(size_bytes, device, self._is_empty)
         except (OSError, RuntimeError) as error:
             self._turn_off(str(error).partition("\n")[0])
             return None
@@ -126,25 +174,31 @@ class PinnedMemory:
         return chunk
 
     def _turn_off(self, reason: str) -> None:
+        if not self._is_off:
+            logger.warning("Models are moved without pinned memory from now on: %s", reason)
         self._is_off = True
-        logger.warning("Models are moved without pinned memory from now on: %s", reason)
         self._give_back(self._chunks)
 
     def _is_empty(self, chunk: _Chunk) -> None:
-        # The garbage collector may call this within any function, so also with the lock held.
+        # Of garbage, this is called within any function, so also while another thread waits.
         if self._moves == 0 and self._lock.acquire(blocking=False):
             try:
-                self._give_back([chunk])
+                if not self._is_busy:
+                    self._is_busy = True
+                    try:
+                        self._give_back([chunk])
+                    finally:
+                        self._is_busy = False
             finally:
                 self._lock.release()
 
     def _give_back(self, chunks: list[_Chunk]) -> None:
+        if self._moves > 1:
+            return  # the GPU may still read them for another thread
         for chunk in [chunk for chunk in chunks if chunk.is_empty and chunk in self._chunks]:
-            if torch.cuda.is_current_stream_capturing():
-                return
             try:
-                self._wait()
-                chunk.unpin()
+                if not chunk.unpin():
+                    return
             except RuntimeError as error:
                 logger.warning("Pinned memory is kept: %s", str(error).partition("\n")[0])
                 return
@@ -152,26 +206,29 @@ class PinnedMemory:
             if self._filling is chunk:
                 self._filling = None
 
-    def _wait(self) -> None:
-        """Wait until GPUs have read what was in chunks that are empty now."""
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-
 
 class _Chunk:
-    """Pinned memory that is handed out from its beginning to its end."""
+    """Pinned memory that is handed out from its beginning to its end.
 
-    def __init__(self, size_bytes: int, on_empty: Callable[[_Chunk], None]) -> None:
+    Attributes:
+        size_bytes: In whole pages.
+        address, end: Where it lies.
+    """
+
+    def __init__(
+        self, size_bytes: int, device: torch.device, on_empty: Callable[[_Chunk], None]
+    ) -> None:
         pages = -(-size_bytes // mmap.PAGESIZE)
         self.size_bytes = pages * mmap.PAGESIZE
         self._memory = memoryview(mmap.mmap(-1, self.size_bytes))
         self._used_bytes = 0
         self._pieces: dict[int, weakref.ref[memoryview]] = {}  # those in use
-        self._on_empty = on_empty
+        self._device, self._on_empty = device, on_empty
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         whole.zero_()  # by all threads; the driver would make the pages by one
-        self._address = whole.data_ptr()
-        _call_cuda("cudaHostRegister", self._address, self.size_bytes, 0)
+        self.address = whole.data_ptr()
+        self.end = self.address + self.size_bytes
+        _call_cuda(device, "cudaHostRegister", self.address, self.size_bytes, 0)
 
     @property
     def is_empty(self) -> bool:
@@ -182,9 +239,10 @@ class _Chunk:
         """Return whether so much is left."""
         return self._used_bytes + size_bytes <= self.size_bytes
 
-    def begin(self) -> None:
+    def begin(self) -> _Chunk:
         """Hand out its memory from the beginning."""
         self._used_bytes = 0
+        return self
 
     def take(self, size_bytes: int) -> memoryview:
         """Hand out the next piece. It is in use while anything refers to it."""
@@ -199,34 +257,37 @@ class _Chunk:
         if not self._pieces:
             self._on_empty(self)
 
-    def unpin(self) -> None:
-        """Make ordinary memory of it, once no GPU uses it."""
-        _call_cuda("cudaHostUnregister", self._address)
+    def unpin(self) -> bool:
+        """Make ordinary memory of it.
+
+        Returns:
+            False while this thread records a CUDA graph, which an end to GPUs' reading would end.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.synchronize(self._device)
+        _call_cuda(self._device, "cudaHostUnregister", self.address)
+        return True
 
 
-def _call_cuda(name: str, *arguments: int) -> None:
-    """Call a function of the CUDA runtime.
+def _call_cuda(device: torch.device, name: str, *arguments: int) -> None:
+    """Call a function of the CUDA runtime for a GPU.
 
     Raises:
         RuntimeError: It returned an error.
     """
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    try:
-        torch.cuda.check_error(int(getattr(runtime, name)(*arguments)))
-    except RuntimeError:
-        # CUDA remembers the error until somebody asks for it, as torch does behind each launch.
-        with contextlib.suppress(RuntimeError):
-            torch.empty(1, device="cuda").fill_(0)
-        raise
-
-
-def main_memory_available() -> int:
-    """Return the bytes of main memory that can be used without swapping; 0 if nothing tells."""
-    try:
-        import psutil  # a dependency of the hosts that move models
-    except ImportError:
-        return 0
-    return int(psutil.virtual_memory().available)
+    with torch.cuda.device(device):
+        try:
+            torch.cuda.check_error(int(getattr(runtime, name)(*arguments)))
+        except RuntimeError:
+            # CUDA remembers the error until somebody asks for it, as torch does behind each launch.
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device=device).fill_(0)
+            raise
 
 
 # Of this process: what one model leaves is used for the next.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -91,9 +93,10 @@ class PinnedMoves(TorchFunctionMode):
         """Do what was called, or the same with pinned memory."""
         kwargs = kwargs or {}
         if func is _TO and (gpu := _gpu_it_moves_to(*args, **kwargs)) is not None:
-            self._here.using.add(gpu)
-            return _TO(args[0], gpu, non_blocking=True)
-        if self._here.using and getattr(func, "__name__", "") not in _TOUCH_NO_NUMBERS:
+            if self._memory.holds(args[0]):
+                return self._to_gpu(args[0], gpu)
+            return func(*args, **kwargs)
+        if self._here.streams and getattr(func, "__name__", "") not in _TOUCH_NO_NUMBERS:
             self._wait()
         if func is _TO and _moves_out(*args, **kwargs):
             moved = self._memory.copy(args[0].detach(), args[0].device)
@@ -118,26 +121,35 @@ class PinnedMoves(TorchFunctionMode):
         finally:
             super().__enter__()  # type: ignore[no-untyped-call]
 
+    def _to_gpu(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Move a tensor out of `PinnedMemory`, which keeps its memory while the GPU reads it."""
+        moved = _TO(tensor, device, non_blocking=True)
+        self._here.streams.add(_current_stream(moved.device))
+        return moved
+
     def _moved(
-        self, tensor: torch.Tensor, device: torch.device, copies: dict[int, torch.Tensor]
+        self,
+        tensor: torch.Tensor,
+        device: torch.device,
+        copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         if (copied := copies.get(id(tensor))) is not None:
-            return copied
+            return copied[1]
         if type(tensor) not in _PLAIN:
             self._wait()  # somebody's own class may do anything in its ``to``
-        elif device.type == GPU_TYPE and _is_in_main_memory(tensor):
-            self._here.using.add(device)
-            return tensor.to(device, non_blocking=True)
+        elif device.type == GPU_TYPE and _is_in_main_memory(tensor) and self._memory.holds(tensor):
+            return self._to_gpu(tensor, device)
         return tensor.to(device)
 
-    def _pinned_copies(self, module: nn.Module) -> dict[int, torch.Tensor]:
+    def _pinned_copies(self, module: nn.Module) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Copy what moves out. Nobody sees the copies before the GPU has written all of them.
 
         Returns:
-            The copies, by the `id` of each of the module's tensors.
+            By the `id` of each of the module's tensors: the tensor, so that no other gets its `id`,
+            and its copy.
         """
         self._wait()
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for inner in _modules(module):
             for tensor in (*inner._parameters.values(), *inner._buffers.values()):
                 if tensor is None or not _is_on_gpu(tensor) or id(tensor) in copies:
@@ -146,18 +158,18 @@ class PinnedMoves(TorchFunctionMode):
                     device = tensor.device
                     copied = self._memory.copy(tensor.detach(), device, non_blocking=True)
                     if copied is not None:
-                        copies[id(tensor)] = copied
-                        self._here.using.add(device)
+                        copies[id(tensor)] = tensor, copied
+                        self._here.streams.add(_current_stream(device))
         self._wait()
         return copies
 
     def _wait(self) -> None:
         """Wait until GPUs have read and written main memory."""
-        for device in self._here.using:
-            torch.cuda.synchronize(device)
-        self._here.using.clear()
+        streams, self._here.streams = self._here.streams, set()
+        for stream in streams:
+            stream.synchronize()
 
-    def pin(self, tensors: Iterable[torch.Tensor | None]) -> int:
+    def pin(self, tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
         """Put tensors that stay in main memory into pinned memory, where a GPU reads them faster.
 
         Each keeps its identity and its numbers. Call it after the ``with`` block, where looking at
@@ -165,25 +177,26 @@ class PinnedMoves(TorchFunctionMode):
         of the tensors stays for a later call.
 
         Args:
-            tensors: Of any kind. Those that are no plain ones in main memory, and views of a larger
-                memory, stay as they are. None is none.
+            tensors: Of any kind. Those that are no plain ones in main memory stay as they are, and
+                so do views of a larger memory and those that share one. None is none.
+            device: The GPU that reads them.
 
         Returns:
             How many of them are pinned now.
         """
+        plain = {id(tensor): tensor for tensor in tensors if _could_be_pinned(tensor)}
+        shared = Counter(tensor.data_ptr() for tensor in plain.values())
         pinned = 0
-        for tensor in tensors:
-            if not _could_be_pinned(tensor):
-                continue
+        for tensor in plain.values():
             if tensor.is_pinned():
                 pinned += 1
-                continue
-            # A parameter stays one of inference mode, or one of none.
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                copied = self._memory.copy(tensor.detach(), torch.device(GPU_TYPE))
-                if copied is not None:
-                    tensor.data = copied
-                    pinned += 1
+            elif shared[tensor.data_ptr()] == 1:
+                # A parameter stays one of inference mode, or one of none.
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    copied = self._memory.copy(tensor.detach(), device)
+                    if copied is not None:
+                        tensor.data = copied
+                        pinned += 1
         return pinned
 
 
@@ -192,13 +205,13 @@ class _InThread(threading.local):
 
     Attributes:
         depth: In how many of them it is.
-        using: GPUs that may still read or write main memory for it.
+        streams: Of GPUs that may still read or write main memory for it.
     """
 
     depth = 0
 
     def __init__(self) -> None:
-        self.using: set[torch.device] = set()
+        self.streams: set[torch.cuda.Stream] = set()
 
 
 class _ModuleMoves:
@@ -209,7 +222,8 @@ class _ModuleMoves:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Garbage may be collected with the lock held, and then move a model.
+        self._lock = threading.RLock()
         self._blocks = 0  # of all threads
         self._before = self._replacement = nn.Module.to
         self._of_thread = threading.local()
@@ -260,6 +274,10 @@ class _ModuleMoves:
 _MODULE_MOVES = _ModuleMoves()
 
 
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)
+
+
 def _modules(module: nn.Module) -> Iterable[nn.Module]:
     return module.modules() if module._modules else (module,)
 
@@ -278,11 +296,12 @@ def use_pinned_memory(moves: PinnedMoves, patches: Patches, models: Iterable[nn.
     """
     for model in models:
         if "to" not in vars(model):
-            patches.set(model, "to", _through(moves, model))
+            # Bound, so that a copy of the model moves itself.
+            patches.set(model, "to", MethodType(_through(moves), model))
 
 
-def _through(moves: PinnedMoves, module: nn.Module) -> Callable[..., nn.Module]:
-    def to(*args: Any, **kwargs: Any) -> nn.Module:
+def _through(moves: PinnedMoves) -> Callable[..., nn.Module]:
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         with moves:
             moved: nn.Module = type(module).to(module, *args, **kwargs)
         return moved
@@ -304,8 +323,7 @@ def _could_be_pinned(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
         tensor is not None
         and type(tensor) in _PLAIN
         and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.nbytes > 0
+        and _has_plain_numbers(tensor)
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
@@ -323,10 +341,14 @@ def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
     """Whether a tensor has numbers of torch's own kind there."""
+    return tensor.is_cuda and type(tensor) in _PLAIN and _has_plain_numbers(tensor)
+
+
+def _has_plain_numbers(tensor: torch.Tensor) -> bool:
     return (
-        tensor.is_cuda
-        and type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
         and tensor.nbytes > 0
     )
 
@@ -345,7 +367,7 @@ def _gpu_it_moves_to(tensor: Any, *args: Any, **kwargs: Any) -> torch.device | N
 
 
 def _is_in_main_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided
+    return tensor.is_cpu and _has_plain_numbers(tensor)
 
 
 def device_it_moves_to(own_dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.device | None:

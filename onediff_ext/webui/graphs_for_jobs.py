@@ -15,6 +15,7 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
+from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
 from onediff_ext.session.session import Session
 from onediff_ext.session.sessions_by_options import SessionsByOptions
 from onediff_ext.webui.attached_models import AttachedModels, use_checkpoint
@@ -158,6 +159,7 @@ class GraphsForJobs:
             if not self.jobs.has_other_than(host_job):
                 self.models.detach()
                 self._memory.undo()
+                PINNED_MEMORY.settle()
             self._finish_ended(host_job)
 
     def model_loaded(self) -> None:

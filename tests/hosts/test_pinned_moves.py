@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -107,11 +109,29 @@ def test_which_moves_are_plain_ones(
 
 @pytest.fixture
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A GPU that reads as slowly as can be: each device that was waited for."""
+    """A GPU that reads as slowly as can be, and all of main memory ours.
+
+    Returns:
+        Each device that was waited for.
+    """
     seen: list[torch.device] = []
+
+    def stream_of(device: torch.device) -> Any:
+        return _Stream(device, seen.append)
+
     monkeypatch.setattr(pinned_moves, "GPU_TYPE", "meta")
-    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    monkeypatch.setattr(pinned_moves, "_current_stream", stream_of)
+    monkeypatch.setattr(PinnedMemory, "holds", lambda *_: True)
     return seen
+
+
+@dataclass(frozen=True)
+class _Stream:
+    device: torch.device
+    wait: Callable[[torch.device], None] = field(compare=False)
+
+    def synchronize(self) -> None:
+        self.wait(self.device)
 
 
 def test_a_model_on_its_way_to_the_gpu_is_waited_for_once(waited_for: list[torch.device]) -> None:
@@ -291,6 +311,90 @@ def test_each_thread_waits_for_its_own_moves(waited_for: list[torch.device]) -> 
         thread.submit(moves.__exit__, None, None, None).result()
         assert len(waited_for) == 1
     assert len(waited_for) == 1
+
+
+def test_a_move_that_fails_does_not_fail_the_next(waited_for: list[torch.device]) -> None:
+    model = nn.Linear(2, 2)
+    with PinnedMoves():
+        with pytest.raises((RuntimeError, AssertionError)):
+            model.to("xpu")
+        model.to("meta")
+    assert [device.type for device in waited_for] == ["meta"]
+
+
+def test_a_wait_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(device: torch.device) -> None:
+        raise RuntimeError(f"{device} is gone")
+
+    monkeypatch.setattr(pinned_moves, "GPU_TYPE", "meta")
+    monkeypatch.setattr(pinned_moves, "_current_stream", lambda device: _Stream(device, wait))
+    monkeypatch.setattr(PinnedMemory, "holds", lambda *_: True)
+    moves = PinnedMoves()
+    with pytest.raises(RuntimeError, match="gone"), moves:
+        nn.Linear(2, 2).to("meta")
+    with moves:
+        torch.ones(2).add_(1)
+
+
+def test_only_our_own_memory_is_read_while_python_goes_on(
+    monkeypatch: pytest.MonkeyPatch, waited_for: list[torch.device]
+) -> None:
+    """Memory that the host has pinned by itself may be freed meanwhile."""
+    monkeypatch.setattr(PinnedMemory, "holds", lambda *_: False)
+    with PinnedMoves():
+        nn.Linear(2, 2).to("meta")
+        torch.ones(2).to("meta")
+    assert waited_for == []
+
+
+class Buffer(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((64,), value))
+
+
+def test_a_module_that_is_reached_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors die while a module moves, and others get their `id`."""
+    to, copies = torch.Tensor.to, 0
+
+    def copied(_: PinnedMemory, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        return tensor.clone() if copies <= 20 else None  # no more time for pinning
+
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor.clone() if args == (torch.device("cpu"),) else to(tensor, *args, **kwargs)
+
+    shared = nn.ModuleList(Buffer(1000.0 + number) for number in range(20))
+    model = nn.Sequential(*map(Buffer, range(20)), nn.Sequential(shared), nn.Sequential(shared))
+    monkeypatch.setattr(pinned_moves, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(pinned_moves, "_current_stream", lambda device: _Stream(device, print))
+    monkeypatch.setattr(PinnedMemory, "copy", copied)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    with PinnedMoves():
+        model.to("cpu")
+    assert copies == 40
+    assert [float(each.table[0]) for each in shared] == [1000.0 + number for number in range(20)]
+
+
+def test_a_copy_of_a_model_moves_itself() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))  # copies its own attributes
+    with Patches() as patches:
+        use_pinned_memory(PinnedMoves(), patches, [model])
+        copied = copy.deepcopy(model)
+        assert copied.to(torch.float64) is copied
+    assert {weight.dtype for weight in copied.parameters()} == {torch.float64}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_with_numbers_of_another_kind_move_by_themselves() -> None:
+    quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert PinnedMoves().pin([quantized, nested], GPU) == 0
+    with PinnedMoves():
+        assert quantized.to("cpu") is quantized
+        assert nested.to("cpu") is nested
 
 
 def test_an_error_on_the_way_waits_too(waited_for: list[torch.device]) -> None:
@@ -629,10 +733,11 @@ def test_which_tensors_are_pinned_where_they_are(waits: list[str]) -> None:
         base[0], torch.empty(0), big.to_sparse(), big.to("meta"), big.as_subclass(Packed),
     ]  # fmt: skip
     moves = PinnedMoves()
-    assert moves.pin(tensors) == 0
+    assert moves.pin(tensors, GPU) == 0
     assert waits == []
-    parameter = nn.Parameter(big.t(), requires_grad=True)
-    assert moves.pin([big, parameter]) == 2
+    parameter = nn.Parameter(torch.randn(256, 256).t(), requires_grad=True)
+    assert moves.pin([big, nn.Parameter(big)], GPU) == 0  # they stay one
+    assert moves.pin([big, parameter], GPU) == 2
     assert parameter.requires_grad
     assert parameter.is_leaf
     assert parameter.stride() == (1, 256)
@@ -682,7 +787,7 @@ def test_streamed_layers_are_pinned_a_little_at_each_move(monkeypatch: pytest.Mo
     for count in (1, 2, 3, 3):
         with moves:
             pass  # the next move of the host
-        assert moves.pin(model.parameters()) == count
+        assert moves.pin(model.parameters(), GPU) == count
         assert len(pinned(model)) == count
     assert_same(model, expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from onediff_ext.hosts.diffusers.step_cache import (
     enable_step_cache,
     lifted_step_cache,
 )
+from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
 from onediff_ext.hosts.pinned_moves import PinnedMoves, use_pinned_memory
 from onediff_ext.session.cfg_parallel import CfgParallel
 from onediff_ext.session.model_component import Component
@@ -63,7 +65,8 @@ class CompiledPipe:
         self._pipe, self._ignored = pipe, ignored
         self.has_step_cache = False
         self._patches = Patches()
-        self._moves = PinnedMoves()
+        self._moves, self._move_patches = PinnedMoves(), Patches()
+        self._offloaded: list[weakref.ref[nn.Module]] = []
         self._kinds: PipelineKinds | None = None
         if not find_models(pipe, ignored):
             raise OptionError(
@@ -89,11 +92,21 @@ class CompiledPipe:
     def picture(self) -> Iterator[None]:
         """Draw one picture within the ``with`` block; see `one_picture`."""
         self.refresh()
-        use_pinned_memory(self._moves, self._patches, offloaded_models(self._pipe))
+        self._speed_up_moves()
         with self.session.picture():
             yield
+        PINNED_MEMORY.settle()
         if self._kinds is not None:
             self._kinds.record()
+
+    def _speed_up_moves(self) -> None:
+        """Have the models moved through pinned memory that are offloaded now, and no others."""
+        models = offloaded_models(self._pipe)
+        if [model() for model in self._offloaded] != models:
+            self._move_patches.undo()
+            self._move_patches = Patches()  # the last ones keep their models alive
+            self._offloaded = list(map(weakref.ref, models))
+        use_pinned_memory(self._moves, self._move_patches, models)
 
     def refresh(self) -> None:
         """Install on models that replaced others in the pipeline, and remove from the old ones."""
@@ -116,6 +129,7 @@ class CompiledPipe:
         leave_calls(self._pipe)
         for component in self.components:
             component.remove()
+        self._move_patches.undo()
         self._patches.undo()
 
     def _serve(self, models: list[tuple[ComponentId, nn.Module]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -75,3 +77,24 @@ def test_somebody_elses_move_stays(open_session: Callable[..., Session]) -> None
     compile_pipe(small.pipe, session=open_session())
     draw(small)
     assert vars(small.unet)["to"] is theirs
+
+
+def test_a_model_that_was_replaced_can_go(
+    open_session: Callable[..., Session],  # noqa: F811
+    instant_workers: None,  # noqa: F811
+) -> None:
+    small = SmallUNet()
+    small.pipe.components = {"unet": small.unet, "text_encoder": nn.Linear(1, 1)}
+    compile_pipe(small.pipe, session=open_session())
+    gone = []
+    for _ in range(3):
+        small.pipe.components["text_encoder"] = model = nn.Linear(1, 1)
+        offload(model)
+        draw(small)
+        assert "to" in vars(model)
+        gone.append(weakref.ref(model))
+    small.pipe.components["text_encoder"] = model = nn.Linear(1, 1)
+    draw(small)
+    gc.collect()
+    assert [model() for model in gone] == [None] * 3
+    undo_compile(small.pipe)
