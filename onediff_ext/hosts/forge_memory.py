@@ -45,13 +45,13 @@ class StreamedLayers:
         Args:
             memory_management: The host's Python module.
         """
-        pinned = 0
+        weights: dict[torch.device, list[nn.Parameter | None]] = {}
         for loaded in getattr(memory_management, "current_loaded_models", ()):
             device: Any = getattr(loaded, "device", None)
             model = getattr(getattr(loaded, "model", None), "model", None)
             if getattr(device, "type", None) == "cuda" and isinstance(model, nn.Module):
-                pinned += self._moves.pin(_parameters(model), device)
-        self._are_pinned = pinned > 0
+                weights.setdefault(device, []).extend(_parameters(model))
+        self._are_pinned = sum(self._moves.pin(each, gpu) for gpu, each in weights.items()) > 0
 
     def wait(self, model: nn.Module | None = None, *_: Any) -> None:
         """Wait until the GPU has read what was streamed; a hook behind a model's forward.

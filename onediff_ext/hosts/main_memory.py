@@ -15,7 +15,11 @@ def main_memory_available() -> int:
         import psutil  # a dependency of the hosts that move models
     except ImportError:
         return 0
-    return min([int(psutil.virtual_memory().available), *limits_of_cgroups(_PROCESS, _CGROUPS)])
+    try:
+        available_bytes = int(psutil.virtual_memory().available)
+    except OSError:
+        return 0
+    return min([available_bytes, *limits_of_cgroups(_PROCESS, _CGROUPS)])
 
 
 def limits_of_cgroups(process: Path, cgroups: Path) -> list[int]:
@@ -36,9 +40,9 @@ def limits_of_cgroups(process: Path, cgroups: Path) -> list[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            names, root = ("memory.max", "memory.current", "inactive_file"), cgroups
+            names, root = ("memory.max", "memory.current", ""), cgroups
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             root = cgroups / "memory"
         else:
             continue
@@ -57,7 +61,7 @@ def _folders(root: Path, path: str) -> Iterator[Path]:
         yield root.joinpath(*parts[:count])
 
 
-def _left(folder: Path, limit: str, usage: str, cache: str) -> int:
+def _left(folder: Path, limit: str, usage: str, prefix: str) -> int:
     """The bytes that a group has left; -1 without a limit."""
     try:
         limit_bytes = int((folder / limit).read_text(encoding="utf-8"))
@@ -66,6 +70,9 @@ def _left(folder: Path, limit: str, usage: str, cache: str) -> int:
             line.split()
             for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
         )
-        return max(0, limit_bytes - used_bytes + int(statistics.get(cache, 0)))
+        cache_bytes = sum(
+            int(statistics.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
+        )
+        return max(0, limit_bytes - used_bytes + cache_bytes)
     except (OSError, ValueError):  # no such group, "max"
         return -1

@@ -58,7 +58,7 @@ class PinnedMemory:
         self._moves = 0  # of all threads
         self._pinning_s = 0.0  # since the last one began
         self._is_off = False
-        atexit.register(self.begin_move)  # at the end of the process, nothing is given back
+        atexit.register(self._keep_all)
 
     def begin_move(self) -> None:
         """Keep chunks from now on. For up to `PINNING_LIMIT_S`, more may be pinned."""
@@ -68,6 +68,10 @@ class PinnedMemory:
         with self._alone() as alone:
             if alone and self._chunks and self._available_bytes() < SPARE_BYTES // 2:
                 self._turn_off(_SHORT)
+
+    def _keep_all(self) -> None:
+        """Give nothing back at the end of the process: the driver may have gone by then."""
+        self._moves += 2
 
     def end_move(self) -> None:
         """Note that a move has ended."""
@@ -88,6 +92,12 @@ class PinnedMemory:
                 if empty_bytes and self._available_bytes() < SPARE_BYTES + 2 * empty_bytes:
                     self._turn_off(_SHORT)
 
+    def give_back(self) -> None:
+        """Give all empty chunks back to the system: no more moves are to come soon."""
+        with self._alone() as alone:
+            if alone:
+                self._give_back(self._chunks)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor in main memory lies in a chunk.
 
@@ -95,7 +105,7 @@ class PinnedMemory:
             tensor: A strided one.
         """
         address = tensor.data_ptr()
-        return any(chunk.address <= address < chunk.end for chunk in self._chunks)
+        return any(chunk.address <= address < chunk.end for chunk in tuple(self._chunks))
 
     def copy(
         self, tensor: torch.Tensor, device: torch.device, non_blocking: bool = False
@@ -115,7 +125,7 @@ class PinnedMemory:
         stride = (tensor if is_dense else torch.empty_like(tensor, device="meta")).stride()
         with self._alone() as alone:
             chunk = self._chunk_for(tensor.nbytes, device) if alone else None
-            piece = None if chunk is None else chunk.take(tensor.nbytes)
+            piece = None if chunk is None else chunk.take(tensor.nbytes, device)
         if piece is None:
             return None
         copied = torch.frombuffer(piece, dtype=tensor.dtype).as_strided_(tensor.shape, stride)
@@ -143,27 +153,37 @@ class PinnedMemory:
                 for chunk in self._empty_chunks()
                 if size_bytes <= chunk.size_bytes <= size_bytes + CHUNK_BYTES // _OWN_CHUNK_PART
             ]
-            if own:
-                return min(own, key=lambda chunk: chunk.size_bytes).begin()
-            return self._pin(size_bytes, device)
+            return self._begin(own) or self._pin(size_bytes, device)
         if self._filling is None or not self._filling.has_room_for(size_bytes):
+            self._filling = None
             empty = [chunk for chunk in self._empty_chunks() if chunk.size_bytes == CHUNK_BYTES]
-            self._filling = empty[0].begin() if empty else self._pin(CHUNK_BYTES, device)
+            self._filling = self._begin(empty) or self._pin(CHUNK_BYTES, device)
         return self._filling
 
+    def _begin(self, chunks: list[_Chunk]) -> _Chunk | None:
+        """Begin the smallest of some empty chunks again, once no GPU reads what was in it."""
+        if not chunks or torch.cuda.is_current_stream_capturing():
+            return None
+        chunk = min(chunks, key=lambda chunk: chunk.size_bytes)
+        try:
+            chunk.wait()
+        except RuntimeError:  # another thread records a CUDA graph
+            return None
+        chunk.begin()
+        return chunk
+
     def _empty_chunks(self) -> list[_Chunk]:
-        """Those that can be filled again. The GPU may still read them for another thread."""
-        if self._moves > 1:
-            return []
         return [chunk for chunk in self._chunks if chunk.is_empty and chunk is not self._filling]
 
     def _pin(self, size_bytes: int, device: torch.device) -> _Chunk | None:
         if self._pinning_s >= PINNING_LIMIT_S:
             return None
         start_s = time.perf_counter()
-        if self._available_bytes() - size_bytes < SPARE_BYTES:
-            self._turn_off(_SHORT)
-            return None
+        if self._is_short(size_bytes):
+            self._give_back(self._chunks)  # of models whose weights had other sizes
+            if self._is_short(size_bytes):
+                self._turn_off(_SHORT)
+                return None
         try:
             chunk = _Chunk(size_bytes, device, self._is_empty)
         except (OSError, RuntimeError) as error:
@@ -172,6 +192,9 @@ class PinnedMemory:
         self._chunks.append(chunk)
         self._pinning_s += time.perf_counter() - start_s
         return chunk
+
+    def _is_short(self, size_bytes: int) -> bool:
+        return self._available_bytes() - size_bytes < SPARE_BYTES
 
     def _turn_off(self, reason: str) -> None:
         if not self._is_off:
@@ -193,12 +216,14 @@ class PinnedMemory:
                 self._lock.release()
 
     def _give_back(self, chunks: list[_Chunk]) -> None:
-        if self._moves > 1:
-            return  # the GPU may still read them for another thread
-        for chunk in [chunk for chunk in chunks if chunk.is_empty and chunk in self._chunks]:
+        empty = [chunk for chunk in chunks if chunk.is_empty and chunk in self._chunks]
+        # A GPU may still use them for another thread. A wait would end a recording.
+        if not empty or self._moves > 1 or torch.cuda.is_current_stream_capturing():
+            return
+        for chunk in empty:
             try:
-                if not chunk.unpin():
-                    return
+                chunk.wait()
+                chunk.unpin()
             except RuntimeError as error:
                 logger.warning("Pinned memory is kept: %s", str(error).partition("\n")[0])
                 return
@@ -224,6 +249,7 @@ class _Chunk:
         self._used_bytes = 0
         self._pieces: dict[int, weakref.ref[memoryview]] = {}  # those in use
         self._device, self._on_empty = device, on_empty
+        self._users = {device}  # GPUs that write to it or read it
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         whole.zero_()  # by all threads; the driver would make the pages by one
         self.address = whole.data_ptr()
@@ -239,13 +265,13 @@ class _Chunk:
         """Return whether so much is left."""
         return self._used_bytes + size_bytes <= self.size_bytes
 
-    def begin(self) -> _Chunk:
+    def begin(self) -> None:
         """Hand out its memory from the beginning."""
         self._used_bytes = 0
-        return self
 
-    def take(self, size_bytes: int) -> memoryview:
-        """Hand out the next piece. It is in use while anything refers to it."""
+    def take(self, size_bytes: int, device: torch.device) -> memoryview:
+        """Hand out the next piece to a GPU. It is in use while anything refers to it."""
+        self._users.add(device)
         piece = self._memory[self._used_bytes : self._used_bytes + size_bytes]
         self._used_bytes += -(-size_bytes // ALIGNMENT) * ALIGNMENT
         reference = weakref.ref(piece, self._has_died)
@@ -257,20 +283,22 @@ class _Chunk:
         if not self._pieces:
             self._on_empty(self)
 
-    def unpin(self) -> bool:
-        """Make ordinary memory of it.
-
-        Returns:
-            False while this thread records a CUDA graph, which an end to GPUs' reading would end.
+    def wait(self) -> None:
+        """Wait until no GPU reads what was in it, also what hosts have launched.
 
         Raises:
             RuntimeError: The driver refuses.
         """
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        torch.cuda.synchronize(self._device)
+        for device in self._users:
+            torch.cuda.synchronize(device)
+
+    def unpin(self) -> None:
+        """Make ordinary memory of it.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
         _call_cuda(self._device, "cudaHostUnregister", self.address)
-        return True
 
 
 def _call_cuda(device: torch.device, name: str, *arguments: int) -> None:

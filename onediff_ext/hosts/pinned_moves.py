@@ -72,16 +72,16 @@ class PinnedMoves(TorchFunctionMode):
     def __enter__(self) -> PinnedMoves:
         if not self._here.depth:
             self._memory.begin_move()
+            _MODULE_MOVES.begin(self)
+            super().__enter__()  # type: ignore[no-untyped-call]
         self._here.depth += 1
-        _MODULE_MOVES.begin(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._here.depth -= 1
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        _MODULE_MOVES.end()
         if not self._here.depth:
+            super().__exit__(*exc)  # type: ignore[no-untyped-call]
+            _MODULE_MOVES.end()
             try:
                 self._wait()
             finally:

@@ -177,6 +177,7 @@ class GraphsForJobs:
                 self._finish(job)
             self.models.close()
             self._memory.undo()
+            PINNED_MEMORY.give_back()
             self._sessions.close()
             self._running = "off"
 

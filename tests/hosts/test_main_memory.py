@@ -17,15 +17,15 @@ def group(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = (
-        ("memory.max", "memory.current", "inactive_file")
+        ("memory.max", "memory.current", "")
         if version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     )
     (folder / names[0]).write_text(f"{limit}\n", encoding="utf-8")
     (folder / names[1]).write_text(f"{used_bytes}\n", encoding="utf-8")
-    (folder / "memory.stat").write_text(
-        f"anon 5\n{names[2]} {cache_bytes}\nslab 7\n", encoding="utf-8"
-    )
+    files = f"{names[2]}active_file {cache_bytes // 4}\n"
+    files += f"{names[2]}inactive_file {cache_bytes - cache_bytes // 4}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{files}slab 7\n", encoding="utf-8")
 
 
 @pytest.fixture

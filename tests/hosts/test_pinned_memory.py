@@ -150,20 +150,69 @@ def test_hardly_more_is_pinned_than_is_needed(
     assert sum(driver.pinned.values()) <= 1.15 * needed_bytes + CHUNK
 
 
-def test_no_chunk_is_used_again_while_another_thread_moves(
-    memory: PinnedMemory, driver: Driver
+@pytest.mark.parametrize(("size", "waits"), [(CHUNK // 32, 1), (CHUNK // 4, 9)])
+def test_a_chunk_is_used_again_when_no_gpu_reads_it(
+    memory: PinnedMemory, driver: Driver, size: int, waits: int
 ) -> None:
-    """Its GPU may still read what has died."""
+    """Another thread, or a function that nobody notes, may have launched it."""
     memory.begin_move()
-    del (copied := [made(memory, torch.ones(CHUNK // 32)) for _ in range(9)])[:]
+    del (copied := [made(memory, torch.ones(size)) for _ in range(9)])[:]
+    chunks, driver.waits = len(driver.pinned), 0
+    copied += [made(memory, torch.ones(size)) for _ in range(9)]
+    assert (driver.waits, len(driver.pinned)) == (waits, chunks)
+
+
+def test_a_wait_that_would_end_a_recording(
+    memory: PinnedMemory, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError(f"{device} is being recorded by another thread")
+
+    memory.begin_move()
+    made(memory, torch.ones(CHUNK // 4))
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    copied = made(memory, torch.ones(CHUNK // 4))
+    assert len(driver.pinned) == 2  # a chunk that nobody has used
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    del copied
+    made(memory, torch.ones(CHUNK // 4))
+    assert len(driver.pinned) == 3
+
+
+def test_each_gpu_is_waited_for_that_uses_a_chunk(
+    memory: PinnedMemory, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[torch.device] = []
+    driver.waits = 1
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    other = torch.device("cuda", 1)
+    copies = [memory.copy(torch.ones(4), device) for device in (GPU, other, GPU)]
+    assert None not in copies
+    del copies
+    assert sorted(device.index for device in waited) == [0, 1]
+    assert driver.pinned == {}
+
+
+def test_chunks_of_other_sizes_go_before_it_is_turned_off(driver: Driver) -> None:
+    available = SPARE_BYTES + 4 * CHUNK
+    memory = PinnedMemory(lambda: available - sum(driver.pinned.values()))
+    memory.begin_move()
+    del (copied := [made(memory, torch.ones(CHUNK // 4)) for _ in range(4)])[:]
     assert copied == []
+    assert len(driver.pinned) == 4
+    assert made(memory, torch.ones(CHUNK // 2)).sum() == CHUNK // 2  # twice as large
+    assert list(driver.pinned.values()) == [2 * CHUNK]
+
+
+def test_all_empty_chunks_are_given_back(memory: PinnedMemory, driver: Driver) -> None:
     memory.begin_move()
-    copied = [made(memory, torch.ones(CHUNK // 32)) for _ in range(9)]
-    assert len(driver.pinned) == 3
+    kept = made(memory, torch.ones(4))
+    made(memory, torch.ones(CHUNK))
     memory.end_move()
-    del copied[:]
-    copied = [made(memory, torch.ones(CHUNK // 32)) for _ in range(9)]
-    assert len(driver.pinned) == 3
+    memory.give_back()
+    assert len(driver.pinned) == 1
+    del kept
+    assert driver.pinned == {}
 
 
 def test_a_deleted_model_gives_its_chunks_back(memory: PinnedMemory, driver: Driver) -> None:
@@ -324,6 +373,27 @@ def test_a_gpu_uses_it() -> None:
     again = memory.copy(weight, GPU)  # the same addresses may be pinned once more
     assert again is not None
     assert again.is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_busy_reads_the_numbers_that_were_there() -> None:
+    """Nobody notes this read, and the chunk is filled again at once."""
+    memory, busy = PinnedMemory(), torch.randn(8192, 8192, device=GPU)
+    memory.begin_move()
+    weight = memory.copy(torch.full((CHUNK_BYTES // 2,), 3, dtype=torch.uint8), GPU)
+    assert weight is not None
+    moved = torch.empty_like(weight, device=GPU)
+    for _ in range(8):
+        busy = busy @ busy
+    moved.copy_(weight, non_blocking=True)
+    address = weight.data_ptr()
+    del weight
+    again = memory.copy(torch.full((CHUNK_BYTES // 2,), 7, dtype=torch.uint8), GPU)
+    assert again is not None
+    assert again.data_ptr() == address
+    assert bool((moved == 3).all())
+    assert bool((again == 7).all())
+    memory.end_move()
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts import pinned_memory, pinned_moves
 from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
 from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
-from onediff_ext.hosts.pinned_memory import SPARE_BYTES, PinnedMemory
+from onediff_ext.hosts.pinned_memory import PINNED_MEMORY, SPARE_BYTES, PinnedMemory
 from onediff_ext.hosts.pinned_moves import PinnedMoves, device_it_moves_to, use_pinned_memory
 
 SIZE = 160  # of layers
@@ -205,7 +205,7 @@ def test_modules_move_outside_of_the_mode(
             assert module.to(device="meta", non_blocking=True) is module
         assert nn.Module.to is not torch_to
     assert nn.Module.to is torch_to
-    assert modes == [[PinnedMoves], [PinnedMoves]]  # of the outer block
+    assert modes == [[], []]
     assert module.weight.is_meta
     assert len(waited_for) == 1
 
@@ -407,12 +407,16 @@ def test_an_error_on_the_way_waits_too(waited_for: list[torch.device]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_pinned", [True, False])
+@pytest.mark.parametrize("place", ["ours", "pinned", "ordinary"])
 @torch.no_grad()
-def test_the_gpu_gets_the_numbers_that_were_there(is_pinned: bool) -> None:
+def test_the_gpu_gets_the_numbers_that_were_there(place: str) -> None:
     """The GPU is busy, so the next line writes to the weight before the GPU has read it."""
     weight = torch.full((2**27,), 3, dtype=torch.uint8)
-    if is_pinned:
+    if place == "ours":
+        copied = PINNED_MEMORY.copy(weight, GPU)
+        assert copied is not None
+        weight = copied
+    elif place == "pinned":
         weight = weight.pin_memory()
     busy = torch.randn(8192, 8192, device=GPU)
     with PinnedMoves():

@@ -93,9 +93,11 @@ class CompiledPipe:
         """Draw one picture within the ``with`` block; see `one_picture`."""
         self.refresh()
         self._speed_up_moves()
-        with self.session.picture():
-            yield
-        PINNED_MEMORY.settle()
+        try:
+            with self.session.picture():
+                yield
+        finally:
+            PINNED_MEMORY.settle()
         if self._kinds is not None:
             self._kinds.record()
 
@@ -131,6 +133,7 @@ class CompiledPipe:
             component.remove()
         self._move_patches.undo()
         self._patches.undo()
+        PINNED_MEMORY.give_back()
 
     def _serve(self, models: list[tuple[ComponentId, nn.Module]]) -> None:
         served = {(c.identity, id(c.model)): c for c in self.components}
