@@ -30,6 +30,7 @@ _WALKS = frozenset(
 _GETATTR = "getattr"
 # What descriptors of functions hold.
 _PARTS = ("fget", "fset", "__func__", "func")
+_MADE_BY_CODE = 1 << 9  # in a class's ``__flags__``: ``Py_TPFLAGS_HEAPTYPE``
 # Where a call of a module, or of an attention processor, begins.
 _ENTRIES = ("forward", "__call__", "_forward")
 
@@ -187,13 +188,27 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        waiting += [getattr(each, part) for part in _PARTS if part in dir(type(each))]
+        waiting += [getattr(each, part) for part in _parts_of(type(each))]
         if isinstance(each, types.FunctionType):
             yield each
             waiting += [
                 each.__dict__.get("__wrapped__"),
                 *map(content_of_cell, each.__closure__ or ()),
             ]
+
+
+def _parts_of(cls: type) -> tuple[str, ...]:
+    """Which of `_PARTS` instances of a class have."""
+    return _parts_of_built_in(cls) if not cls.__flags__ & _MADE_BY_CODE else _listed_parts(cls)
+
+
+def _listed_parts(cls: type) -> tuple[str, ...]:
+    names = dir(cls)
+    return tuple(part for part in _PARTS if part in names)
+
+
+# Nobody can change these classes, and most attributes are of one of them.
+_parts_of_built_in = functools.cache(_listed_parts)
 
 
 @functools.lru_cache(maxsize=4096)
