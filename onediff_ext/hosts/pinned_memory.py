@@ -1,7 +1,7 @@
 """Pinned main memory for weights, in chunks that are used again.
 
 torch has an allocator of pinned memory, too. It has each tensor made by the driver, page by page,
-and rounds it up to a power of two. Memory that all threads have written to before is pinned faster.
+and rounds it up to a power of two. Here all threads write to ordinary memory, which is pinned then.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PinnedMemory:
 
     def _keep_all(self) -> None:
         """Give nothing back at the end of the process: the driver may have gone by then."""
-        self._moves += 2
+        self._moves += 2  # as while several threads move models
 
     def end_move(self) -> None:
         """Note that a move has ended."""
@@ -132,17 +132,21 @@ class PinnedMemory:
         return copied.copy_(tensor, non_blocking=non_blocking)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Hold the lock; whether this thread did not hold it before."""
-        with self._lock:
-            if self._is_busy:
-                yield False
-                return
-            self._is_busy = True
-            try:
-                yield True
-            finally:
-                self._is_busy = False
+    def _alone(self, *, blocking: bool = True) -> Iterator[bool]:
+        """Hold the lock; whether nobody did before, this thread included.
+
+        Args:
+            blocking: Whether to wait for other threads.
+        """
+        if not self._lock.acquire(blocking=blocking):
+            yield False
+            return
+        is_first, self._is_busy = not self._is_busy, True
+        try:
+            yield is_first
+        finally:
+            self._is_busy = not is_first
+            self._lock.release()
 
     def _chunk_for(self, size_bytes: int, device: torch.device) -> _Chunk | None:
         if self._is_off:
@@ -185,7 +189,7 @@ class PinnedMemory:
                 self._turn_off(_SHORT)
                 return None
         try:
-            chunk = _Chunk(size_bytes, device, self._is_empty)
+            chunk = _Chunk(size_bytes, device, self._note_empty)
         except (OSError, RuntimeError) as error:
             self._turn_off(str(error).partition("\n")[0])
             return None
@@ -202,18 +206,12 @@ class PinnedMemory:
         self._is_off = True
         self._give_back(self._chunks)
 
-    def _is_empty(self, chunk: _Chunk) -> None:
+    def _note_empty(self, chunk: _Chunk) -> None:
         # Of garbage, this is called within any function, so also while another thread waits.
-        if self._moves == 0 and self._lock.acquire(blocking=False):
-            try:
-                if not self._is_busy:
-                    self._is_busy = True
-                    try:
-                        self._give_back([chunk])
-                    finally:
-                        self._is_busy = False
-            finally:
-                self._lock.release()
+        if self._moves == 0:
+            with self._alone(blocking=False) as alone:
+                if alone:
+                    self._give_back([chunk])
 
     def _give_back(self, chunks: list[_Chunk]) -> None:
         empty = [chunk for chunk in chunks if chunk.is_empty and chunk in self._chunks]

@@ -57,8 +57,8 @@ class PinnedMoves(TorchFunctionMode):
     function that could read or write numbers waits for the GPU first, and so does the end of the
     thread's outermost ``with`` block.
 
-    A function mode sees each function of each tensor, which takes longer than the moves of small
-    tensors. So `nn.Module.to` of this thread leaves the mode while it moves a module.
+    A function mode sees each function of each tensor, which costs Python's time. So `nn.Module.to`
+    of this thread leaves the mode while it moves a module.
 
     Args:
         memory: Where pinned memory comes from.
@@ -322,17 +322,15 @@ def _could_be_pinned(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return (
         tensor is not None
         and type(tensor) in _PLAIN
-        and tensor.device.type == "cpu"
-        and _has_plain_numbers(tensor)
+        and _is_in_main_memory(tensor)
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
 
-def _moves_out(tensor: Any, *args: Any, **kwargs: Any) -> bool:
+def _moves_out(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether ``tensor.to(...)`` moves a plain tensor to main memory and changes nothing else."""
     return (
-        isinstance(tensor, torch.Tensor)
-        and _is_on_gpu(tensor)
+        _is_on_gpu(tensor)
         and not _needs_gradient(tensor)
         and (device := device_it_moves_to(tensor.dtype, *args, **kwargs)) is not None
         and device.type == "cpu"

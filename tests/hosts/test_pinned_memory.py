@@ -302,9 +302,7 @@ def test_main_memory_that_others_take_meanwhile(
     available = 2**40
     memory = PinnedMemory(lambda: available)
     memory.begin_move()
-    copied = memory.copy(torch.ones(4), GPU)
-    assert copied is not None
-    del copied
+    made(memory, torch.ones(4))
     memory.end_move()
     assert len(driver.pinned) == 1
     available = SPARE_BYTES // 2 - 1
@@ -323,16 +321,16 @@ def test_between_pictures_the_host_finds_what_it_would_find_without(
     available = 2**40
     memory = PinnedMemory(lambda: available)
     memory.begin_move()
-    kept = memory.copy(torch.ones(4), GPU)
-    assert kept is not None
+    kept = made(memory, torch.ones(4))
     if empty_bytes:
-        memory.copy(torch.ones(CHUNK // 4), GPU)
+        made(memory, torch.ones(CHUNK // 4))
     memory.end_move()
     available = SPARE_BYTES + 2 * CHUNK - short_of
     memory.settle()
     assert len(driver.pinned) == (2 if empty_bytes and not short_of else 1)
     is_off = memory.copy(torch.ones(4), GPU) is None
     assert is_off == bool(empty_bytes and short_of)
+    assert kept.sum() == 4
 
 
 def test_a_driver_that_refuses(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:

@@ -197,7 +197,7 @@ class Watched(nn.Linear):
 def test_modules_move_outside_of_the_mode(
     waited_for: list[torch.device], modes: list[list[type]]
 ) -> None:
-    """A mode sees every function of every tensor, which takes longer than small moves."""
+    """A mode sees every function of every tensor."""
     module, torch_to = Watched(modes), nn.Module.to
     with PinnedMoves() as moves:
         with moves:
