@@ -182,12 +182,12 @@ def _has_no_weights(module: nn.Module) -> bool:
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
     """The functions that an attribute consists of, with those that its decorators hold."""
-    waiting, seen = [value], set[int]()
+    waiting, seen = [value], dict[int, Any]()  # kept, so that no other object gets an `id`
     while waiting:
         each = waiting.pop()
         if id(each) in seen:
             continue
-        seen.add(id(each))
+        seen[id(each)] = each
         waiting += [getattr(each, part) for part in _parts_of(type(each))]
         if isinstance(each, types.FunctionType):
             yield each

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from onediff_ext.engine.validity import left_children
 from onediff_ext.engine.validity.left_children import LeftOvers
 
 
@@ -201,6 +202,42 @@ def test_what_a_method_of_another_package_hands_on_is_none(
     )
     exec(source, vars(host))
     monkeypatch.setattr(Layer, "forward", vars(host)["forward"])
+    assert not left_on(Layer()).modules
+
+
+class Decorated:
+    """A decorator with a state, whose function is another object at each access."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        def call(decorator: Decorated, *args: Any) -> Any:
+            return function(*args)
+
+        self._call = call
+
+    @property
+    def func(self) -> Any:
+        return types.MethodType(self._call, self)
+
+    def __get__(self, layer: Any, cls: type) -> Any:
+        return lambda *args: self.func(layer, *args)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_all_functions_under_decorators_are_read(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one decorator has made has died when the next one is looked at."""
+
+    def forward(layer: Any, x: torch.Tensor) -> Any:
+        return layer.blur(x)
+
+    decorated: Any = forward
+    for _ in range(count):
+        decorated = Decorated(decorated)
+    functions = list(left_children._functions_in(decorated))
+    assert len(functions) == count + 1
+    assert forward in functions
+    monkeypatch.setattr(Layer, "forward", decorated)
     assert not left_on(Layer()).modules
 
 
