@@ -27,6 +27,18 @@ class GraphObserver(ABC):
             The graph's outputs.
         """
 
+    def copy(self, weights: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Copy weights for the next call of a graph.
+
+        Args:
+            weights: In main memory.
+            device: A GPU.
+
+        Returns:
+            The copies, with the same strides. Only that call may read them.
+        """
+        return copied(weights, device)
+
 
 _observers: ContextVar[tuple[GraphObserver, ...]] = ContextVar("graph_observers", default=())
 
@@ -50,6 +62,36 @@ def run_graph(graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch
         return last.call(lambda given: run_graph(graph, given), arguments)
     finally:
         _observers.reset(token)
+
+
+def copy_weights(weights: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy weights to a GPU for the next call of a graph; observers may do it in their own way.
+
+    Args:
+        weights: In main memory.
+        device: The GPU.
+
+    Returns:
+        The copies, with the same strides. Only that call may read them.
+
+    Raises:
+        torch.OutOfMemoryError: There is no memory for the copies.
+    """
+    observers = _observers.get()
+    return observers[-1].copy(weights, device) if observers else copied(weights, device)
+
+
+def copied(weights: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy weights to a GPU, which may still read pinned memory on return.
+
+    Args:
+        weights: In main memory.
+        device: The GPU.
+
+    Returns:
+        The copies.
+    """
+    return [weight.to(device, non_blocking=True) for weight in weights]
 
 
 def is_observed() -> bool:

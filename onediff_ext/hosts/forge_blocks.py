@@ -31,6 +31,7 @@ from onediff_ext.hosts.ldm_blocks import (
     LdmVaeAttention,
     LdmVaeResnets,
 )
+from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
 
 # Patches that run inside a transformer block; others run between blocks.
 _INNER_PATCHES = (
@@ -77,6 +78,8 @@ class ForgeBlocks(LdmBlocks):
         attention: How the host computes attention.
     """
 
+    streams_weights = True
+
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
         super().__init__()
         self.package, self.attention = package, attention
@@ -88,6 +91,9 @@ class ForgeBlocks(LdmBlocks):
 
     def module_name(self) -> str:
         return self.package.unet
+
+    def stays_pinned(self, weight: torch.Tensor) -> bool:
+        return PINNED_MEMORY.holds(weight)
 
     def prepare(self, block: Any) -> None:
         # Layers take weights of the input's dtype as they are, so the cast changes nothing for

@@ -109,7 +109,7 @@ class ForgeFamilyHost(WebUIHost):
         # LoRAs need nothing: they are merged before the first call.
         if component.role.is_denoiser:
             self.make_capturable(patches, model)
-            patches.hook(model.register_forward_hook(self._streamed.wait), model)
+        patches.hook(model.register_forward_hook(self._streamed.wait), model)
 
     def weights(self) -> Hashable:
         objects = forge_objects(self.loaded_model())

@@ -84,6 +84,7 @@ class Component:
             list({type(f).global_settings: f.global_settings for f in families}.values()),
             session.code,
             list({type(f).patched_by: f.patched_by for f in families}.values()),
+            list({type(f).stays_pinned: f.stays_pinned for f in families}.values()),
         )
         self._patches = Patches()
         self.runners: list[BlockRunner] = []

@@ -25,6 +25,11 @@ from tests.support.ldm_stand_in import live_in
 Namespace = dict[str, Any]
 
 
+def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Bring a weight to where a layer computes, which the hosts do without a wait for the GPU."""
+    return weight.to(device=x.device, dtype=x.dtype, non_blocking=True)
+
+
 def forge_layers() -> type:
     """Layers as in ``backend.operations``: Linear is no `nn.Linear`, casts are a flag."""
 
@@ -39,8 +44,8 @@ def forge_layers() -> type:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 weight, bias = self.weight, self.bias
                 if self.parameters_manual_cast:
-                    weight = weight.to(x)
-                    bias = None if bias is None else bias.to(x)
+                    weight = cast(weight, x)
+                    bias = None if bias is None else cast(bias, x)
                 for add in getattr(self, "forge_online_loras", {}).values():
                     weight = weight + add
                 return F.linear(x, weight, bias)
@@ -52,20 +57,22 @@ def forge_layers() -> type:
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 if self.parameters_manual_cast:
-                    return self._conv_forward(x, self.weight.to(x), self.bias.to(x))
+                    return self._conv_forward(x, cast(self.weight, x), cast(self.bias, x))
                 return self._conv_forward(x, self.weight, self.bias)
 
         class GroupNorm(nn.GroupNorm):
             parameters_manual_cast = False
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return F.group_norm(x, self.num_groups, self.weight.to(x), self.bias.to(x))
+                weight, bias = cast(self.weight, x), cast(self.bias, x)
+                return F.group_norm(x, self.num_groups, weight, bias)
 
         class LayerNorm(nn.LayerNorm):
             parameters_manual_cast = False
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return F.layer_norm(x, self.normalized_shape, self.weight.to(x), self.bias.to(x))
+                weight, bias = cast(self.weight, x), cast(self.bias, x)
+                return F.layer_norm(x, self.normalized_shape, weight, bias)
 
     return ForgeOperations
 
@@ -85,8 +92,8 @@ def reforge_layers() -> type:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 weight, bias = self.weight, self.bias
                 if self.ldm_patched_cast_weights:
-                    weight = weight.to(x)
-                    bias = None if bias is None else bias.to(x)
+                    weight = cast(weight, x)
+                    bias = None if bias is None else cast(bias, x)
                 for function in self.weight_function:
                     weight = function(weight)
                 return compute(self, x, weight, bias)
@@ -114,9 +121,9 @@ def neo_layers() -> type:
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 weight, bias = self.weight, getattr(self, "bias", None)
-                if self.parameters_manual_cast and weight.dtype != x.dtype:
-                    weight = weight.to(x)
-                    bias = None if bias is None else bias.to(x)
+                if self.parameters_manual_cast:
+                    weight = cast(weight, x)
+                    bias = None if bias is None else cast(bias, x)
                 for function in self.weight_function:
                     weight = function(weight)
                 return compute(self, x, weight, bias)

@@ -319,7 +319,7 @@ class CapturedForward:
         if frozen.snapshot.refusal_reason is not None:  # the model has changed a moment ago
             self.reason = frozen.snapshot.refusal_reason
             return
-        if frozen.snapshot.devices - {call.device}:
+        if frozen.snapshot.streamed_storages(call.device) is None:
             self.reason = "part of the weights is on another device (offloading)"
             return
         if not self._policy.has_seen(key) and not self._checks.has_passed(form, frozen):

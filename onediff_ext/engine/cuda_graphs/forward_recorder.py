@@ -93,7 +93,8 @@ class ForwardRecorder:
             given = iter(outputs)
             return pytree.tree_map_only(torch.Tensor, lambda _: next(given), found)
 
-        recording, reads = record_and_observe(recorder, forward, call.device)
+        streamed = frozen.snapshot.streamed_storages(call.device) or frozenset()
+        recording, reads = record_and_observe(recorder, forward, call.device, streamed)
         places = frozen.snapshot.places()
         return CapturedGraph(
             recording,

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.backend_port import Graph
+from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
-from onediff_ext.engine.graph_calls import GraphObserver, observed_by
+from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
+
+# There are two buffers of this size at most. Weights of larger blocks are copied without them.
+AHEAD_BYTES = 128 * 2**20
+
+_READ_NO_NUMBERS = (torch.ops.aten.empty_like.default,)
 
 
 class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-call]
     """Observes each operator and each graph while a forward is recorded, and notes what they read.
+
+    A weight in main memory may only be copied to the GPU as it is, by the stream that is recorded:
+    the CUDA graph copies it again at each replay. Anything else would happen once, while it is
+    recorded.
+
+    Args:
+        device: The one that the forward runs on.
+        streamed: Addresses of the storages of weights that are in main memory.
 
     Attributes:
         storages: By address, the storages that were read and were not allocated meanwhile.
@@ -22,22 +37,38 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     observes_only = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, streamed: Set[int] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._streamed = device, streamed
+        self._stream: object = None
         self._made: set[int] = set()
+        self._ahead: CopiesAhead | None = None
         self._in_graph = False
         self.storages: dict[int, torch.UntypedStorage] = {}
 
+    def __enter__(self) -> MemoryReads:
+        if self._stream is None:
+            self._stream = _current_stream(self._device)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._in_graph:  # reads its own memory and its arguments, which are noted already
+        if self._in_graph:  # or in a copy; what these read is noted already
             return func(*args, **(kwargs or {}))
         self._note_read((args, kwargs))
+        if self._reads_streamed(args, kwargs):
+            # Inference mode leaves operators whole: ``to`` may be a view, a copy or a conversion.
+            with self:
+                output = func.decompose(*args, **(kwargs or {}))
+            if output is not NotImplemented:
+                return output
+            self._require_repeatable(func, args, kwargs or {})
         output = func(*args, **(kwargs or {}))
         self._note_made(output)
         return output
@@ -52,6 +83,37 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         self._note_made(outputs)
         return outputs
 
+    def copy(self, weights: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        small = sum(weight.nbytes for weight in weights) <= AHEAD_BYTES
+        if device.type != "cuda" or not small or not all(map(self._may_be_copied_ahead, weights)):
+            return copied(weights, device)
+        self._note_read(weights)
+        self._in_graph = True
+        try:
+            self._ahead = self._ahead or CopiesAhead(device)
+            copies = self._ahead.copy(weights)
+        finally:
+            self._in_graph = False
+        self._note_made(copies)
+        return copies
+
+    def _may_be_copied_ahead(self, weight: torch.Tensor) -> bool:
+        return weight.untyped_storage().data_ptr() in self._streamed and _is_dense(weight)
+
+    def _reads_streamed(self, *given: Any) -> bool:
+        return bool(self._streamed) and not self._streamed.isdisjoint(
+            storage.data_ptr() for storage in _storages(given)
+        )
+
+    def _require_repeatable(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse an operator on a weight in main memory, unless each replay does the same."""
+        if getattr(func, "is_view", False) or func in _READ_NO_NUMBERS:
+            return
+        if self._stream != _current_stream(self._device) or not _is_plain_copy(func, args, kwargs):
+            raise CaptureError(f"{func} reads a weight in main memory")
+
     def _note_read(self, given: Any) -> None:
         for storage in _storages(given):
             place = storage.data_ptr()
@@ -65,7 +127,12 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
 
 def record_and_observe(
-    recorder: Recorder, function: Callable[[], Any], device: torch.device, *, lasting: bool = False
+    recorder: Recorder,
+    function: Callable[[], Any],
+    device: torch.device,
+    streamed: Set[int] = frozenset(),
+    *,
+    lasting: bool = False,
 ) -> tuple[Recording, MemoryReads]:
     """Record a function, and observe what it reads.
 
@@ -74,6 +141,7 @@ def record_and_observe(
 
     Args:
         recorder, function, device, lasting: As `Recorder.record` takes them.
+        streamed: As `MemoryReads` takes it.
 
     Returns:
         The recording, and what it reads.
@@ -81,7 +149,7 @@ def record_and_observe(
     Raises:
         CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
     """
-    reads = MemoryReads()
+    reads = MemoryReads(device, streamed)
 
     def watched() -> Any:
         cached = torch.is_autocast_cache_enabled()
@@ -110,6 +178,39 @@ def owned_storages(
     """
     held = {tensor.untyped_storage().data_ptr() for tensor in own}
     return [s for place, s in reads.storages.items() if place not in places and place not in held]
+
+
+def _is_plain_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator only has the GPU read a tensor in main memory, and does not wait for it.
+
+    A conversion, or a copy in another order, would begin with one in main memory.
+    """
+    if func is torch.ops.aten._to_copy.default:
+        source, non_blocking = args[0], kwargs.get("non_blocking", False)
+        is_same = (
+            kwargs.get("dtype") in (None, source.dtype)
+            and kwargs.get("memory_format") in (None, torch.preserve_format)
+            and torch.device(kwargs.get("device") or source.device) != source.device
+        )
+    elif func is torch.ops.aten.copy_.default:
+        target, source = args[:2]
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        is_same = target.device != source.device and _form_of(target) == _form_of(source)
+    else:
+        return False
+    return bool(non_blocking) and is_same and _is_dense(source)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def _form_of(tensor: torch.Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _current_stream(device: torch.device) -> object:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _storages(given: Any) -> Iterator[torch.UntypedStorage]:

@@ -40,6 +40,7 @@ class TrustedModules:
         settings: `BlockFamily.global_settings` of each family.
         code: Watches the Python code of this process.
         patched_by: `BlockFamily.patched_by` of each family.
+        stays_pinned: `BlockFamily.stays_pinned` of each family.
     """
 
     sources: Sequence[str] = ()
@@ -51,6 +52,7 @@ class TrustedModules:
     settings: Sequence[Callable[[], Hashable]] = ()
     code: PythonCode = field(default_factory=PythonCode)
     patched_by: Sequence[Callable[[nn.Module], str | None]] = ()
+    stays_pinned: Sequence[Callable[[torch.Tensor], bool]] = ()
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -221,6 +223,26 @@ class Snapshot:
             and self._known.current_settings() == self._settings
             and self._has_its_layouts(tensors, epoch)
         )
+
+    def streamed_storages(self, device: torch.device) -> frozenset[int] | None:
+        """Return which weights are in main memory while the model runs on a GPU.
+
+        Args:
+            device: Of the model's inputs.
+
+        Returns:
+            Addresses of their storages; None if a recording on this device could not copy them.
+        """
+        if self.devices == {device}:
+            return frozenset()
+        tensors = self._tensors.alive()
+        if tensors is None:
+            return None
+        elsewhere = [tensor for tensor in tensors if tensor.device != device]
+        may_copy = self._known.stays_pinned
+        if all(t.is_cpu and any(stays(t) for stays in may_copy) for t in elsewhere):
+            return frozenset(map(_storage_of, elsewhere))
+        return None
 
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""

@@ -61,6 +61,7 @@ class TextKvGraph:
             recorder,
             lambda: [runner.text_kv.compute(source) for runner in self.runners],
             device,
+            snapshot.streamed_storages(device) or frozenset(),
             lasting=True,
         )
         self._owned_storages = owned_storages(reads, snapshot.places(), [source])

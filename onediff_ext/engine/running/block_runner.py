@@ -31,7 +31,11 @@ from onediff_ext.engine.running.call_signature import (
 )
 from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
-from onediff_ext.engine.running.streamed_weights import KeptRefusal, device_refusal, tree_refusal
+from onediff_ext.engine.running.streamed_weights import (
+    KeptRefusal,
+    StreamedWeights,
+    tree_refusal,
+)
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
@@ -53,6 +57,7 @@ class _Prepared(NamedTuple):
     kind: BlockKind
     call: BlockCall
     weights: list[torch.Tensor]
+    is_streamed: bool  # some are in main memory
 
 
 class BlockRunner:
@@ -103,6 +108,7 @@ class BlockRunner:
         self.eager_reason: str | None = ""
         self.weights = BlockWeights(registry)
         self.text_kv = BlockTextKv(block, family, self.weights, registry)
+        self._streamed = StreamedWeights(family, registry.budget)
         self.done: Done | None = None
         self._surroundings = surroundings
         if surroundings is not None:
@@ -189,12 +195,16 @@ class BlockRunner:
 
         A comparison waits for the GPU, which ends a recording.
         """
-        kind, call, weights = prepared
+        kind, call, weights, is_streamed = prepared
         if kind.state is not KindState.READY and is_observed():
             raise ModelChangedError("A graph came in since the forward before it.")
         outputs: Tensors | None = None
         try:
+            unread = () if call.prompt is None else self.text_kv.layers
             call = self.text_kv.graph_call(call, weights)
+            if is_streamed:
+                weights = self._streamed.copied(weights, call.tensors[0].device, unread)
+                prepared = prepared._replace(weights=weights)
             arguments = [*self.weights.for_graph(weights, kind.quantization), *call.tensors]
         except Exception as exc:  # the graph is not to blame
             return self._run_after(exc, args, kwargs)
@@ -237,11 +247,11 @@ class BlockRunner:
             outputs: The graph's outputs; None when the graph ran out of memory.
             args, kwargs: The host's arguments.
         """
-        kind, _, weights = prepared
+        kind, _, weights, _ = prepared
         call = self._check.with_own_inputs(call)
         eager = self.eager(*args, **kwargs)
         self.compared += 1
-        if outputs is None or not self._judge(kind, outputs, eager, call, weights):
+        if outputs is None or not self._check.judge(kind, outputs, eager, call, weights, self.tree):
             self._registry.fell_back(kind.label, NOT_COMPARED)
             self.eager_reason = NOT_COMPARED
         else:
@@ -257,12 +267,12 @@ class BlockRunner:
         kwargs: dict[str, Any],
     ) -> Any:
         """Return the graph's result, or eager's where the two differ now."""
-        kind, _, weights = prepared
+        kind, _, weights, _ = prepared
         with self._registry.spot_checks.comparing():
             call = self._check.with_own_inputs(call)
             try:
                 eager = self.eager(*args, **kwargs)
-                judged = self._judge(kind, outputs, eager, call, weights)
+                judged = self._check.judge(kind, outputs, eager, call, weights, self.tree)
             except OutOfMemoryError:
                 judged = False
         if judged and kind.state is KindState.FAILED:
@@ -270,26 +280,6 @@ class BlockRunner:
             self.eager_reason = kind.reason
             return eager
         return self.family.output_of(self.block, outputs)
-
-    def _judge(
-        self,
-        kind: BlockKind,
-        outputs: Tensors,
-        eager: Any,
-        call: BlockCall,
-        weights: Sequence[torch.Tensor],
-    ) -> bool:
-        """As `GraphCheck.judge`; a comparison that raises an error makes the kind failed."""
-        assert self.tree is not None
-        try:
-            expected = self.family.tensors_of(eager)
-            return self._check.judge(kind, outputs, expected, call, weights, self.tree)
-        except Exception as exc:
-            if is_observed() or isinstance(exc, OutOfMemoryError):
-                raise
-            logger.warning("%s cannot be compared with eager", kind.label, exc_info=True)
-            kind.fail(f"cannot be compared with eager: {type(exc).__name__}: {exc}")
-            return True
 
     def _fail(self, kind: BlockKind, exc: Exception) -> None:
         """Run the kind eager after its graph raised an error."""
@@ -360,14 +350,16 @@ class BlockRunner:
         reason = boundary_reason(inputs, call)
         if reason is not None:
             return Refusal(reason)
-        if refusal := device_refusal(tree, weights, inputs[0].device):
+        if refusal := self._streamed.refusal(tree, weights, inputs[0].device, self.epoch):
             return refusal
         if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
             return Refusal("more elements than a 32-bit index reaches")
         call = replace(call, tensors=tuple(inputs))
         autocast = autocast_state(inputs[0].device.type)
         # The tree is part of it: another thread may have read other modules since.
-        precision = precision_of(self._registry.precision, call)
+        is_streamed = self._streamed.are_there
+        # 8-bit copies on the GPU would take the memory that streaming saves.
+        precision = "exact" if is_streamed else precision_of(self._registry.precision, call)
         known_as = (tree, signature(call), autocast, precision)
         kind = self._found.get(known_as)
         if kind is None:
@@ -376,7 +368,7 @@ class BlockRunner:
                 self._registry, self.family, self.block, tree, weights,
                 self.text_kv.graph_call(call, weights), autocast, ahead, precision,
             )  # fmt: skip
-        return _Prepared(kind, call, weights)
+        return _Prepared(kind, call, weights, is_streamed)
 
     def _read_block(self) -> BlockTree:
         """Read the block's modules again."""

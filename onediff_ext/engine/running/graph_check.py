@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from onediff_ext.engine.checking.compare_with_eager import (
     worst,
 )
 from onediff_ext.engine.export.exporter import BlockFunction
+from onediff_ext.engine.graph_calls import is_observed
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -53,10 +55,10 @@ class GraphCheck:
         self,
         kind: BlockKind,
         graph_outputs: Sequence[torch.Tensor],
-        eager_outputs: Sequence[torch.Tensor],
+        eager: Any,
         call: BlockCall,
         weights: Sequence[torch.Tensor],
-        tree: BlockTree,
+        tree: BlockTree | None,
     ) -> bool:
         """Compare the outputs of one call, and make the kind ready or failed.
 
@@ -65,14 +67,37 @@ class GraphCheck:
 
         Args:
             kind: The kind whose graph ran.
-            graph_outputs, eager_outputs: [B, …] each, of equal shapes and dtypes if all is well.
+            graph_outputs: [B, …] each.
+            eager: What the block's own method returned; its tensors have the same shapes and dtypes
+                if all is well.
             call: The call as the graph takes it.
             weights: The weights of the block, without 8-bit copies.
             tree: The block.
 
         Returns:
-            False when memory ran out.
+            False when memory ran out. A comparison that raises another error makes the kind failed.
         """
+        assert tree is not None
+        try:
+            return self._judge(
+                kind, graph_outputs, self._family.tensors_of(eager), call, weights, tree
+            )
+        except Exception as exc:
+            if is_observed() or isinstance(exc, OutOfMemoryError):
+                raise
+            logger.warning("%s cannot be compared with eager", kind.label, exc_info=True)
+            kind.fail(f"cannot be compared with eager: {type(exc).__name__}: {exc}")
+            return True
+
+    def _judge(
+        self,
+        kind: BlockKind,
+        graph_outputs: Sequence[torch.Tensor],
+        eager_outputs: Sequence[torch.Tensor],
+        call: BlockCall,
+        weights: Sequence[torch.Tensor],
+        tree: BlockTree,
+    ) -> bool:
         allowed = None if kind.quantization is None else QUANTIZED_TOLERANCE
         try:
             comparison = compare_all(graph_outputs, eager_outputs, allowed)

@@ -1,17 +1,27 @@
-"""Blocks whose weights a host moves in at each call: they run eager while it does."""
+"""Weights that a host leaves in main memory: copies for a graph, or why the block runs eager."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from onediff_ext.engine.blocks.block_tree import BlockTree
-from onediff_ext.engine.blocks.family import Refusal
+from onediff_ext.engine.blocks.family import BlockFamily, Refusal
+from onediff_ext.engine.blocks.weight_slots import WeightSlot
+from onediff_ext.engine.graph_calls import copy_weights
+from onediff_ext.engine.memory_budget import MemoryBudget
 
 ELSEWHERE = "weights are on another device (offloading)"
+NO_ROOM = "no memory on the GPU for the weights that are in main memory (offloading)"
+
+# The host copies one layer at a time, and a graph needs all of its block. So many bytes always fit:
+# hosts leave several times as much for a step.
+_FITS_BYTES = 128 * 2**20
+# More may take up to this part of what is free.
+_FREE_PART = 4
 
 
 def tree_refusal(tree: BlockTree) -> Refusal | None:
@@ -31,24 +41,92 @@ def tree_refusal(tree: BlockTree) -> Refusal | None:
     return Refusal(tree.refusal_reason, still=lambda: bool(attributes.get(name)))
 
 
-def device_refusal(
-    tree: BlockTree, weights: Sequence[torch.Tensor], device: torch.device
-) -> Refusal | None:
-    """Say that a weight is on another device than the call.
+class StreamedWeights:
+    """Copies a block's weights from main memory for one call of its graph.
 
     Args:
-        tree: The block as it is now, without a refusal.
-        weights: From `BlockTree.weights`.
-        device: Of the call's tensors.
+        family: The family of the block.
+        budget: Tells how much memory is free on a GPU.
 
-    Returns:
-        The refusal; None if all weights are on that device.
+    Attributes:
+        are_there: Whether the block of the last `refusal` has any.
     """
-    for slot, weight in zip(tree.slots, weights, strict=True):
-        if weight.device != device:
-            still = partial(_is_elsewhere, slot.holder, slot.name, device)
-            return Refusal(ELSEWHERE, still, is_known_code=True)
-    return None
+
+    def __init__(self, family: BlockFamily, budget: MemoryBudget) -> None:
+        self._streams, self._budget = family.streams_weights, budget
+        self._fitted: tuple[int, int] | None = None  # size in bytes, and the image's epoch
+        self.are_there = False
+
+    def refusal(
+        self,
+        tree: BlockTree,
+        weights: Sequence[torch.Tensor],
+        device: torch.device,
+        epoch: int,
+    ) -> Refusal | None:
+        """Say why weights on another device than the call keep the block from its graph.
+
+        Args:
+            tree: The block as it is now, without a refusal.
+            weights: From `BlockTree.weights`.
+            device: Of the call's tensors.
+            epoch: Of the call's image; see `KindRegistry.epoch`. Free memory is read once for it.
+
+        Returns:
+            The refusal; None if all weights are on that device, or can be copied to it.
+        """
+        self.are_there, size_bytes = False, 0
+        first: WeightSlot | None = None
+        for slot, weight in zip(tree.slots, weights, strict=True):
+            if weight.device != device:
+                first = first or slot
+                if not self._streams or slot.is_wrapped or not weight.is_cpu:
+                    return _refusal(ELSEWHERE, slot, device)
+                size_bytes += weight.nbytes
+        if first is None:
+            return None
+        if not self._fits(size_bytes, device, epoch):
+            return _refusal(NO_ROOM, first, device)
+        self.are_there = True
+        return None
+
+    def copied(
+        self,
+        weights: Sequence[torch.Tensor],
+        device: torch.device,
+        unread: Collection[int],
+    ) -> list[torch.Tensor]:
+        """Return the weights on the GPU.
+
+        Args:
+            weights: From `BlockTree.weights`.
+            device: Of the call's tensors.
+            unread: Indices of weights that the graph does not read: it gets others of their form.
+
+        Returns:
+            In the same order: weights that are there, and copies of the others.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the copies.
+        """
+        found = [
+            torch.empty_like(weight, device=device) if i in unread else weight
+            for i, weight in enumerate(weights)
+        ]
+        elsewhere = [i for i, weight in enumerate(found) if weight.device != device]
+        copies = copy_weights([found[i] for i in elsewhere], device)
+        for i, copied in zip(elsewhere, copies, strict=True):
+            found[i] = copied
+        return found
+
+    def _fits(self, size_bytes: int, device: torch.device, epoch: int) -> bool:
+        if size_bytes <= _FITS_BYTES or self._fitted == (size_bytes, epoch):
+            return True
+        free_bytes = self._budget.free_bytes(device, 0)
+        if free_bytes is not None and size_bytes * _FREE_PART > free_bytes:
+            return False
+        self._fitted = size_bytes, epoch
+        return True
 
 
 class KeptRefusal:
@@ -84,6 +162,11 @@ class KeptRefusal:
         if last is None or last.still is None or self._epoch != epoch or not last.still():
             return None
         return last
+
+
+def _refusal(reason: str, slot: WeightSlot, device: torch.device) -> Refusal:
+    still = partial(_is_elsewhere, slot.holder, slot.name, device)
+    return Refusal(reason, still, is_known_code=True)
 
 
 def _is_elsewhere(holder: dict[str, Any], name: str, device: torch.device) -> bool:

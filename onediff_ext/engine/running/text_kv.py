@@ -100,6 +100,7 @@ class BlockTextKv:
         registry: Tells when weights may have been written.
 
     Attributes:
+        layers: Indices of the weights that the prompt's layers read.
         cached: The keys and values of the last call with a graph.
     """
 
@@ -108,7 +109,7 @@ class BlockTextKv:
     ) -> None:
         self._block, self._family = block, family
         self._weights, self._registry = weights, registry
-        self._layers: tuple[int, ...] = ()  # indices of the weights that the prompt's layers read
+        self.layers: tuple[int, ...] = ()
         # The prompt's layers that have a wrapper → indices of their weight and bias.
         self._wrapped: dict[str, tuple[int, int | None]] = {}
         self.cached: TextKv | None = None
@@ -120,10 +121,10 @@ class BlockTextKv:
             tree: The block as it is now.
         """
         prefixes = tuple(f"{name}." for name in self._family.prompt_layers)
-        self._layers = tuple(
+        self.layers = tuple(
             i for i, name in enumerate(tree.names) if prefixes and name.startswith(prefixes)
         )
-        index = {tree.names[i]: i for i in self._layers}
+        index = {tree.names[i]: i for i in self.layers}
         self._wrapped = {
             layer: (index[f"{layer}.weight"], index.get(f"{layer}.bias"))
             for layer in self._family.prompt_layers
@@ -140,7 +141,7 @@ class BlockTextKv:
         prompt = call.prompt
         if prompt is None:
             return call
-        read = [weights[i] for i in self._layers]
+        read = [weights[i] for i in self.layers]
         stamp = stamp_of(self._registry.epoch, prompt, read)
         known = self.cached
         if known is None or not known.serves(prompt, stamp, read):
@@ -168,7 +169,7 @@ class BlockTextKv:
             ModelChangedError: The weights no longer have the form that the graph reads.
         """
         weights = self._weights.current()
-        return [weights[i] for i in self._layers]
+        return [weights[i] for i in self.layers]
 
     def _compute(
         self, prompt: torch.Tensor, weights: Sequence[torch.Tensor]

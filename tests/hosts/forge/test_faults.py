@@ -70,7 +70,7 @@ AT_FIRST = [
     (blocks.ForgeResBlock, "tensors_of"),
     (blocks.ForgeVaeAttention, "bind"),
     (blocks.ForgeVaeAttention, "eager_reason"),
-    (GraphCheck, "judge"),
+    (GraphCheck, "_judge"),
 ]
 LATER = [
     (blocks.ForgeTransformer, "bind"),

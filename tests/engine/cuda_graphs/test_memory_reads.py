@@ -1,0 +1,75 @@
+"""What a recording reads, and what of main memory it may read. The meta device stands for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.cuda_graphs.memory_reads import MemoryReads
+
+GPU = torch.device("meta")
+Function = Callable[[torch.Tensor], object]
+Observe = Callable[..., MemoryReads]
+
+
+@pytest.fixture(params=["inference mode", "no mode"])
+def observe(request: pytest.FixtureRequest) -> Iterator[Observe]:
+    with torch.inference_mode(request.param == "inference mode"):
+        yield observed
+
+
+def observed(function: Function, weight: torch.Tensor, is_streamed: bool = True) -> MemoryReads:
+    places = {weight.untyped_storage().data_ptr()} if is_streamed else set[int]()
+    with MemoryReads(GPU, places) as reads:
+        function(weight)
+    return reads
+
+
+REPEATED: dict[str, Function] = {
+    "a copy": lambda w: w.to(GPU, non_blocking=True),
+    "a copy of the same dtype": lambda w: w.to(GPU, w.dtype, non_blocking=True),
+    "into a tensor": lambda w: torch.empty_like(w, device=GPU).copy_(w, non_blocking=True),
+    "of a detached one": lambda w: w.detach().to(GPU, non_blocking=True),
+    "of its transpose": lambda w: w.t().to(GPU, non_blocking=True),
+    "of another shape": lambda w: w.reshape(6).to(GPU, non_blocking=True),
+    "numbers of the GPU": lambda w: w.to(GPU, non_blocking=True) * 2,
+    "other numbers in main memory": lambda _: torch.ones(3) + 1,
+}
+DONE_ONCE: dict[str, Function] = {
+    "a copy that is waited for": lambda w: w.to(GPU),
+    "a conversion": lambda w: w.to(GPU, torch.float64, non_blocking=True),
+    "a conversion into a tensor": lambda w: torch.empty(
+        2, 3, device=GPU, dtype=torch.float64
+    ).copy_(w, non_blocking=True),
+    "another order": lambda w: torch.empty(3, 2, device=GPU).t().copy_(w, non_blocking=True),
+    "a part with gaps": lambda w: w[:, :2].to(GPU, non_blocking=True),
+    "another memory format": lambda w: w[None, None].to(
+        GPU, non_blocking=True, memory_format=torch.channels_last
+    ),
+    "a product": lambda w: torch.nn.functional.linear(torch.ones(1, 3), w),
+    "a copy in another shape": lambda w: w.t().reshape(6),
+    "a contiguous copy": lambda w: w.t().contiguous(),
+    "a sum": lambda w: w + 1,
+    "a copy in main memory": lambda w: w.clone(),
+    "a number": lambda w: w.sum(),
+    "a write": lambda w: w.mul_(2),
+    "a copy into it": lambda w: w.copy_(torch.ones(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_each_replay_repeats(name: str, observe: Observe) -> None:
+    weight = torch.ones(2, 3)
+    reads = observe(REPEATED[name], weight)
+    is_read = weight.untyped_storage().data_ptr() in reads.storages
+    assert is_read == (name != "other numbers in main memory")
+
+
+@pytest.mark.parametrize("name", DONE_ONCE)
+def test_what_would_happen_once(name: str, observe: Observe) -> None:
+    with pytest.raises(CaptureError, match="reads a weight in main memory"):
+        observe(DONE_ONCE[name], torch.ones(2, 3))
+    observe(DONE_ONCE[name], torch.ones(2, 3), is_streamed=False)

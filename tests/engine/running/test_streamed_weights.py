@@ -1,0 +1,124 @@
+"""Weights in main memory: which blocks get copies. The meta device stands for a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onediff_ext.engine.memory_budget import GpuMemory, MemoryBudget, MemoryReading
+from onediff_ext.engine.running.streamed_weights import ELSEWHERE, NO_ROOM, StreamedWeights
+
+GPU = torch.device("meta")
+MB = 2**20
+
+
+class FreeMemory(GpuMemory):
+    """A GPU with so much free memory, which counts how often it is read."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.reads = free, 0
+
+    def read(self, device: torch.device) -> MemoryReading | None:
+        assert device == GPU
+        self.reads += 1
+        return MemoryReading(total=2**33, free=self.free, reserved=0, allocated=0, peak=0)
+
+    def release_cached(self) -> None:
+        raise AssertionError("nothing is short")
+
+
+def streamed(memory: GpuMemory, streams: bool = True) -> StreamedWeights:
+    family: Any = SimpleNamespace(streams_weights=streams)
+    return StreamedWeights(family, MemoryBudget(memory))
+
+
+def tree(*weights: torch.Tensor, wrapped: int | None = None) -> Any:
+    holder = {str(i): weight for i, weight in enumerate(weights)}
+    slots = [
+        SimpleNamespace(holder=holder, name=name, is_wrapped=name == str(wrapped))
+        for name in holder
+    ]
+    return SimpleNamespace(slots=slots, weights=list(weights), holder=holder)
+
+
+def on_gpu() -> torch.Tensor:
+    return torch.empty(4, device=GPU)
+
+
+def in_main_memory(size_bytes: int = 16) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def test_weights_on_the_gpu_are_not_streamed() -> None:
+    found, block = streamed(FreeMemory(0)), tree(on_gpu(), on_gpu())
+    assert found.refusal(block, block.weights, GPU, epoch=1) is None
+    assert not found.are_there
+
+
+def test_weights_in_main_memory_are_copied() -> None:
+    found, block = streamed(FreeMemory(0)), tree(on_gpu(), in_main_memory(), in_main_memory())
+    assert found.refusal(block, block.weights, GPU, epoch=1) is None
+    assert found.are_there
+    copies = found.copied(block.weights, GPU, unread=(2,))
+    assert copies[0] is block.weights[0]
+    assert [(w.device, w.shape, w.dtype) for w in copies[1:]] == [(GPU, (16,), torch.uint8)] * 2
+
+
+def test_what_the_graph_does_not_read_is_not_copied() -> None:
+    class Uncopied(torch.Tensor):
+        def to(self, *_: Any, **__: Any) -> torch.Tensor:
+            raise AssertionError("copied")
+
+    weight = in_main_memory().as_subclass(Uncopied)
+    assert streamed(FreeMemory(0)).copied([weight], GPU, unread=(0,))[0].device == GPU
+
+
+@pytest.mark.parametrize(
+    ("block", "streams"),
+    [
+        (tree(on_gpu(), in_main_memory()), False),
+        (tree(in_main_memory(), wrapped=0), True),
+    ],
+    ids=["of a family whose layers do not stream", "a merged weight"],
+)
+def test_other_blocks_are_eager(block: Any, streams: bool) -> None:
+    found = streamed(FreeMemory(2**40), streams)
+    refusal = found.refusal(block, block.weights, GPU, epoch=1)
+    assert refusal is not None
+    assert refusal.reason == ELSEWHERE
+    assert not found.are_there
+
+
+def test_a_weight_on_another_gpu_is_not_copied() -> None:
+    """As accelerate leaves them on the meta device; the block's hooks bring them."""
+    found, block = streamed(FreeMemory(2**40)), tree(in_main_memory(), on_gpu())
+    refusal = found.refusal(block, block.weights, torch.device("cuda", 0), epoch=1)
+    assert refusal is not None
+    assert refusal.reason == ELSEWHERE
+
+
+def test_a_refusal_holds_while_the_weight_is_elsewhere() -> None:
+    found, block = streamed(FreeMemory(0), streams=False), tree(in_main_memory())
+    refusal = found.refusal(block, block.weights, GPU, epoch=1)
+    assert refusal is not None
+    assert refusal.still is not None
+    assert refusal.still()
+    block.holder["0"] = on_gpu()
+    assert not refusal.still()
+
+
+def test_a_large_block_is_copied_if_four_times_as_much_is_free() -> None:
+    memory = FreeMemory(4 * 200 * MB)
+    found, block = streamed(memory), tree(in_main_memory(150 * MB), in_main_memory(50 * MB))
+    for _ in range(3):
+        assert found.refusal(block, block.weights, GPU, epoch=1) is None
+    assert memory.reads == 1
+    memory.free -= 1
+    assert found.refusal(block, block.weights, GPU, epoch=1) is None  # of the same image
+    refusal = found.refusal(block, block.weights, GPU, epoch=2)
+    assert refusal is not None
+    assert refusal.reason == NO_ROOM
+    assert not found.are_there

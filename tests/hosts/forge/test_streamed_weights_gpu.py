@@ -1,0 +1,228 @@
+"""Weights that Forge, Neo and reForge stream from main memory at each step, on a real GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.running import streamed_weights
+from onediff_ext.engine.running.streamed_weights import NO_ROOM
+from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
+from onediff_ext.hosts.pinned_moves import PinnedMoves
+from onediff_ext.session.session import Session
+from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda", 0)
+# In each kind of block, and between blocks.
+STREAMED = (
+    *("first.in_layers.2", "second.emb_layers.1", "transformer.attn2.to_k"),
+    *("transformer.ff.out", "transformer.norm2", "entry"),
+)
+CASTS = {"reforge": "ldm_patched_cast_weights"}
+
+
+@pytest.fixture(params=sorted(ADAPTERS))
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForgeStandIn]:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the model is compared in fp32
+    with running(request.param) as stand_in:
+        objects = stand_in.engine.forge_objects
+        objects.unet.load_device = GPU
+        with torch.inference_mode():
+            stand_in.unet.to(GPU)
+        yield stand_in
+
+
+@pytest.fixture
+def graphs(host: ForgeStandIn) -> Iterator[GraphsForJobs]:
+    graphs = GraphsForJobs(ADAPTERS[host.name]())
+    yield graphs
+    graphs.close()
+
+
+@pytest.fixture
+def session(host: ForgeStandIn, graphs: GraphsForJobs, tmp_path: Path) -> Iterator[Session]:
+    """Of a job that has begun to sample. The graphs are there after its first step."""
+    options = CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1)
+    stream(host)
+    p = FakeProcessing()
+    graphs.begin(p, options)
+    graphs.before_sampling(p)
+    assert graphs.session is not None
+    yield graphs.session
+    graphs.end(p)
+
+
+@torch.inference_mode()
+def stream(host: ForgeStandIn) -> None:
+    """Leave some layers in main memory, as the host does with a model that does not fit."""
+    weights: list[nn.Parameter] = []
+    for name in STREAMED:
+        layer = host.unet.get_submodule(name)
+        setattr(layer, CASTS.get(host.name, "parameters_manual_cast"), True)
+        layer.to("cpu")
+        weights += list(layer.parameters())
+    pin(weights)
+
+
+def pin(weights: list[nn.Parameter]) -> None:
+    with PinnedMoves() as moves:  # the time for pinning counts from here
+        pass
+    assert moves.pin(weights, GPU) == len(weights)
+    assert all(map(PINNED_MEMORY.holds, weights))
+
+
+def weight_of(host: ForgeStandIn, name: str) -> nn.Parameter:
+    return host.unet.get_parameter(f"{name}.weight")
+
+
+def step(host: ForgeStandIn, seed: int, size: int = 8) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 4, size, size, generator=noise).to(GPU)
+    context = torch.randn(2, 77, 24, generator=noise).to(GPU)
+    with torch.inference_mode():
+        timesteps = torch.full((2,), 300.0 + seed, device=GPU)
+        result: torch.Tensor = host.unet(x, timesteps, context=context, transformer_options={})
+    torch.cuda.synchronize()  # as `StreamedLayers.wait`, which the stand-in's memory does not call
+    return result.clone()
+
+
+def assert_right(host: ForgeStandIn, graphs: GraphsForJobs, seed: int, size: int = 8) -> None:
+    found = step(host, seed, size)
+    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
+    with unet.component.paused():
+        expected = step(host, seed, size)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def settle(host: ForgeStandIn, size: int = 8) -> None:
+    for seed in range(7):
+        step(host, seed, size)
+
+
+def captured_reason(graphs: GraphsForJobs) -> str:
+    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
+    assert unet.component.captured is not None
+    return unet.component.captured.reason
+
+
+def test_streamed_blocks_run_through_graphs_and_are_recorded(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session
+) -> None:
+    settle(host)
+    assert session.fallbacks() == []
+    assert {kind.state.value for kind in session.kinds} == {"ready"}
+    assert captured_reason(graphs) == ""
+    assert session.cuda_graphs.made == 1
+    for seed in range(20, 24):
+        assert_right(host, graphs, seed)
+    settle(host, size=12)
+    for seed in range(30, 34):
+        assert_right(host, graphs, seed, size=12)
+    assert session.cuda_graphs.made == 2
+
+
+def test_numbers_written_to_streamed_weights_are_read(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session
+) -> None:
+    settle(host)
+    before = step(host, 40)
+    for name in STREAMED:
+        weight = weight_of(host, name)
+        with torch.inference_mode():
+            weight.mul_(1.25)
+        assert not torch.equal(step(host, 40), before), name
+        assert_right(host, graphs, 40)
+        before = step(host, 40)
+    assert session.cuda_graphs.made == 1
+
+
+def test_a_streamed_layer_that_moves_to_the_gpu_and_back(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session
+) -> None:
+    settle(host)
+    layer = host.unet.get_submodule("transformer.ff.out")
+    for _ in range(2):
+        with torch.inference_mode():
+            layer.to(GPU)
+        assert_right(host, graphs, 50)
+        settle(host)
+        assert_right(host, graphs, 51)
+        with torch.inference_mode():
+            layer.to("cpu")
+        assert_right(host, graphs, 52)
+        stream(host)
+        settle(host)
+        assert_right(host, graphs, 53)
+        assert captured_reason(graphs) == ""
+    assert session.fallbacks() == []
+
+
+def test_ordinary_main_memory_is_not_recorded(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session
+) -> None:
+    weight = weight_of(host, "transformer.ff.out")
+    with torch.inference_mode():
+        weight.data = weight.data.clone()
+    assert not PINNED_MEMORY.holds(weight)
+    settle(host)
+    assert session.fallbacks() == []  # graphs get copies all the same
+    assert captured_reason(graphs) == "part of the weights is on another device (offloading)"
+    assert session.cuda_graphs.made == 0
+    assert_right(host, graphs, 60)
+
+
+def test_a_conversion_in_main_memory_is_not_recorded(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session
+) -> None:
+    """It would happen once, and the CUDA graph would read what is no longer there."""
+    weight = weight_of(host, "entry")
+    with torch.inference_mode():
+        weight.data = weight.data.to(torch.float16)
+    pin([weight])
+    settle(host)
+    assert "reads a weight in main memory" in captured_reason(graphs)
+    assert session.cuda_graphs.made == 0
+    assert_right(host, graphs, 61)
+
+
+def test_a_stream_of_the_host_is_not_recorded(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with the hosts' option to copy weights on a stream of its own."""
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    blocks = sys.modules["tests.support.forge_blocks_stand_in"]
+
+    def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(side):
+            found = weight.to(device=x.device, dtype=x.dtype, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        return found
+
+    monkeypatch.setattr(blocks, "cast", cast)
+    settle(host)
+    assert "reads a weight in main memory" in captured_reason(graphs)
+    assert_right(host, graphs, 62)
+
+
+def test_without_room_for_its_weights_a_block_is_eager(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streamed_weights, "_FITS_BYTES", 0)
+    monkeypatch.setattr(streamed_weights, "_FREE_PART", 2**60)
+    settle(host)
+    assert {fallback.reason for fallback in session.fallbacks()} == {NO_ROOM}
+    assert_right(host, graphs, 63)
