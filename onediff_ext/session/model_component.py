@@ -72,20 +72,7 @@ class Component:
     ) -> None:
         self.identity, self.model, self.session = identity, model, session
         self.role, self.name = identity.role, str(identity)
-        families = session.families
-        self.known = TrustedModules(
-            sorted({source for family in families for source in family.sources}),
-            session.rules,
-            sorted({patcher for family in families for patcher in family.trusted_patchers}),
-            frozenset().union(*(family.ignored_attrs for family in families)),
-            sorted({name for family in families for name in family.dynamic_weight_attrs}),
-            frozenset(name for family in families for name in family.per_image),
-            # Most families share one function, which each replay calls.
-            list({type(f).global_settings: f.global_settings for f in families}.values()),
-            session.code,
-            list({type(f).patched_by: f.patched_by for f in families}.values()),
-            list({type(f).stays_pinned: f.stays_pinned for f in families}.values()),
-        )
+        self.known = TrustedModules.of(session.families, session.rules, session.code)
         self._patches = Patches()
         self.runners: list[BlockRunner] = []
         self.captured: CapturedForward | CapturedParts | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.family import BlockFamily
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
@@ -53,6 +54,30 @@ class TrustedModules:
     code: PythonCode = field(default_factory=PythonCode)
     patched_by: Sequence[Callable[[nn.Module], str | None]] = ()
     stays_pinned: Sequence[Callable[[torch.Tensor], bool]] = ()
+
+    @classmethod
+    def of(
+        cls, families: Sequence[BlockFamily], rules: Sequence[WrapperRule], code: PythonCode
+    ) -> TrustedModules:
+        """Return what the families of a host's blocks know.
+
+        Args:
+            families: Of all its blocks.
+            rules, code: As `TrustedModules` takes them.
+        """
+        # Most families share one function, which each replay calls.
+        return cls(
+            sorted({source for family in families for source in family.sources}),
+            rules,
+            sorted({patcher for family in families for patcher in family.trusted_patchers}),
+            frozenset().union(*(family.ignored_attrs for family in families)),
+            sorted({name for family in families for name in family.dynamic_weight_attrs}),
+            frozenset(name for family in families for name in family.per_image),
+            list({type(f).global_settings: f.global_settings for f in families}.values()),
+            code,
+            list({type(f).patched_by: f.patched_by for f in families}.values()),
+            list({type(f).stays_pinned: f.stays_pinned for f in families}.values()),
+        )
 
     @property
     def prefixes(self) -> tuple[str, ...]:
