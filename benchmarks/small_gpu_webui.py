@@ -124,7 +124,9 @@ class Contender:
         self._timed: list[float] = []
         self._seconds: dict[tuple[Size, bool], list[float]] = {}
         self._psnr_db: dict[Size, list[float]] = {}
-        self.facts: dict[str, Any] = {"measured": now(), "pictures": 0, "failed": 0, "errors": []}
+        self.facts: dict[str, Any] = {
+            "measured": now(), "pictures": 0, "failed": 0, "errors": [], "compared": 0,
+        }  # fmt: skip
 
     def measure(self) -> None:
         """Draw what the module's docstring tells.
@@ -207,6 +209,9 @@ class Contender:
             own = np.load(path).astype(np.float64)
             found = psnr_db(drawn.pictures[0].astype(np.float64), own)
             self._psnr_db.setdefault(size, []).append(found)
+            self.facts["compared"] += 1
+        else:
+            print("nothing to compare with: let the host draw first", file=sys.stderr, flush=True)
 
     def _wait_for_builds(self) -> None:
         busy_s, status = wait_until_quiet(self._webui, _BUILD_LIMIT_S)

@@ -111,7 +111,7 @@ def test_both_contenders_draw_the_same(tmp_path: Path) -> None:
     assert rows["ours", 72]["soak_lora_s"] == 0.72
     assert rows["ours", 64]["lowest_psnr_db"] == pytest.approx(48.13, abs=0.01)
     facts = figures["contenders"]["ours"]
-    assert (facts["pictures"], facts["failed"]) == (12, 0)
+    assert (facts["pictures"], facts["failed"], facts["compared"]) == (12, 0, 12)
     assert facts["reserved"] == {"peak": 7}
     assert facts["reasons"] == ["a reason"]
     assert figures["flags"] == ["--medvram-sdxl"]
@@ -122,7 +122,7 @@ def test_a_picture_that_fails_is_counted_and_the_run_goes_on(tmp_path: Path) -> 
     passed, figures = run(tmp_path, fakes)
     assert not passed
     facts = figures["contenders"]["ours"]
-    assert (facts["pictures"], facts["failed"]) == (12, 4)
+    assert (facts["pictures"], facts["failed"], facts["compared"]) == (12, 4, 0)
     assert facts["soak"]["pictures"] == 5
     assert all("out of memory" in error for error in facts["errors"])
     assert not fakes["ours"].is_running

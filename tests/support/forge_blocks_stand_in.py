@@ -26,8 +26,8 @@ Namespace = dict[str, Any]
 
 
 def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Bring a weight to where a layer computes, which the hosts do without a wait for the GPU."""
-    return weight.to(device=x.device, dtype=x.dtype, non_blocking=True)
+    """Bring a weight to where a layer computes."""
+    return Device.cast(weight, x)
 
 
 def forge_layers() -> type:
@@ -337,9 +337,18 @@ def make_blocks(ops: Any, attention: Any, options_to_resnets: bool) -> Namespace
 
 
 class Device:
-    """Whether the stand-in GPU records a CUDA graph, during which it may not copy from the CPU."""
+    """The stand-in GPU.
+
+    Attributes:
+        is_recording: Whether it records a CUDA graph, during which it may not copy from the CPU.
+        cast: How the hosts bring a weight to where a layer computes: without a wait for the GPU.
+    """
 
     is_recording = False
+
+    @staticmethod
+    def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return weight.to(device=x.device, dtype=x.dtype, non_blocking=True)
 
 
 def embed_from_the_cpu(

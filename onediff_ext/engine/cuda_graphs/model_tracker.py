@@ -70,6 +70,7 @@ class ModelTracker:
         self._model, self._runners, self._trusted = model, runners, trusted
         self._is_private = is_private
         self._snapshots: OrderedDict[Hashable, Snapshot] = OrderedDict()
+        self._refused_in: dict[Hashable, int | None] = {}  # epoch of the last check, by variant
         # By form of a call: what derived weights had been made from after its last run in Python,
         # as seen from outside and from within the model's forward.
         self._derived: dict[Hashable, tuple[object, object]] = {}
@@ -109,14 +110,19 @@ class ModelTracker:
     def refusal_reason(self, variant: Hashable) -> str | None:
         """Return why a CUDA graph of this model would be unsafe, or None.
 
-        A snapshot that refuses nothing is not checked again here: `frozen` does that.
+        A snapshot that refuses nothing is not checked again here: `frozen` does that. One that does
+        is checked once in an image, since it takes as long as some blocks.
 
         Args:
             variant: As `CapturedForward.variant`.
         """
-        snapshot = self._snapshots.get(variant)
-        if snapshot is None or (snapshot.refusal_reason and not snapshot.holds()):
+        snapshot, epoch = self._snapshots.get(variant), epoch_of(self._runners)
+        if snapshot is None:
             snapshot = self._new_snapshot(variant)
+        elif snapshot.refusal_reason and (epoch is None or epoch != self._refused_in.get(variant)):
+            snapshot = snapshot if snapshot.holds() else self._new_snapshot(variant)
+        if snapshot.refusal_reason:
+            self._refused_in[variant] = epoch
         return snapshot.refusal_reason
 
     def is_still(self, state: FrozenState) -> bool:
@@ -200,6 +206,7 @@ class ModelTracker:
     def forget(self) -> None:
         """Drop everything that was seen of the model."""
         self._snapshots.clear()
+        self._refused_in.clear()
         self._derived.clear()
         self._stamps.clear()
 

@@ -111,6 +111,30 @@ def test_before_the_launch_nothing_but_addresses_is_looked_at(
 
 
 @torch.no_grad()
+def test_a_model_that_cannot_be_recorded_is_looked_at_once_in_a_picture(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(Snapshot, "holds", _noted(Snapshot.holds, "holds", seen))
+    session, layer = compiled_state(pipe).session, pipe.unet.conv_out
+    hook = layer.register_forward_hook(lambda *_: None)
+    steps = [inputs(pipe.unet, seed=seed, **SIZE) for seed in range(6)]
+    pipe.unet(**steps[0])  # finds the hook
+    for _ in range(2):
+        seen.clear()
+        with session.picture():
+            for step in steps:
+                pipe.unet(**step)
+        assert "has a hook of another extension" in captured(pipe).reason
+        assert seen == ["holds"]
+    hook.remove()
+    with session.picture():
+        for step in steps:
+            pipe.unet(**step)
+    assert captured(pipe).replayed
+
+
+@torch.no_grad()
 def test_no_operator_runs_for_a_look(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are filled in and the output is copied. An operator that reads a number waits for the
     GPU."""

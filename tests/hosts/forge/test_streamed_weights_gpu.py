@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.session.session import Session
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
+from tests.support.forge_blocks_stand_in import Device
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
 
 pytestmark = pytest.mark.gpu
@@ -201,7 +201,6 @@ def test_a_stream_of_the_host_is_not_recorded(
 ) -> None:
     """As with the hosts' option to copy weights on a stream of its own."""
     side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    blocks = sys.modules["tests.support.forge_blocks_stand_in"]
 
     def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         with torch.cuda.stream(side):
@@ -209,7 +208,7 @@ def test_a_stream_of_the_host_is_not_recorded(
         torch.cuda.current_stream().wait_stream(side)
         return found
 
-    monkeypatch.setattr(blocks, "cast", cast)
+    monkeypatch.setattr(Device, "cast", cast)
     settle(host)
     assert "reads a weight in main memory" in captured_reason(graphs)
     assert_right(host, graphs, 62)
