@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,7 @@ class MemoryBudget:
         self._peaks: dict[torch.device, int] = {}
         self.derived: weakref.WeakSet[DerivedWeights] = weakref.WeakSet()
         self._ran_out: set[torch.device] = set()
+        self._pool_bytes: weakref.WeakMethod[Callable[[torch.device], int]] | None = None
 
     def free_bytes(self, device: torch.device, pool_bytes: int) -> int | None:
         """Return what tensors could be allocated now, in bytes; None for a CPU.
@@ -126,6 +128,23 @@ class MemoryBudget:
         """
         reading = self._read(device)
         return None if reading is None else self._free(reading, pool_bytes)
+
+    def note_pools(self, size_on: Callable[[torch.device], int]) -> None:
+        """Remember who knows the size of CUDA graphs' pools.
+
+        Args:
+            size_on: A bound method that returns it for a device, in bytes.
+        """
+        self._pool_bytes = weakref.WeakMethod(size_on)
+
+    def free_beside_pools(self, device: torch.device) -> int | None:
+        """Return what tensors could be allocated while all CUDA graphs stay, in bytes.
+
+        Args:
+            device: The GPU. None is returned for a CPU.
+        """
+        size_on = self._pool_bytes() if self._pool_bytes else None
+        return self.free_bytes(device, size_on(device) if size_on else 0)
 
     def allowed_bytes(self, device: torch.device, pool_bytes: int) -> int:
         """Return how much CUDA graphs may hold while a denoiser runs, in bytes.

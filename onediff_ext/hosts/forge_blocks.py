@@ -8,7 +8,7 @@ runs eager; for all others the dict changes nothing and is left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class ForgePackage:
         casts: Attribute by which a layer is told to cast its weights to its input.
         ignored_attrs: Attributes that the host's memory management keeps on modules.
         dynamic_weight_attrs: Attributes that make a layer change its weights at each call.
+        copies_on_own_stream: Whether layers copy their weights on a stream of the host's (its swap
+            method "Async").
         per_image: Models whose images of one batch do not depend on each other. reForge's UNet is
             none of them: it draws videos too.
     """
@@ -67,7 +69,14 @@ class ForgePackage:
     casts: str
     ignored_attrs: frozenset[str]
     dynamic_weight_attrs: tuple[str, ...]
+    copies_on_own_stream: Callable[[], bool]
     per_image: tuple[str, ...]
+
+
+def uses_backend_stream() -> bool:
+    """Return whether Forge's or Neo's layers copy their weights on a stream of the host's."""
+    stream = sys.modules.get("backend.stream")
+    return bool(getattr(stream, "should_use_stream", bool)())
 
 
 class ForgeBlocks(LdmBlocks):
@@ -77,8 +86,6 @@ class ForgeBlocks(LdmBlocks):
         package: The host's.
         attention: How the host computes attention.
     """
-
-    streams_weights = True
 
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
         super().__init__()
@@ -92,8 +99,11 @@ class ForgeBlocks(LdmBlocks):
     def module_name(self) -> str:
         return self.package.unet
 
+    def streams_weights(self) -> bool:
+        return not self.package.copies_on_own_stream()
+
     def stays_pinned(self, weight: torch.Tensor) -> bool:
-        return PINNED_MEMORY.holds(weight)
+        return PINNED_MEMORY.holds(weight) and self.streams_weights()
 
     def prepare(self, block: Any) -> None:
         # Layers take weights of the input's dtype as they are, so the cast changes nothing for

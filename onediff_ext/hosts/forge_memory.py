@@ -23,7 +23,8 @@ class StreamedLayers:
 
     They are pinned where they are, since the GPU reads ordinary main memory at a fraction of the
     bus's speed. It reads pinned memory while Python goes on, so before anybody may write to such
-    a weight, `wait` lets it end.
+    a weight, `wait` lets it end. Only the stream that a forward ran on is waited for: another
+    thread may be recording a CUDA graph, which a wait for the whole GPU would end.
 
     Args:
         moves: Decides how much memory is pinned, and when.
@@ -31,7 +32,7 @@ class StreamedLayers:
 
     def __init__(self, moves: PinnedMoves) -> None:
         self._moves = moves
-        self._are_pinned = False
+        self._readers: list[torch.device] = []  # GPUs that read pinned layers
         # Whether a model has such layers, since the last move.
         self._has_pinned: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -51,7 +52,7 @@ class StreamedLayers:
             model = getattr(getattr(loaded, "model", None), "model", None)
             if getattr(device, "type", None) == "cuda" and isinstance(model, nn.Module):
                 weights.setdefault(device, []).extend(_parameters(model))
-        self._are_pinned = sum(self._moves.pin(each, gpu) for gpu, each in weights.items()) > 0
+        self._readers = [gpu for gpu, each in weights.items() if self._moves.pin(each, gpu)]
 
     def wait(self, model: nn.Module | None = None, *_: Any) -> None:
         """Wait until the GPU has read what was streamed; a hook behind a model's forward.
@@ -61,11 +62,12 @@ class StreamedLayers:
                 None stands for all models.
         """
         if (
-            self._are_pinned
+            self._readers
             and not torch.cuda.is_current_stream_capturing()
             and (model is None or self._is_streamed(model))
         ):
-            torch.cuda.synchronize()
+            for gpu in self._readers:
+                torch.cuda.current_stream(gpu).synchronize()
 
     def _is_streamed(self, model: nn.Module) -> bool:
         if model not in self._has_pinned:

@@ -662,7 +662,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(PinnedMemory, "copy", pinned_copy)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in known)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("waited"))
+    stream = _Stream(GPU, lambda _: seen.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", {GPU: stream}.get)
     return seen
 
 

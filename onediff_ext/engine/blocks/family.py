@@ -104,9 +104,6 @@ class BlockFamily(ABC):
         eight_bits: Which linear layers may compute in 8 bits; None for none.
         prompt_layers: Names of the layers that read only the prompt. They run ahead of the graph
             and make the text KV cache.
-        streams_weights: Whether the layers of such blocks copy weights that are in main memory to
-            the GPU at each call. A graph gets copies then, too. The host waits until the GPU has
-            read pinned memory before anybody writes to it.
     """
 
     label: str
@@ -122,11 +119,19 @@ class BlockFamily(ABC):
     mutates_inputs = False
     eight_bits: EightBitLinears | None = None
     prompt_layers: tuple[str, ...] = ()
-    streams_weights: bool = False
 
     @abstractmethod
     def block_class(self) -> type[nn.Module] | None:
         """Return the exact class, or None when its package is not installed."""
+
+    def streams_weights(self) -> bool:
+        """Return whether such blocks' layers copy weights from main memory at each call.
+
+        A graph gets copies then, too. The host waits until the GPU has read pinned memory before
+        anybody writes to it. False where the host copies on a stream of its own, while other layers
+        compute: a graph's copies would take longer.
+        """
+        return False
 
     def stays_pinned(self, weight: torch.Tensor) -> bool:  # noqa: ARG002
         """Return whether a CUDA graph may copy a weight from where it is in main memory.

@@ -26,6 +26,17 @@ def is_plain(weight: torch.Tensor) -> bool:
     return type(weight) in (torch.Tensor, nn.Parameter)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie one after the other, in whichever order of its dims.
+
+    Args:
+        tensor: A strided one. Copies of it have the same strides then.
+    """
+    return tensor.is_contiguous() or (
+        tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    )
+
+
 def layout_of(weight: torch.Tensor) -> Layout:
     """Return a weight's dtype, shape and strides.
 

@@ -108,6 +108,7 @@ class CudaGraphCache:
         self.spot_checks = spot_checks or SpotChecks(enabled=False)
         self.found_wrong = found_wrong
         self._recorder, self._limit, self.budget = recorder, limit, budget or MemoryBudget()
+        self.budget.note_pools(self._bytes_on)
         self._alive: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._weight_bytes: int | None = None
         self.static_buffers = StaticBuffers()

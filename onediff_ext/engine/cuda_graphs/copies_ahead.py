@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 ALIGNMENT = 256
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class CopiesAhead:
@@ -23,7 +27,7 @@ class CopiesAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = _side_stream(device)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._last_block: torch.cuda.Event | None = None
 
@@ -67,3 +71,12 @@ class CopiesAhead:
                 copied.copy_(weight, non_blocking=True)
         main.wait_event(self._side.record_event())
         return copies
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The second stream of a device: torch has few streams, and hands them out in turn."""
+    main = torch.cuda.current_stream(device)
+    if _side_streams.get(device, main) == main:
+        make_stream: Any = torch.cuda.Stream  # not typed
+        _side_streams[device] = make_stream(device)
+    return _side_streams[device]

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.backend_port import Graph
+from onediff_ext.engine.blocks.weight_slots import is_dense
 from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
@@ -98,7 +99,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         return copies
 
     def _may_be_copied_ahead(self, weight: torch.Tensor) -> bool:
-        return weight.untyped_storage().data_ptr() in self._streamed and _is_dense(weight)
+        return weight.untyped_storage().data_ptr() in self._streamed and is_dense(weight)
 
     def _reads_streamed(self, *given: Any) -> bool:
         return bool(self._streamed) and not self._streamed.isdisjoint(
@@ -198,11 +199,7 @@ def _is_plain_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         is_same = target.device != source.device and _form_of(target) == _form_of(source)
     else:
         return False
-    return bool(non_blocking) and is_same and _is_dense(source)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    return bool(non_blocking) and is_same and is_dense(source)
 
 
 def _form_of(tensor: torch.Tensor) -> Hashable:

@@ -32,6 +32,7 @@ from onediff_ext.engine.running.call_signature import (
 from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
 from onediff_ext.engine.running.streamed_weights import (
+    NO_ROOM,
     KeptRefusal,
     StreamedWeights,
     tree_refusal,
@@ -157,11 +158,9 @@ class BlockRunner:
             return self._run_after(exc, args, kwargs)
         if isinstance(prepared, Refusal):
             self._refused.keep(prepared, self.epoch)
-            self.used, self.eager_reason = None, prepared.reason
-            self._registry.fell_back(self.family.label, prepared.reason)
             if not prepared.is_known_code:
                 self._registry.code.doubt()  # other extensions' code may run now
-            return self.eager(*args, **kwargs)
+            return self._run_unserved(prepared.reason, args, kwargs)
         kind = self.used = prepared.kind
         kind.calls += 1
         graph = kind.graph  # read once: other threads take graphs away
@@ -184,6 +183,10 @@ class BlockRunner:
             raise exc
         logger.warning("%s runs eager", self.family.label, exc_info=True)
         reason = f"it cannot be looked at: {type(exc).__name__}: {exc}"
+        return self._run_unserved(reason, args, kwargs)
+
+    def _run_unserved(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run eager for a reason of this call's."""
         self.used, self.eager_reason = None, reason
         self._registry.fell_back(self.family.label, reason)
         return self.eager(*args, **kwargs)
@@ -203,8 +206,11 @@ class BlockRunner:
             unread = () if call.prompt is None else self.text_kv.layers
             call = self.text_kv.graph_call(call, weights)
             if is_streamed:
-                weights = self._streamed.copied(weights, call.tensors[0].device, unread)
-                prepared = prepared._replace(weights=weights)
+                device = call.tensors[0].device
+                found = self._streamed.copied(weights, device, unread, self.epoch)
+                if found is None:
+                    return self._run_unserved(NO_ROOM, args, kwargs)
+                prepared = prepared._replace(weights=(weights := found))
             arguments = [*self.weights.for_graph(weights, kind.quantization), *call.tensors]
         except Exception as exc:  # the graph is not to blame
             return self._run_after(exc, args, kwargs)
@@ -350,14 +356,15 @@ class BlockRunner:
         reason = boundary_reason(inputs, call)
         if reason is not None:
             return Refusal(reason)
-        if refusal := self._streamed.refusal(tree, weights, inputs[0].device, self.epoch):
+        device = inputs[0].device
+        is_streamed = any(weight.device != device for weight in weights)
+        if is_streamed and (refusal := self._streamed.refusal(tree, weights, device, self.epoch)):
             return refusal
         if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
             return Refusal("more elements than a 32-bit index reaches")
         call = replace(call, tensors=tuple(inputs))
         autocast = autocast_state(inputs[0].device.type)
         # The tree is part of it: another thread may have read other modules since.
-        is_streamed = self._streamed.are_there
         # 8-bit copies on the GPU would take the memory that streaming saves.
         precision = "exact" if is_streamed else precision_of(self._registry.precision, call)
         known_as = (tree, signature(call), autocast, precision)

@@ -10,9 +10,10 @@ import torch
 
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockFamily, Refusal
-from onediff_ext.engine.blocks.weight_slots import WeightSlot
-from onediff_ext.engine.graph_calls import copy_weights
+from onediff_ext.engine.blocks.weight_slots import is_dense
+from onediff_ext.engine.graph_calls import copy_weights, is_observed
 from onediff_ext.engine.memory_budget import MemoryBudget
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 
 ELSEWHERE = "weights are on another device (offloading)"
 NO_ROOM = "no memory on the GPU for the weights that are in main memory (offloading)"
@@ -47,15 +48,12 @@ class StreamedWeights:
     Args:
         family: The family of the block.
         budget: Tells how much memory is free on a GPU.
-
-    Attributes:
-        are_there: Whether the block of the last `refusal` has any.
     """
 
     def __init__(self, family: BlockFamily, budget: MemoryBudget) -> None:
-        self._streams, self._budget = family.streams_weights, budget
+        self._family, self._budget = family, budget
         self._fitted: tuple[int, int] | None = None  # size in bytes, and the image's epoch
-        self.are_there = False
+        self._short_in: int | None = None  # the epoch in which memory ran out
 
     def refusal(
         self,
@@ -68,61 +66,68 @@ class StreamedWeights:
 
         Args:
             tree: The block as it is now, without a refusal.
-            weights: From `BlockTree.weights`.
+            weights: From `BlockTree.weights`; some are on another device.
             device: Of the call's tensors.
             epoch: Of the call's image; see `KindRegistry.epoch`. Free memory is read once for it.
 
         Returns:
-            The refusal; None if all weights are on that device, or can be copied to it.
+            The refusal; None if they can be copied to that device.
         """
-        self.are_there, size_bytes = False, 0
-        first: WeightSlot | None = None
-        for slot, weight in zip(tree.slots, weights, strict=True):
-            if weight.device != device:
-                first = first or slot
-                if not self._streams or slot.is_wrapped or not weight.is_cpu:
-                    return _refusal(ELSEWHERE, slot, device)
-                size_bytes += weight.nbytes
-        if first is None:
+        pairs = zip(tree.slots, weights, strict=True)
+        elsewhere = [(slot, weight) for slot, weight in pairs if weight.device != device]
+        is_streamed = self._family.streams_weights() and all(
+            weight.is_cpu and is_dense(weight) and not slot.is_wrapped for slot, weight in elsewhere
+        )
+        if is_streamed and self._fits(sum(w.nbytes for _, w in elsewhere), device, epoch):
             return None
-        if not self._fits(size_bytes, device, epoch):
-            return _refusal(NO_ROOM, first, device)
-        self.are_there = True
-        return None
+        slot, _ = elsewhere[0]
+        still = partial(_is_elsewhere, slot.holder, slot.name, device)
+        return Refusal(NO_ROOM if is_streamed else ELSEWHERE, still, is_known_code=True)
 
     def copied(
         self,
         weights: Sequence[torch.Tensor],
         device: torch.device,
         unread: Collection[int],
-    ) -> list[torch.Tensor]:
+        epoch: int,
+    ) -> list[torch.Tensor] | None:
         """Return the weights on the GPU.
 
         Args:
-            weights: From `BlockTree.weights`.
+            weights: From `BlockTree.weights`, after `refusal` has returned None.
             device: Of the call's tensors.
             unread: Indices of weights that the graph does not read: it gets others of their form.
+            epoch: Of the call's image, which gets no copies any more once memory has run out.
 
         Returns:
-            In the same order: weights that are there, and copies of the others.
+            In the same order: weights that are there, and copies of the others. None if there is no
+            memory for the copies: the block's own layers need it for one layer at a time.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for the copies.
+            torch.OutOfMemoryError: Likewise, while a CUDA graph is being recorded.
         """
-        found = [
-            torch.empty_like(weight, device=device) if i in unread else weight
-            for i, weight in enumerate(weights)
-        ]
-        elsewhere = [i for i, weight in enumerate(found) if weight.device != device]
-        copies = copy_weights([found[i] for i in elsewhere], device)
+        try:
+            found = [
+                torch.empty_like(weight, device=device) if i in unread else weight
+                for i, weight in enumerate(weights)
+            ]
+            elsewhere = [i for i, weight in enumerate(found) if weight.device != device]
+            copies = copy_weights([found[i] for i in elsewhere], device)
+        except Exception as exc:
+            if is_observed() or not is_out_of_memory(exc):
+                raise
+            self._short_in = epoch
+            return None
         for i, copied in zip(elsewhere, copies, strict=True):
             found[i] = copied
         return found
 
     def _fits(self, size_bytes: int, device: torch.device, epoch: int) -> bool:
+        if self._short_in == epoch:
+            return False
         if size_bytes <= _FITS_BYTES or self._fitted == (size_bytes, epoch):
             return True
-        free_bytes = self._budget.free_bytes(device, 0)
+        free_bytes = self._budget.free_beside_pools(device)
         if free_bytes is not None and size_bytes * _FREE_PART > free_bytes:
             return False
         self._fitted = size_bytes, epoch
@@ -162,11 +167,6 @@ class KeptRefusal:
         if last is None or last.still is None or self._epoch != epoch or not last.still():
             return None
         return last
-
-
-def _refusal(reason: str, slot: WeightSlot, device: torch.device) -> Refusal:
-    still = partial(_is_elsewhere, slot.holder, slot.name, device)
-    return Refusal(reason, still, is_known_code=True)
 
 
 def _is_elsewhere(holder: dict[str, Any], name: str, device: torch.device) -> bool:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from onediff_ext.hosts.forge_blocks import ForgePackage
+import sys
+
+from onediff_ext.hosts.forge_blocks import ForgePackage, uses_backend_stream
+
+
+def _uses_offload_streams() -> bool:
+    management = sys.modules.get("ldm_patched.modules.model_management")
+    return getattr(management, "NUM_STREAMS", 1) > 1
+
 
 FORGE = ForgePackage(
     unet="backend.nn.unet",
@@ -21,6 +29,7 @@ FORGE = ForgePackage(
         }
     ),
     dynamic_weight_attrs=("forge_online_loras",),
+    copies_on_own_stream=uses_backend_stream,
     per_image=(
         "backend.nn.unet.IntegratedUNet2DConditionModel",
         "backend.nn.flux.IntegratedFluxTransformer2DModel",
@@ -51,6 +60,7 @@ REFORGE = ForgePackage(
         }
     ),
     dynamic_weight_attrs=("weight_function", "bias_function"),
+    copies_on_own_stream=_uses_offload_streams,
     per_image=(
         "ldm_patched.ldm.modules.diffusionmodules.model.Encoder",
         "ldm_patched.ldm.modules.diffusionmodules.model.Decoder",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onediff_ext.hosts.forge_blocks import ForgePackage
+from onediff_ext.hosts.forge_blocks import ForgePackage, uses_backend_stream
 
 NEO = ForgePackage(
     unet="backend.nn.unet",
@@ -22,6 +22,7 @@ NEO = ForgePackage(
     ),
     # Where Neo offloads, it merges a LoRA at each call into the layers that it moves.
     dynamic_weight_attrs=("weight_function", "bias_function"),
+    copies_on_own_stream=uses_backend_stream,
     per_image=(
         "backend.nn.unet.IntegratedUNet2DConditionModel",
         "backend.nn.flux.IntegratedFluxTransformer2DModel",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from onediff_ext.engine.cuda_graphs import copies_ahead
 from onediff_ext.engine.cuda_graphs.copies_ahead import ALIGNMENT, CopiesAhead
 from onediff_ext.hosts.pinned_memory import PinnedMemory
 
@@ -46,6 +47,7 @@ class Streams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main, self.side = Stream(), Stream()
         self.current = self.main
+        monkeypatch.setattr(copies_ahead, "_side_streams", {})
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: self.side)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.main)
         monkeypatch.setattr(torch.cuda, "stream", self._on)

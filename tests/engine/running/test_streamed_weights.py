@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onediff_ext.engine.memory_budget import GpuMemory, MemoryBudget, MemoryReading
+from onediff_ext.engine.running import streamed_weights
 from onediff_ext.engine.running.streamed_weights import ELSEWHERE, NO_ROOM, StreamedWeights
 
 GPU = torch.device("meta")
@@ -31,7 +32,7 @@ class FreeMemory(GpuMemory):
 
 
 def streamed(memory: GpuMemory, streams: bool = True) -> StreamedWeights:
-    family: Any = SimpleNamespace(streams_weights=streams)
+    family: Any = SimpleNamespace(streams_weights=lambda: streams)
     return StreamedWeights(family, MemoryBudget(memory))
 
 
@@ -52,17 +53,11 @@ def in_main_memory(size_bytes: int = 16) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
-def test_weights_on_the_gpu_are_not_streamed() -> None:
-    found, block = streamed(FreeMemory(0)), tree(on_gpu(), on_gpu())
-    assert found.refusal(block, block.weights, GPU, epoch=1) is None
-    assert not found.are_there
-
-
 def test_weights_in_main_memory_are_copied() -> None:
     found, block = streamed(FreeMemory(0)), tree(on_gpu(), in_main_memory(), in_main_memory())
     assert found.refusal(block, block.weights, GPU, epoch=1) is None
-    assert found.are_there
-    copies = found.copied(block.weights, GPU, unread=(2,))
+    copies = found.copied(block.weights, GPU, unread=(2,), epoch=1)
+    assert copies is not None
     assert copies[0] is block.weights[0]
     assert [(w.device, w.shape, w.dtype) for w in copies[1:]] == [(GPU, (16,), torch.uint8)] * 2
 
@@ -73,7 +68,9 @@ def test_what_the_graph_does_not_read_is_not_copied() -> None:
             raise AssertionError("copied")
 
     weight = in_main_memory().as_subclass(Uncopied)
-    assert streamed(FreeMemory(0)).copied([weight], GPU, unread=(0,))[0].device == GPU
+    copies = streamed(FreeMemory(0)).copied([weight], GPU, unread=(0,), epoch=1)
+    assert copies is not None
+    assert copies[0].device == GPU
 
 
 @pytest.mark.parametrize(
@@ -81,15 +78,21 @@ def test_what_the_graph_does_not_read_is_not_copied() -> None:
     [
         (tree(on_gpu(), in_main_memory()), False),
         (tree(in_main_memory(), wrapped=0), True),
+        (tree(in_main_memory(), torch.ones(4, 4)[:, :2]), True),
+        (tree(in_main_memory(), torch.ones(1).expand(4)), True),
     ],
-    ids=["of a family whose layers do not stream", "a merged weight"],
+    ids=[
+        "of a family whose layers do not stream",
+        "a merged weight",
+        "a part",
+        "a repeated number",
+    ],
 )
 def test_other_blocks_are_eager(block: Any, streams: bool) -> None:
     found = streamed(FreeMemory(2**40), streams)
     refusal = found.refusal(block, block.weights, GPU, epoch=1)
     assert refusal is not None
     assert refusal.reason == ELSEWHERE
-    assert not found.are_there
 
 
 def test_a_weight_on_another_gpu_is_not_copied() -> None:
@@ -121,4 +124,45 @@ def test_a_large_block_is_copied_if_four_times_as_much_is_free() -> None:
     refusal = found.refusal(block, block.weights, GPU, epoch=2)
     assert refusal is not None
     assert refusal.reason == NO_ROOM
-    assert not found.are_there
+
+
+def test_where_memory_runs_out_for_the_copies_the_layers_do_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They need it for one layer at a time."""
+
+    def full(*_: Any) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(streamed_weights, "copy_weights", full)
+    found, block = streamed(FreeMemory(2**40)), tree(in_main_memory())
+    assert found.copied(block.weights, GPU, unread=(), epoch=1) is None
+    refusal = found.refusal(block, block.weights, GPU, epoch=1)
+    assert refusal is not None
+    assert refusal.reason == NO_ROOM
+    assert found.refusal(block, block.weights, GPU, epoch=2) is None
+    monkeypatch.setattr(streamed_weights, "is_observed", lambda: True)
+    with pytest.raises(torch.OutOfMemoryError):  # the recording is given up
+        found.copied(block.weights, GPU, unread=(), epoch=2)
+
+
+def test_memory_of_cuda_graphs_is_not_free() -> None:
+    class Graphs:
+        def size_on(self, device: torch.device) -> int:
+            assert device == GPU
+            return 300 * MB
+
+    class WithPool(FreeMemory):
+        def read(self, device: torch.device) -> MemoryReading | None:
+            return MemoryReading(2**33, self.free, reserved=1000 * MB, allocated=600 * MB, peak=0)
+
+    graphs, budget = Graphs(), MemoryBudget(WithPool(700 * MB))
+    family: Any = SimpleNamespace(streams_weights=lambda: True)
+    block = tree(in_main_memory(201 * MB))
+    assert StreamedWeights(family, budget).refusal(block, block.weights, GPU, epoch=1) is None
+    budget.note_pools(graphs.size_on)
+    refusal = StreamedWeights(family, budget).refusal(block, block.weights, GPU, epoch=1)
+    assert refusal is not None
+    assert refusal.reason == NO_ROOM
+    del graphs  # nobody keeps them alive
+    assert StreamedWeights(family, budget).refusal(block, block.weights, GPU, epoch=1) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner
+from onediff_ext.hosts.forge_blocks import ForgeBlocks
 from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
+from onediff_ext.hosts.pinned_memory import PinnedMemory
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.fake_gpu import GB
@@ -234,3 +237,26 @@ def merge_at_each_call(host: ForgeStandIn, layer: Any, addition: torch.Tensor | 
         layer.forge_online_loras = {} if addition is None else {"weight": addition}
     else:
         layer.weight_function = [] if addition is None else [lambda weight: weight + addition]
+
+
+def test_blocks_are_left_to_a_host_that_copies_weights_on_its_own_stream(
+    host: ForgeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its swap method "Async": layers are copied while others compute."""
+    families = [f for f in ADAPTERS[host.name]().families() if isinstance(f, ForgeBlocks)]
+    assert families
+    assert all(family.streams_weights() for family in families)
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(PinnedMemory, "holds", lambda _, tensor: tensor is pinned[-1])
+    pinned.append(torch.ones(4))
+    assert all(family.stays_pinned(pinned[0]) for family in families)
+    assert not any(family.stays_pinned(torch.ones(4)) for family in families)
+    if host.name == "reforge":
+        management = sys.modules["ldm_patched.modules.model_management"]
+        monkeypatch.setattr(management, "NUM_STREAMS", 2, raising=False)
+    else:
+        stream: Any = ModuleType("backend.stream")
+        stream.should_use_stream = lambda: True
+        monkeypatch.setitem(sys.modules, "backend.stream", stream)
+    assert not any(family.streams_weights() for family in families)
+    assert not any(family.stays_pinned(pinned[0]) for family in families)

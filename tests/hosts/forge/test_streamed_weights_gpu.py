@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +226,21 @@ def test_without_room_for_its_weights_a_block_is_eager(
     settle(host)
     assert {fallback.reason for fallback in session.fallbacks()} == {NO_ROOM}
     assert_right(host, graphs, 63)
+
+
+def test_where_memory_runs_out_in_the_copies_a_block_is_eager(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settle(host)
+
+    def full(*_: Any) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(streamed_weights, "copy_weights", full)
+    host.unet.register_module("another", nn.Identity())  # nothing is replayed from now on
+    for seed in range(3):
+        assert_right(host, graphs, 70 + seed)
+    assert {fallback.reason for fallback in session.fallbacks()} == {NO_ROOM}
