@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,9 @@ from onediff_ext.engine.blocks.weight_slots import is_dense
 from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
+
+Tensors = Sequence[torch.Tensor]
+Made = TypeVar("Made", bound=Tensors)
 
 # There are two buffers of this size at most. Weights of larger blocks are copied without them.
 AHEAD_BYTES = 128 * 2**20
@@ -44,7 +47,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         self._stream: object = None
         self._made: set[int] = set()
         self._ahead: CopiesAhead | None = None
-        self._in_graph = False
+        self._is_noted = False
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __enter__(self) -> MemoryReads:
@@ -60,7 +63,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._in_graph:  # or in a copy; what these read is noted already
+        if self._is_noted:
             return func(*args, **(kwargs or {}))
         self._note_read((args, kwargs))
         if self._reads_streamed(args, kwargs):
@@ -75,31 +78,28 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         return output
 
     def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self._note_read(arguments)
-        self._in_graph = True
-        try:
-            outputs = graph(arguments)
-        finally:
-            self._in_graph = False
-        self._note_made(outputs)
-        return outputs
+        return self._run(graph, arguments)
 
     def copy(self, weights: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        small = sum(weight.nbytes for weight in weights) <= AHEAD_BYTES
-        if device.type != "cuda" or not small or not all(map(self._may_be_copied_ahead, weights)):
+        fit = sum(weight.nbytes for weight in weights) <= AHEAD_BYTES
+        if device.type != "cuda" or not fit or not all(map(self._may_be_copied_ahead, weights)):
             return copied(weights, device)
-        self._note_read(weights)
-        self._in_graph = True
-        try:
-            self._ahead = self._ahead or CopiesAhead(device)
-            copies = self._ahead.copy(weights)
-        finally:
-            self._in_graph = False
-        self._note_made(copies)
-        return copies
+        self._ahead = self._ahead or CopiesAhead(device)
+        return self._run(self._ahead.copy, weights)
 
     def _may_be_copied_ahead(self, weight: torch.Tensor) -> bool:
         return weight.untyped_storage().data_ptr() in self._streamed and is_dense(weight)
+
+    def _run(self, function: Callable[[Tensors], Made], arguments: Tensors) -> Made:
+        """Call what reads its arguments and its own memory, and note only these."""
+        self._note_read(arguments)
+        self._is_noted = True
+        try:
+            made = function(arguments)
+        finally:
+            self._is_noted = False
+        self._note_made(made)
+        return made
 
     def _reads_streamed(self, *given: Any) -> bool:
         return bool(self._streamed) and not self._streamed.isdisjoint(
