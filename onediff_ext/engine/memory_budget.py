@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from onediff_ext.core.gpu_advice import CUDA_GRAPHS_PART
+
 # Free memory that a recording has to leave: previews and libraries' workspaces.
 MARGIN_BYTES = 256 * 2**20
 _UNLIMITED = 2**62
@@ -156,7 +158,9 @@ class MemoryBudget:
         reading = self._read(device)
         if reading is None:
             return _UNLIMITED if self._limit_bytes is None else self._limit_bytes
-        limit = reading.total // 4 if self._limit_bytes is None else self._limit_bytes
+        limit = self._limit_bytes
+        if limit is None:
+            limit = reading.total // CUDA_GRAPHS_PART
         return min(limit, pool_bytes + self._free(reading, pool_bytes) - MARGIN_BYTES)
 
     def must_give_back(self, device: torch.device, pool_bytes: int) -> bool:

@@ -99,12 +99,12 @@ _PRECISION = (
 )
 # What fits into a small GPU (core/gpu_advice.py).
 _GPU = (
-    "{n} GB of GPU memory: {advice}",
+    "{n} GB of GPU memory: {advice}. CUDA graphs take up to {most} GB of what is free.",
     "SD1.5 fits whole; SDXL fits with --medvram-sdxl in A1111, with Forge's and Neo's own "
     "memory management, and with enable_model_cpu_offload() in diffusers",
-    "SD1.5 fits whole; SDXL needs Forge or Neo, whose streamed blocks run eager",
+    "SD1.5 fits whole; SDXL needs Forge or Neo, which keep a part of it in main memory",
     "SD1.5 fits with --medvram in A1111, and whole in Forge and Neo; SDXL needs Forge or "
-    "Neo, whose streamed blocks run eager",
+    "Neo, which keep a part of it in main memory",
     "SD1.5 needs --lowvram in A1111, or Forge or Neo",
 )
 # How the VAE ran.

@@ -30,5 +30,7 @@ def test_each_gpu_gets_the_advice_of_its_name(gigabytes: int, reported: float) -
         assert advice.startswith(expected[min(gigabytes, 24)])
 
 
-def test_the_line_names_the_memory() -> None:
-    assert memory_advice(8 * 2**30).startswith("8 GB of GPU memory: SD1.5 fits whole")
+def test_the_line_names_the_memory_and_what_cuda_graphs_may_take() -> None:
+    advice = memory_advice(8 * 2**30)
+    assert advice.startswith("8 GB of GPU memory: SD1.5 fits whole")
+    assert advice.endswith(" CUDA graphs take up to 2.0 GB of what is free.")
