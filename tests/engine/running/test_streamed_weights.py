@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 
 from onediff_ext.engine.memory_budget import GpuMemory, MemoryBudget, MemoryReading
 from onediff_ext.engine.running import streamed_weights
@@ -166,3 +168,15 @@ def test_memory_of_cuda_graphs_is_not_free() -> None:
     assert refusal.reason == NO_ROOM
     del graphs  # nobody keeps them alive
     assert StreamedWeights(family, budget).refusal(block, block.weights, GPU, epoch=1) is None
+
+
+def test_the_largest_blocks_of_sdxl_fit_without_a_look_at_the_memory() -> None:
+    with torch.device("meta"):
+        blocks = {
+            69: BasicTransformerBlock(1280, 20, 64, cross_attention_dim=2048),
+            98: ResnetBlock2D(in_channels=2560, out_channels=1280, temb_channels=1280),
+        }
+    for megabytes, block in blocks.items():
+        size_bytes = sum(weight.numel() for weight in block.parameters()) * torch.half.itemsize
+        assert size_bytes // 10**6 == megabytes
+        assert size_bytes < streamed_weights._FITS_BYTES
