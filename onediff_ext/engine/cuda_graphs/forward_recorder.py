@@ -62,10 +62,11 @@ class ForwardRecorder:
             CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
             ModelChangedError: A block's weights no longer have the form that its graph reads.
         """
+        streamed = frozen.snapshot.streamed_storages(call.device) or frozenset()
         text_kv_graphs = {}
         if self._tracker.has_current_derived_weights((variant, call.form), frozen):
             text_kv_graphs = {
-                i: self._text_kv_graph(recorder, call, i, runners, frozen, variant)
+                i: self._text_kv_graph(recorder, call, i, runners, frozen, variant, streamed)
                 for i, runners in readers(self._runners, call.tensors).items()
                 if all(_projects_outside(runner) for runner in runners)
             }
@@ -93,7 +94,6 @@ class ForwardRecorder:
             given = iter(outputs)
             return pytree.tree_map_only(torch.Tensor, lambda _: next(given), found)
 
-        streamed = frozen.snapshot.streamed_storages(call.device) or frozenset()
         recording, reads = record_and_observe(recorder, forward, call.device, streamed)
         places = frozen.snapshot.places()
         return CapturedGraph(
@@ -113,13 +113,14 @@ class ForwardRecorder:
         runners: Sequence[BlockRunner],
         frozen: FrozenState,
         variant: Hashable,
+        streamed: frozenset[int],
     ) -> TextKvGraph:
         """The text KV graph of one argument, shared by all sizes while the model is the same."""
         prompt = call.tensors[index]
         key = (variant, index, prompt.shape, call.form)
         graph = self._text_kv_graphs.get(key)
         if graph is None or not graph.serves(frozen.snapshot, runners):
-            graph = TextKvGraph(recorder, prompt, runners, frozen.snapshot, call.device)
+            graph = TextKvGraph(recorder, prompt, runners, frozen.snapshot, call.device, streamed)
             self._text_kv_graphs[key] = graph
         return graph
 

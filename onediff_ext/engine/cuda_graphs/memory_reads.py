@@ -15,8 +15,7 @@ from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
 
-Tensors = Sequence[torch.Tensor]
-Made = TypeVar("Made", bound=Tensors)
+_Made = TypeVar("_Made", bound=Sequence[torch.Tensor])
 
 # There are two buffers of this size at most. Weights of larger blocks are copied without them.
 AHEAD_BYTES = 128 * 2**20
@@ -90,7 +89,9 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
     def _may_be_copied_ahead(self, weight: torch.Tensor) -> bool:
         return weight.untyped_storage().data_ptr() in self._streamed and is_dense(weight)
 
-    def _run(self, function: Callable[[Tensors], Made], arguments: Tensors) -> Made:
+    def _run(
+        self, function: Callable[[Sequence[torch.Tensor]], _Made], arguments: Sequence[torch.Tensor]
+    ) -> _Made:
         """Call what reads its arguments and its own memory, and note only these."""
         self._note_read(arguments)
         self._is_noted = True

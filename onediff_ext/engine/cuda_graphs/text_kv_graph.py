@@ -30,6 +30,7 @@ class TextKvGraph:
         runners: Of these blocks.
         snapshot: What the model is; CUDA graphs of another state must not use this.
         device: Where the blocks run.
+        streamed: As `MemoryReads` takes it.
 
     Attributes:
         source: The tensor that the recording reads, of the prompt's shape.
@@ -46,6 +47,7 @@ class TextKvGraph:
         runners: Sequence[BlockRunner],
         snapshot: Snapshot,
         device: torch.device,
+        streamed: frozenset[int],
     ) -> None:
         self.snapshot, self.runners = snapshot, tuple(runners)
         with torch.inference_mode(False):  # or it could not be written to outside of it
@@ -61,7 +63,7 @@ class TextKvGraph:
             recorder,
             lambda: [runner.text_kv.compute(source) for runner in self.runners],
             device,
-            snapshot.streamed_storages(device) or frozenset(),
+            streamed,
             lasting=True,
         )
         self._owned_storages = owned_storages(reads, snapshot.places(), [source])

@@ -6,7 +6,7 @@ arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,9 @@ from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.hosts import forge_blocks as blocks
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn
 
 Draw = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-
-
-@pytest.fixture(params=sorted(ADAPTERS))
-def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
-    with running(request.param) as stand_in:
-        yield stand_in
-
-
-@pytest.fixture
-def graphs(host: ForgeStandIn) -> Iterator[GraphsForJobs]:
-    graphs = GraphsForJobs(ADAPTERS[host.name]())
-    yield graphs
-    graphs.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +28,6 @@ from tests.support.forge_stand_in import (
 )
 
 KINDS_OF_THE_UNET = 3  # ResBlock 16→16 (two blocks), ResBlock 16→32, BasicTransformerBlock
-
-
-@pytest.fixture(params=sorted(ADAPTERS))
-def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
-    with running(request.param) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture

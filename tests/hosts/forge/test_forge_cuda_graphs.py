@@ -20,14 +20,8 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.timestep_embedding import EmbeddedCounts, TimestepEmbedding
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_blocks_stand_in import embed_from_the_cpu
-from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn
 from tests.support.strict_recorder import StrictRecorder
-
-
-@pytest.fixture(params=sorted(ADAPTERS))
-def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
-    with running(request.param) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture

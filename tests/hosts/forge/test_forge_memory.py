@@ -21,7 +21,7 @@ from onediff_ext.hosts.pinned_memory import PinnedMemory
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.fake_gpu import GB
-from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn
 
 GPU = torch.device("cuda", 0)
 
@@ -103,12 +103,6 @@ def test_a_replacement_that_another_extension_put_back_is_not_replaced_again() -
     functions.share(memory, patches, lambda *_: None, lambda: 0)
     patches.undo()
     assert (memory.free_memory, memory.get_free_memory) == own
-
-
-@pytest.fixture(params=sorted(ADAPTERS))
-def host(request: pytest.FixtureRequest) -> Iterator[ForgeStandIn]:
-    with running(request.param) as stand_in:
-        yield stand_in
 
 
 def test_while_a_job_runs_the_host_asks_us_first(host: ForgeStandIn, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
-from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
+from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
 from tests.support.forge_transformers.draws import TRANSFORMERS, Transformer
 from tests.support.strict_recorder import StrictRecorder
 
@@ -38,13 +38,6 @@ def host(transformer: Transformer) -> Iterator[ForgeStandIn]:
     with running(transformer.host) as stand_in:
         stand_in.load(0, transformer=transformer.make)
         yield stand_in
-
-
-@pytest.fixture
-def graphs(host: ForgeStandIn) -> Iterator[GraphsForJobs]:
-    graphs = GraphsForJobs(ADAPTERS[host.name]())
-    yield graphs
-    graphs.close()
 
 
 @pytest.fixture(scope="session")

@@ -42,13 +42,6 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-def graphs(host: ForgeStandIn) -> Iterator[GraphsForJobs]:
-    graphs = GraphsForJobs(ADAPTERS[host.name]())
-    yield graphs
-    graphs.close()
-
-
-@pytest.fixture
 def session(host: ForgeStandIn, graphs: GraphsForJobs, tmp_path: Path) -> Iterator[Session]:
     """Of a job that has begun to sample. The graphs are there after its first step."""
     options = CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1)
