@@ -664,6 +664,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     stream = _Stream(GPU, lambda _: seen.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", {GPU: stream}.get)
+    # It would end a recording of another thread.
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for all of it"))
     return seen
 
 

@@ -99,6 +99,23 @@ def test_a_new_buffer_waits_for_all_before(streams: Streams) -> None:
     assert "block 4" not in streams.side.after["copy 5"]
 
 
+def test_all_recordings_share_one_second_stream(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hands out its 32 streams in turn: another one might be somebody else's."""
+    made: list[Stream] = []
+
+    def make(_: torch.device) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    for _ in range(3):
+        CopiesAhead(GPU)
+    assert len(made) == 1
+    assert streams.main not in made
+
+
 def test_copies_have_the_form_of_the_weights() -> None:
     weights = [
         torch.randn(3, 5).half(),
