@@ -31,7 +31,8 @@ from onediff_ext.engine.blocks.weight_slots import rule_of
 from onediff_ext.engine.checking.compare_with_eager import compare_all
 from onediff_ext.engine.class_methods import ClassMethod, forward_of
 from onediff_ext.engine.cuda_graphs.forward_call import tensors_of
-from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.running.text_kv import stamp_of

@@ -24,6 +24,7 @@ from onediff_ext.engine.blocks.family import (
 )
 from onediff_ext.engine.blocks.group_norm_family import GroupNormFamily, GroupNorms
 from onediff_ext.hosts.forge_attention import AttentionRules, inexact_reason
+from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 from onediff_ext.hosts.ldm_blocks import (
     LdmBlocks,
     LdmResBlocks,
@@ -56,6 +57,7 @@ class ForgePackage:
         casts: Attribute by which a layer is told to cast its weights to its input.
         ignored_attrs: Attributes that the host's memory management keeps on modules.
         dynamic_weight_attrs: Attributes that make a layer change its weights at each call.
+        weight_functions: Know functions in `dynamic_weight_attrs`.
         copies_on_own_stream: Whether layers copy their weights on a stream of the host's (its swap
             method "Async").
         per_image: Models whose images of one batch do not depend on each other. reForge's UNet is
@@ -71,6 +73,7 @@ class ForgePackage:
     dynamic_weight_attrs: tuple[str, ...]
     copies_on_own_stream: Callable[[], bool]
     per_image: tuple[str, ...]
+    weight_functions: tuple[LowVramPatches, ...] = ()
 
 
 def uses_backend_stream() -> bool:
@@ -94,6 +97,7 @@ class ForgeBlocks(LdmBlocks):
         self.sources = (*dict.fromkeys(f"{module}." for module in own), *package.layers)
         self.ignored_attrs = package.ignored_attrs
         self.dynamic_weight_attrs = package.dynamic_weight_attrs
+        self.weight_functions = package.weight_functions
         self.per_image = package.per_image
 
     def module_name(self) -> str:

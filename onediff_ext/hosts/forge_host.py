@@ -20,6 +20,7 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.base import HostCheckpoint, WebUIHost, control_components
 from onediff_ext.hosts.forge_denoisers import UNETS, Denoiser, StepNoise, denoiser_of
 from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
+from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.hosts.timestep_embedding import TimestepEmbeddings
 
@@ -41,14 +42,16 @@ class ForgeFamilyHost(WebUIHost):
 
     Attributes:
         denoisers: The classes of UNets and transformers whose blocks are known.
+        weight_functions: As `ForgePackage.weight_functions`.
     """
 
     denoisers: Mapping[str, Denoiser] = UNETS
+    weight_functions: Sequence[LowVramPatches] = ()
 
     def __init__(self) -> None:
         self._embeddings = TimestepEmbeddings()
         moves = PinnedMoves()
-        self._streamed = StreamedLayers(moves)
+        self._streamed = StreamedLayers(moves, self.weight_functions)
         self._memory = MemoryFunctions(moves, self._streamed)
 
     def rules(self) -> Sequence[WrapperRule]:

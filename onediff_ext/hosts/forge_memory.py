@@ -7,7 +7,7 @@ is not. So before the host counts on memory that only looks free, CUDA graphs gi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.patches import Patches
+from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 from onediff_ext.hosts.pinned_moves import PinnedMoves, is_in_pinned_memory
 
 
@@ -28,10 +29,11 @@ class StreamedLayers:
 
     Args:
         moves: Decides how much memory is pinned, and when.
+        weight_functions: Know which tensors such layers read at each step besides their weights.
     """
 
-    def __init__(self, moves: PinnedMoves) -> None:
-        self._moves = moves
+    def __init__(self, moves: PinnedMoves, weight_functions: Sequence[LowVramPatches] = ()) -> None:
+        self._moves, self._functions = moves, tuple(weight_functions)
         self._readers: list[torch.device] = []  # GPUs that read pinned layers
         # Whether a model has such layers, since the last move.
         self._has_pinned: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -46,12 +48,12 @@ class StreamedLayers:
         Args:
             memory_management: The host's Python module.
         """
-        weights: dict[torch.device, list[nn.Parameter | None]] = {}
+        weights: dict[torch.device, list[torch.Tensor | None]] = {}
         for loaded in getattr(memory_management, "current_loaded_models", ()):
             device: Any = getattr(loaded, "device", None)
             model = getattr(getattr(loaded, "model", None), "model", None)
             if getattr(device, "type", None) == "cuda" and isinstance(model, nn.Module):
-                weights.setdefault(device, []).extend(_parameters(model))
+                weights.setdefault(device, []).extend(self._streamable(model))
         self._readers = [gpu for gpu, each in weights.items() if self._moves.pin(each, gpu)]
 
     def wait(self, model: nn.Module | None = None, *_: Any) -> None:
@@ -71,8 +73,12 @@ class StreamedLayers:
 
     def _is_streamed(self, model: nn.Module) -> bool:
         if model not in self._has_pinned:
-            self._has_pinned[model] = any(map(is_in_pinned_memory, _parameters(model)))
+            self._has_pinned[model] = any(map(is_in_pinned_memory, self._streamable(model)))
         return self._has_pinned[model]
+
+    def _streamable(self, model: nn.Module) -> list[torch.Tensor | None]:
+        """What a model's layers may read in main memory."""
+        return [*_parameters(model), *(t for rule in self._functions for t in rule.tensors(model))]
 
 
 class MemoryFunctions:

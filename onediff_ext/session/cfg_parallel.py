@@ -30,7 +30,7 @@ from onediff_ext.engine.cfg_parallel.second_device import second_device
 from onediff_ext.engine.checking.compare_with_eager import QUANTIZED_TOLERANCE, compare_all
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, read_call, tensors_of
-from onediff_ext.engine.cuda_graphs.staleness import Snapshot
+from onediff_ext.engine.cuda_graphs.staleness import DYNAMIC_WEIGHTS, Snapshot
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.session.model_component import Component
@@ -259,6 +259,8 @@ class CfgParallel:
         model: nn.Module = component.model
         snapshot = Snapshot(model, component.known)
         reason = snapshot.refusal_reason
+        if reason is None and snapshot.has_weight_functions:
+            reason = DYNAMIC_WEIGHTS
         if reason is None and not snapshot.is_per_image:
             reason = f"a {type(model).__qualname__} is not known to draw each image by itself"
         if reason is None and len(snapshot.devices) > 1:

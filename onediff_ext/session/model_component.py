@@ -19,7 +19,8 @@ from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_of
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
-from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules, foreign_forward
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot, foreign_forward
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.engine.running.block_runner import BlockRunner

@@ -19,8 +19,11 @@ from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts import pinned_memory, pinned_moves
 from onediff_ext.hosts.a1111.lowvram import bring_to_gpu, moved_models
 from onediff_ext.hosts.forge_memory import MemoryFunctions, StreamedLayers
+from onediff_ext.hosts.neo.package import NEO
 from onediff_ext.hosts.pinned_memory import PINNED_MEMORY, SPARE_BYTES, PinnedMemory
 from onediff_ext.hosts.pinned_moves import PinnedMoves, device_it_moves_to, use_pinned_memory
+from tests.support.forge_lora_stand_in import StreamedLora
+from tests.support.forge_stand_in import running
 
 SIZE = 160  # of layers
 GPU = torch.device("cuda", 0)
@@ -689,6 +692,21 @@ def test_layers_that_forge_streams_are_pinned_when_it_has_loaded(waits: list[str
         memory.load_models_gpu([])
         memory.free_memory(5, GPU)
     assert waits[7:] == ["waited"]  # the last move that could write to them
+
+
+def test_loras_that_streamed_layers_apply_at_each_call_are_pinned(waits: list[str]) -> None:
+    with running("neo") as host:
+        lora = StreamedLora(host.name)
+        lora.add(host.unet, "transformer.ff.out")
+        (rule,) = NEO.weight_functions
+        streamed = StreamedLayers(PinnedMoves(), NEO.weight_functions)
+        streamed.pin(forge_memory([], host.unet))
+        assert waits == ["pinned"] * len(list(host.unet.parameters()))
+        waits.clear()
+        lora.switch(host.unet, on=True)
+        streamed.pin(forge_memory([], host.unet))
+        assert waits == ["pinned"] * 2
+        assert {id(each) for each in rule.tensors(host.unet)} == set(map(id, lora.tensors()))
 
 
 def test_a_step_waits_only_for_layers_of_its_own_model(waits: list[str]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from tests.support.forge_lora_stand_in import lora_modules
 from tests.support.forge_transformers import import_transformers
 from tests.support.ldm_stand_in import live_in
 
@@ -28,6 +29,15 @@ Namespace = dict[str, Any]
 def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Bring a weight to where a layer computes."""
     return Device.cast(weight, x)
+
+
+def apply_functions(functions: list[Any], weight: Any) -> Any:
+    """Apply a layer's functions to a copy of a weight, which they may write to."""
+    if functions:
+        weight = weight.clone()
+    for function in functions:
+        weight = function(weight)
+    return weight
 
 
 def forge_layers() -> type:
@@ -94,8 +104,8 @@ def reforge_layers() -> type:
                 if self.ldm_patched_cast_weights:
                     weight = cast(weight, x)
                     bias = None if bias is None else cast(bias, x)
-                for function in self.weight_function:
-                    weight = function(weight)
+                weight = apply_functions(self.weight_function, weight)
+                bias = apply_functions(self.bias_function, bias)
                 return compute(self, x, weight, bias)
 
         Layer.__name__ = base.__name__
@@ -124,8 +134,8 @@ def neo_layers() -> type:
                 if self.parameters_manual_cast:
                     weight = cast(weight, x)
                     bias = None if bias is None else cast(bias, x)
-                for function in self.weight_function:
-                    weight = function(weight)
+                weight = apply_functions(self.weight_function, weight)
+                bias = apply_functions(self.bias_function, bias)
                 return compute(self, x, weight, bias)
 
         Layer.__name__ = base.__name__
@@ -422,6 +432,7 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
     classes = make_blocks(ops, attention, options_to_resnets=name != "reforge")
     contents: dict[str, Namespace] = {home: {} for home in homes.values()}
     contents[homes["layers"]] = {ops.__name__: ops}
+    contents.update(lora_modules(name))
     for cls_name, cls in classes.items():
         home = homes.get(cls_name, homes["ResBlock"])
         live_in(cls, home)

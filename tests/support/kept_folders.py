@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import onediff_ext
@@ -48,7 +49,8 @@ def kept_folder(name: str, patterns: tuple[str, ...]) -> Path:
     folders = default_root({**os.environ, ROOT_VARIABLE: ""}) / name
     folder = folders / digest_of(patterns)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.utime(folder)
+    now = time.time_ns()  # the system's own timestamps are equal for some milliseconds
+    os.utime(folder, ns=(now, now))
     by_last_use = sorted(folders.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for old in by_last_use[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -16,9 +15,14 @@ from onediff_ext.engine.blocks.key_text import (
     describe,
     digest,
     follows_from_padding,
+    is_untold_function,
     qualified_name,
-    says_all_by_name,
     source_digest,
+)
+from onediff_ext.engine.blocks.weight_functions import (
+    WeightFunctionRule,
+    functions_of,
+    known_attributes,
 )
 from onediff_ext.engine.blocks.weight_slots import (
     Layout,
@@ -57,15 +61,17 @@ class BlockTree:
         dynamic_weight_attrs: As `BlockFamily.dynamic_weight_attrs`.
         trusted_patchers: As `BlockFamily.trusted_patchers`.
         redundant_attrs: As `BlockFamily.redundant_attrs`.
+        weight_functions: As `BlockFamily.weight_functions`.
         code: Watches the code of this process.
         moment, epoch: As for `PythonCode.current_generation`.
 
     Attributes:
         refusal_reason: Why no graph may replace this block, or None.
-        changing: Attributes of a module, and the one that changes its weights at each call.
+        changing: A module, and its attribute that changes its weights at each call.
         entries: The part of the kind's key that the block decides.
         slots: The weights, in the order of `weights`.
         names: Full names of the weights, in the order of `weights`.
+        has_weight_functions: Whether a layer applied functions to its weights then.
     """
 
     def __init__(
@@ -78,14 +84,16 @@ class BlockTree:
         dynamic_weight_attrs: tuple[str, ...] = (),
         trusted_patchers: tuple[str, ...] = (),
         redundant_attrs: frozenset[str] = frozenset(),
+        weight_functions: tuple[WeightFunctionRule, ...] = (),
         code: PythonCode | None = None,
         moment: Hashable = None,
         epoch: Hashable = None,
     ) -> None:
         self.refusal_reason: str | None = None
-        self.changing: tuple[dict[str, Any], str] | None = None
+        self.changing: tuple[nn.Module, str] | None = None
         self._parts, self._ignored_attrs = parts, ignored_attrs
         self._dynamic_weight_attrs, self._trusted_patchers = dynamic_weight_attrs, trusted_patchers
+        self._function_rules = weight_functions
         self._not_in_key = _NOT_IN_KEY | ignored_attrs | redundant_attrs
         self._packages = ("torch.nn.modules", *packages)
         self._block = block
@@ -102,6 +110,7 @@ class BlockTree:
         self._sources: set[str] = set()
         self._visit("", block, lines, inner=False)
         self.names = tuple(slot.path for slot in self.slots)
+        self.has_weight_functions = any(slot.functions is not None for slot in self.slots)
         self._state = ModelState(
             self._modules,
             block,
@@ -146,6 +155,7 @@ class BlockTree:
             family.dynamic_weight_attrs,
             family.trusted_patchers,
             family.redundant_attrs,
+            family.weight_functions,
             code,
             moment,
             epoch,
@@ -164,6 +174,7 @@ class BlockTree:
             self._state.holds(moment, epoch)
             and all(holder.get(name) is None for holder, name in self._absent)
             and all(rule.refusal_reason(w) == reason for rule, w, reason in self._refusing)
+            and (self.changing is None or not self._is_known_now(*self.changing))
         )
 
     @property
@@ -264,11 +275,13 @@ class BlockTree:
         self._sources.add(type(module).__module__)
         lines.append(f"{path}: {name} {self._describe_attributes(module)}")
         prefix = f"{path}." if path else ""
+        functions = functions_of(module, self._function_rules)
         for holder, merges in ((module._parameters, True), (module._buffers, False)):
             for name, weight in holder.items():
                 if weight is not None:
                     by = wrapped if merges and name == "weight" else None
-                    self.slots.append(WeightSlot(prefix + name, holder, name, by))
+                    applied = functions.get(name) if merges else None
+                    self.slots.append(WeightSlot(prefix + name, holder, name, by, applied))
                 else:
                     self._absent.append((holder, name))
         for name, child in module._modules.items():
@@ -325,6 +338,9 @@ class BlockTree:
             self._refuse(f"a {type(module).__qualname__} holds a {untold[0]} of unknown value")
         return f"{{{told}}}"
 
+    def _is_known_now(self, module: nn.Module, attribute: str) -> bool:
+        return attribute in known_attributes(module, self._function_rules)
+
     def _is_known(self, module: nn.Module) -> bool:
         is_known = qualified_name(type(module)).startswith(self._packages)
         return is_known or rule_of(module, self._rules) is not None
@@ -346,16 +362,17 @@ class BlockTree:
                     else f"{what} has a replaced {name} of another extension"
                 )
         own = f"{type(module).__module__.partition('.')[0]}."
+        known = known_attributes(module, self._function_rules)
         for name, value in vars(module).items():
-            if name in self._dynamic_weight_attrs and value:
-                self.changing = self.changing or (vars(module), name)
+            if name in self._dynamic_weight_attrs and value and name not in known:
+                self.changing = self.changing or (module, name)
                 self._refuse(f"{what} has weights that change at each call ({name})")
             if name in self._not_in_key or not reads_attribute(type(module), name):
                 continue
             if isinstance(value, torch.Tensor):
                 self._refuse(f"{what} holds a tensor that is no parameter ({name})")
-            elif _is_called(value, module, name) and not _is_known_callable(
-                value, (own, *self._packages, *self._trusted_patchers)
+            elif is_untold_function(
+                value, module, name, (own, *self._packages, *self._trusted_patchers)
             ):
                 source = defining_module(value) or f"a {type(value).__qualname__}"
                 self._refuse(f"{what} holds a function of {source} ({name})")
@@ -381,20 +398,3 @@ def _depends_on_training(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, nn.modules.batchnorm._NormBase)
-
-
-def _is_called(value: object, module: nn.Module, name: str) -> bool:
-    """Whether an attribute may be called as a function; others judge modules and methods."""
-    if isinstance(value, types.FunctionType):
-        return True
-    is_judged = isinstance(value, nn.Module) or callable(getattr(type(module), name, None))
-    # A class, such as a host's choice of layers, is named in the key as a function is.
-    return callable(value) and not isinstance(value, type) and not (is_judged or is_ours(value))
-
-
-def _is_known_callable(value: object, packages: Sequence[str]) -> bool:
-    """Whether the text in a kind's key says what a callable computes, by name and attributes."""
-    if not says_all_by_name(value):
-        return False
-    module = defining_module(value)
-    return not module or f"{module}.".startswith(("builtins.", "torch.", *packages))

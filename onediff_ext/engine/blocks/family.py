@@ -12,6 +12,7 @@ from torch import nn
 
 from onediff_ext.engine.blocks.arguments import named_arguments
 from onediff_ext.engine.blocks.prompt_recipe import PromptRecipe
+from onediff_ext.engine.blocks.weight_functions import WeightFunctionRule
 from onediff_ext.engine.quantization import EightBitLinears
 
 # Inclusive bounds of the dims that may vary, in latent cells and tokens. Below 64 images the code
@@ -95,7 +96,10 @@ class BlockFamily(ABC):
         redundant_attrs: Names of attributes of the block's modules that are not part of the key: a
             record of how the block was made, or values computed from other attributes.
         dynamic_weight_attrs: Names of attributes of the block's modules that change their weights
-            at each call while they are there and not empty. The block runs eager then.
+            at each call while they are there and not empty. The block runs eager then, unless
+            `weight_functions` know what is in them.
+        weight_functions: Know functions in `dynamic_weight_attrs` that may be applied to copies of
+            the weights, which the block's graph gets then.
         trusted_patchers: Prefixes of the modules whose methods may replace those of the block's
             classes: the host's own, with no effect that a graph would miss.
         per_image: Full names of models that consist of such blocks and whose images of one batch
@@ -114,6 +118,7 @@ class BlockFamily(ABC):
     ignored_attrs: frozenset[str] = frozenset()
     redundant_attrs: frozenset[str] = frozenset()
     dynamic_weight_attrs: tuple[str, ...] = ()
+    weight_functions: tuple[WeightFunctionRule, ...] = ()
     trusted_patchers: tuple[str, ...] = ()
     per_image: tuple[str, ...] = ()
     mutates_inputs = False

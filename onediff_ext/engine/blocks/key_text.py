@@ -11,7 +11,7 @@ import hashlib
 import numbers
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from onediff_ext.engine.object_attributes import attributes_of
+from onediff_ext.engine.validity.foreign_code import defining_module, is_ours
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, bytes, range, slice)
 # Packages whose numbers print all of their digits.
@@ -143,6 +144,30 @@ def says_all_by_name(value: object) -> bool:
     if isinstance(value, types.BuiltinFunctionType):  # also a method of a list or a dict
         return isinstance(value.__self__, (type(None), types.ModuleType))
     return not isinstance(value, (functools.partial, types.MethodType))
+
+
+def is_untold_function(
+    value: object, module: nn.Module, name: str, packages: Sequence[str]
+) -> bool:
+    """Return whether an attribute may be called, and a kind's key does not say what it computes.
+
+    Modules and methods are judged elsewhere.
+
+    Args:
+        value: What the attribute holds.
+        module: Whose attribute it is.
+        name: Its name.
+        packages: Prefixes of the modules whose functions the key names, besides torch's.
+    """
+    if not isinstance(value, types.FunctionType):
+        is_judged = isinstance(value, nn.Module) or callable(getattr(type(module), name, None))
+        # A class, such as a host's choice of layers, is named in the key as a function is.
+        if not callable(value) or isinstance(value, type) or is_judged or is_ours(value):
+            return False
+    if not says_all_by_name(value):
+        return True
+    home = defining_module(value)
+    return bool(home) and not f"{home}.".startswith(("builtins.", "torch.", *packages))
 
 
 def _by_name(item: tuple[Any, Any]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onediff_ext.core.errors import ModelChangedError
+from onediff_ext.engine.blocks.weight_functions import LayerFunctions
 from onediff_ext.engine.graph_calls import is_observed
 
 # What a graph assumes of a weight: dtype, shape, strides in elements.
@@ -147,8 +148,10 @@ class WeightSlot:
         holder: The dictionary of the module that has the weight.
         name: The weight's name in `holder`.
         wrapped: The rule and the wrapper that decide the weight, if any.
+        functions: What the layer applies to the weight at each call, if anything.
 
     Attributes:
+        functions: As given. `read` returns the weight without them.
         layout: The layout that graphs are built for; None until the block is described.
         made_from: Identifies what the merged weight was computed from; None without a wrapper.
         merged: The last merged weight; None before and without a wrapper.
@@ -157,7 +160,7 @@ class WeightSlot:
 
     __slots__ = (
         *("_exchanges", "_last", "_wrapped"),
-        *("holder", "layout", "made_from", "merged", "name", "on_merge", "path"),
+        *("functions", "holder", "layout", "made_from", "merged", "name", "on_merge", "path"),
     )
 
     def __init__(
@@ -166,8 +169,10 @@ class WeightSlot:
         holder: dict[str, Any],
         name: str,
         wrapped: tuple[WrapperRule, nn.Module] | None,
+        functions: LayerFunctions | None = None,
     ) -> None:
         self.path, self.holder, self.name, self._wrapped = path, holder, name, wrapped
+        self.functions = functions
         self.merged: torch.Tensor | None = None
         # The tensors that were read last, and how often they were others: a new one may lie at the
         # address of an old one.

@@ -13,7 +13,8 @@ from torch import nn
 
 from onediff_ext.core.errors import ReplicaError
 from onediff_ext.engine.class_methods import ClassForward
-from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.validity.tensor_contents import TensorContents, content_of, version_of
 from onediff_ext.engine.weak_tensors import WeakTensors
 

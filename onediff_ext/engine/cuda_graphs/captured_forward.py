@@ -25,7 +25,7 @@ from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.recording_gain import RecordingGain
 from onediff_ext.engine.cuda_graphs.recording_policy import RecordingPolicy
 from onediff_ext.engine.cuda_graphs.replay_checks import ReplayChecks
-from onediff_ext.engine.cuda_graphs.staleness import TrustedModules
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 

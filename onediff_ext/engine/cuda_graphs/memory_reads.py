@@ -14,6 +14,7 @@ from onediff_ext.engine.blocks.weight_slots import is_dense
 from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 _Made = TypeVar("_Made", bound=Sequence[torch.Tensor])
 
@@ -36,6 +37,8 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     Attributes:
         storages: By address, the storages that were read and were not allocated meanwhile.
+        failure: The first refusal, or the first time that memory ran out. A host's LoRA code goes
+            on without the LoRA then, and so would the CUDA graph.
     """
 
     observes_only = True
@@ -48,6 +51,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         self._ahead: CopiesAhead | None = None
         self._is_noted = False
         self.storages: dict[int, torch.UntypedStorage] = {}
+        self.failure: Exception | None = None
 
     def __enter__(self) -> MemoryReads:
         if self._stream is None:
@@ -64,6 +68,13 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
     ) -> Any:
         if self._is_noted:
             return func(*args, **(kwargs or {}))
+        try:
+            return self._observed(func, args, kwargs)
+        except (CaptureError, OutOfMemoryError) as exc:
+            self.failure = self.failure or exc
+            raise
+
+    def _observed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self._note_read((args, kwargs))
         if self._reads_streamed(args, kwargs):
             # Inference mode leaves operators whole: ``to`` may be a view, a copy or a conversion.
@@ -158,7 +169,10 @@ def record_and_observe(
         torch.set_autocast_cache_enabled(False)
         try:
             with reads, observed_by(reads):
-                return function()
+                made = function()
+            if reads.failure is not None:  # somebody has caught it
+                raise reads.failure
+            return made
         finally:
             torch.set_autocast_cache_enabled(cached)
 

@@ -13,7 +13,8 @@ from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.cuda_graphs.derived_stamp import DerivedStamp
-from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 
 # Variants whose snapshots are kept; each holds a list of everything that a model consists of.

@@ -3,106 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.family import BlockFamily
-from onediff_ext.engine.blocks.weight_slots import WrapperRule, layout_of, rule_of
+from onediff_ext.engine.blocks.weight_functions import (
+    FrozenFunctions,
+    known_attributes,
+)
+from onediff_ext.engine.blocks.weight_slots import layout_of, rule_of
 from onediff_ext.engine.class_methods import ClassForward
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods
 from onediff_ext.engine.validity.helper_functions import reads_attribute
 from onediff_ext.engine.validity.left_children import LeftOvers
 from onediff_ext.engine.validity.left_wrappers import left_wrappers
 from onediff_ext.engine.validity.model_state import ModelState, attention_processors
 from onediff_ext.engine.validity.once_per_image import OncePerImage
-from onediff_ext.engine.validity.python_code import PythonCode
 from onediff_ext.engine.weak_tensors import WeakTensors, is_made_of_others, parts_of
 
 # Packages with quantized tensors, whose operators have no state.
 _TENSOR_SOURCES = ("torchao.", "bitsandbytes.")
-_DYNAMIC_WEIGHTS = "a layer changes its weights at each call"
-
-
-@dataclass(frozen=True)
-class TrustedModules:
-    """The modules of a host's models that CUDA graphs may contain.
-
-    Args:
-        sources: Prefixes of the full names of classes without side effects, besides torch's own.
-        rules: Wrappers around layers, whose state is tracked.
-        trusted_patchers: As `BlockFamily.trusted_patchers`.
-        ignored_attrs: As `BlockFamily.ignored_attrs`.
-        dynamic_weight_attrs: As `BlockFamily.dynamic_weight_attrs`.
-        per_image: As `BlockFamily.per_image`.
-        settings: `BlockFamily.global_settings` of each family.
-        code: Watches the Python code of this process.
-        patched_by: `BlockFamily.patched_by` of each family.
-        stays_pinned: `BlockFamily.stays_pinned` of each family.
-    """
-
-    sources: Sequence[str] = ()
-    rules: Sequence[WrapperRule] = ()
-    trusted_patchers: Sequence[str] = ()
-    ignored_attrs: frozenset[str] = frozenset()
-    dynamic_weight_attrs: Sequence[str] = ()
-    per_image: frozenset[str] = frozenset()
-    settings: Sequence[Callable[[], Hashable]] = ()
-    code: PythonCode = field(default_factory=PythonCode)
-    patched_by: Sequence[Callable[[nn.Module], str | None]] = ()
-    stays_pinned: Sequence[Callable[[torch.Tensor], bool]] = ()
-
-    @classmethod
-    def of(
-        cls, families: Sequence[BlockFamily], rules: Sequence[WrapperRule], code: PythonCode
-    ) -> TrustedModules:
-        """Return what the families of a host's blocks know.
-
-        Args:
-            families: Of all its blocks.
-            rules, code: As `TrustedModules` takes them.
-        """
-        # Most families share one function, which each replay calls.
-        return cls(
-            sorted({source for family in families for source in family.sources}),
-            rules,
-            sorted({patcher for family in families for patcher in family.trusted_patchers}),
-            frozenset().union(*(family.ignored_attrs for family in families)),
-            sorted({name for family in families for name in family.dynamic_weight_attrs}),
-            frozenset(name for family in families for name in family.per_image),
-            list({type(f).global_settings: f.global_settings for f in families}.values()),
-            code,
-            list({type(f).patched_by: f.patched_by for f in families}.values()),
-            list({type(f).stays_pinned: f.stays_pinned for f in families}.values()),
-        )
-
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        """`sources`, torch's own modules and this package."""
-        return ("torch.nn.modules", "onediff_ext.", *self.sources)
-
-    @property
-    def names_and_patchers(self) -> tuple[str, ...]:
-        """`prefixes`, and those of modules whose patches are known."""
-        return (*self.prefixes, *self.trusted_patchers)
-
-    def patcher_of(self, module: nn.Module) -> str:
-        """Return who replaced a method of a module, for people.
-
-        Args:
-            module: A module with a replaced method.
-
-        Returns:
-            The name that the host's families know, or ``"another extension"``.
-        """
-        return next(filter(None, (find(module) for find in self.patched_by)), "another extension")
-
-    def current_settings(self) -> Hashable:
-        """The settings of the host's process, as they are now."""
-        return tuple(read() for read in self.settings)
+DYNAMIC_WEIGHTS = "a layer changes its weights at each call"
 
 
 def foreign_forward(model: nn.Module, forward: Any, known: TrustedModules) -> str | None:
@@ -147,6 +71,7 @@ class Snapshot:
     Attributes:
         merged: As given.
         refusal_reason: Why no CUDA graph of this model would be safe, or None.
+        has_weight_functions: Whether layers apply functions to their weights at each call.
         is_per_image: Whether the images of a batch do not depend on each other.
         devices: Where the weights are.
         origin: The same for snapshots that differ only in where the weights lie.
@@ -169,6 +94,7 @@ class Snapshot:
         modules = [module for module in modules if id(module) not in left_overs.modules]
         left = [(m, *found) for m in modules for found in left_wrappers(m).items()]
         passing = {(id(m), name) for m, name, wrapper in left if wrapper.passes()}
+        self._functions = FrozenFunctions(modules, known.weight_functions)
         self._state = ModelState(
             modules,
             model,
@@ -178,13 +104,15 @@ class Snapshot:
             bare=[m for rule, w in wrappers if id(w) in merged for m in rule.around(w)],
             parameters=True,
             left=[wrapper for _, _, wrapper in left],
+            called=self._functions.classes,
         )
         weights = [*model.parameters(), *model.buffers()]
-        tensors = parts_of(weights)
+        tensors = [*parts_of(weights), *self._functions.tensors()]  # of a LoRA, for one
         self._tensors = WeakTensors(tensors)
         self._layouts = list(map(_form_of, tensors))
         self._note_places(tensors)
         self.origin = object()
+        self.has_weight_functions = self._state.has_dynamic_weights
         self._layout = OncePerImage()
         self.refusal_reason = (
             next(
@@ -194,7 +122,7 @@ class Snapshot:
             or next(filter(None, (_processor_reason(p, known) for p in processors)), None)
             or next(filter(None, (_tensor_reason(t, known) for t in weights)), None)
             or self._state.foreign_code_reason(known.trusted_patchers)
-            or (_DYNAMIC_WEIGHTS if self._state.has_dynamic_weights else None)
+            or (DYNAMIC_WEIGHTS if self._has_unknown_functions(modules) else None)
         )
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         # Processors of pipelines attend from one image of a batch to another (text to video).
@@ -219,6 +147,7 @@ class Snapshot:
         if (
             tensors is None
             or self._known.current_settings() != self._settings
+            or not self._functions.hold()
             or not self._has_its_layouts(tensors, None)
             or not self._state.holds()
         ):
@@ -246,6 +175,7 @@ class Snapshot:
             tensors is not None
             and _where(tensors) == self._places
             and self._known.current_settings() == self._settings
+            and self._functions.hold()
             and self._has_its_layouts(tensors, epoch)
         )
 
@@ -268,6 +198,18 @@ class Snapshot:
         if all(t.is_cpu and any(stays(t) for stays in may_copy) for t in elsewhere):
             return frozenset(map(_storage_of, elsewhere))
         return None
+
+    def _has_unknown_functions(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether a layer changes its weights at each call, and not by functions alone that a CUDA
+        graph may contain."""
+        if not self._state.has_dynamic_weights:
+            return False
+        rules = self._known.weight_functions
+        return not self._functions.is_known or any(
+            vars(module).get(name) and name not in known_attributes(module, rules)
+            for module in modules
+            for name in self._known.dynamic_weight_attrs
+        )
 
     def places(self) -> set[int]:
         """Addresses of the storages of the weights."""

@@ -31,12 +31,7 @@ from onediff_ext.engine.running.call_signature import (
 )
 from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
-from onediff_ext.engine.running.streamed_weights import (
-    NO_ROOM,
-    KeptRefusal,
-    StreamedWeights,
-    tree_refusal,
-)
+from onediff_ext.engine.running.streamed_weights import KeptRefusal, StreamedWeights, tree_refusal
 from onediff_ext.engine.running.text_kv import BlockTextKv
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
@@ -58,7 +53,7 @@ class _Prepared(NamedTuple):
     kind: BlockKind
     call: BlockCall
     weights: list[torch.Tensor]
-    is_streamed: bool  # some are in main memory
+    copied_from: BlockTree | None  # whose weights the graph gets copies of, made for this call
 
 
 class BlockRunner:
@@ -198,18 +193,18 @@ class BlockRunner:
 
         A comparison waits for the GPU, which ends a recording.
         """
-        kind, call, weights, is_streamed = prepared
+        kind, call, weights, tree = prepared
         if kind.state is not KindState.READY and is_observed():
             raise ModelChangedError("A graph came in since the forward before it.")
         outputs: Tensors | None = None
         try:
             unread = () if call.prompt is None else self.text_kv.layers
             call = self.text_kv.graph_call(call, weights)
-            if is_streamed:
+            if tree is not None:
                 device = call.tensors[0].device
-                found = self._streamed.copied(weights, device, unread, self.epoch)
-                if found is None:
-                    return self._run_unserved(NO_ROOM, args, kwargs)
+                found = self._streamed.copied(tree, weights, device, unread, self.epoch)
+                if isinstance(found, str):
+                    return self._run_unserved(found, args, kwargs)
                 prepared = prepared._replace(weights=(weights := found))
             arguments = [*self.weights.for_graph(weights, kind.quantization), *call.tensors]
         except Exception as exc:  # the graph is not to blame
@@ -356,9 +351,8 @@ class BlockRunner:
         reason = boundary_reason(inputs, call)
         if reason is not None:
             return Refusal(reason)
-        device = inputs[0].device
-        is_streamed = any(weight.device != device for weight in weights)
-        if is_streamed and (refusal := self._streamed.refusal(tree, weights, device, self.epoch)):
+        is_copied = self._streamed.are_needed(tree, weights, inputs[0].device)
+        if is_copied and (refusal := self._streamed.refusal(tree, weights, inputs[0], self.epoch)):
             return refusal
         if inputs[0].is_cuda and self.family.widest(self.block, call) > _INDEX_LIMIT:
             return Refusal("more elements than a 32-bit index reaches")
@@ -366,7 +360,7 @@ class BlockRunner:
         autocast = autocast_state(inputs[0].device.type)
         # The tree is part of it: another thread may have read other modules since.
         # 8-bit copies on the GPU would take the memory that streaming saves.
-        precision = "exact" if is_streamed else precision_of(self._registry.precision, call)
+        precision = "exact" if is_copied else precision_of(self._registry.precision, call)
         known_as = (tree, signature(call), autocast, precision)
         kind = self._found.get(known_as)
         if kind is None:
@@ -375,7 +369,7 @@ class BlockRunner:
                 self._registry, self.family, self.block, tree, weights,
                 self.text_kv.graph_call(call, weights), autocast, ahead, precision,
             )  # fmt: skip
-        return _Prepared(kind, call, weights, is_streamed)
+        return _Prepared(kind, call, weights, tree if is_copied else None)
 
     def _read_block(self) -> BlockTree:
         """Read the block's modules again."""

@@ -1,4 +1,4 @@
-"""Weights that a host leaves in main memory: copies for a graph, or why the block runs eager."""
+"""Weights that a graph gets copies of: those in main memory, and those with functions on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockFamily, Refusal
-from onediff_ext.engine.blocks.weight_slots import is_dense
+from onediff_ext.engine.blocks.weight_functions import LayerFunctions
+from onediff_ext.engine.blocks.weight_slots import WeightSlot, is_dense, layout_of
 from onediff_ext.engine.graph_calls import copy_weights, is_observed
 from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 
 ELSEWHERE = "weights are on another device (offloading)"
+CHANGING = "weights change at each call"
 NO_ROOM = "no memory on the GPU for the weights that are in main memory (offloading)"
 
 # The host copies one layer at a time, and a graph needs all of its block. So many bytes always fit:
@@ -38,12 +40,15 @@ def tree_refusal(tree: BlockTree) -> Refusal | None:
         return None
     if tree.changing is None:
         return Refusal(tree.refusal_reason)
-    attributes, name = tree.changing
-    return Refusal(tree.refusal_reason, still=lambda: bool(attributes.get(name)))
+    module, name = tree.changing
+    return Refusal(tree.refusal_reason, still=lambda: bool(vars(module).get(name)))
 
 
 class StreamedWeights:
-    """Copies a block's weights from main memory for one call of its graph.
+    """Copies a block's weights for one call of its graph, and applies layers' functions to them.
+
+    A host copies a weight that is in main memory when its layer runs. Where a LoRA is not merged,
+    it has functions that change the copy (`WeightFunctionRule`).
 
     Args:
         family: The family of the block.
@@ -55,53 +60,79 @@ class StreamedWeights:
         self._fitted: tuple[int, int] | None = None  # size in bytes, and the image's epoch
         self._short_in: int | None = None  # the epoch in which memory ran out
 
+    def are_needed(
+        self, tree: BlockTree, weights: Sequence[torch.Tensor], device: torch.device
+    ) -> bool:
+        """Return whether the graph needs copies of some weights.
+
+        Args:
+            tree: The block as it is now.
+            weights: From `BlockTree.weights`.
+            device: Of the call's tensors.
+        """
+        return tree.has_weight_functions or any(weight.device != device for weight in weights)
+
     def refusal(
         self,
         tree: BlockTree,
         weights: Sequence[torch.Tensor],
-        device: torch.device,
+        like: torch.Tensor,
         epoch: int,
     ) -> Refusal | None:
-        """Say why weights on another device than the call keep the block from its graph.
+        """Say why copies of weights cannot serve the block's graph.
 
         Args:
             tree: The block as it is now, without a refusal.
-            weights: From `BlockTree.weights`; some are on another device.
-            device: Of the call's tensors.
+            weights: From `BlockTree.weights`; `are_needed` has returned True for them.
+            like: The call's first tensor. Functions are applied in its dtype.
             epoch: Of the call's image; see `KindRegistry.epoch`. Free memory is read once for it.
 
         Returns:
             The refusal; None if they can be copied to that device.
         """
-        pairs = zip(tree.slots, weights, strict=True)
+        pairs = list(zip(tree.slots, weights, strict=True))
+        if (functions := _unknown_functions(pairs, like.dtype)) is not None:
+            return Refusal(CHANGING, still=lambda: bool(functions.now))
+        device = like.device
         elsewhere = [(slot, weight) for slot, weight in pairs if weight.device != device]
-        is_streamed = self._family.streams_weights() and all(
-            weight.is_cpu and is_dense(weight) and not slot.is_wrapped for slot, weight in elsewhere
+        changed = [w for slot, w in pairs if slot.functions is not None and w.device == device]
+        may_be_copied = all(map(is_dense, changed)) and all(
+            self._family.streams_weights()
+            and weight.is_cpu
+            and is_dense(weight)
+            and not slot.is_wrapped
+            for slot, weight in elsewhere
         )
-        if is_streamed and self._fits(sum(w.nbytes for _, w in elsewhere), device, epoch):
+        size_bytes = sum(w.nbytes for w in (*changed, *(w for _, w in elsewhere)))
+        if may_be_copied and self._fits(size_bytes, device, epoch):
             return None
+        if not elsewhere:
+            return Refusal(NO_ROOM if may_be_copied else CHANGING, is_known_code=True)
         slot, _ = elsewhere[0]
         still = partial(_is_elsewhere, slot.holder, slot.name, device)
-        return Refusal(NO_ROOM if is_streamed else ELSEWHERE, still, is_known_code=True)
+        return Refusal(NO_ROOM if may_be_copied else ELSEWHERE, still, is_known_code=True)
 
     def copied(
         self,
+        tree: BlockTree,
         weights: Sequence[torch.Tensor],
         device: torch.device,
         unread: Collection[int],
         epoch: int,
-    ) -> list[torch.Tensor] | None:
-        """Return the weights on the GPU.
+    ) -> list[torch.Tensor] | str:
+        """Return the weights on the GPU, as the block's layers compute with them.
 
         Args:
+            tree: The block as it is now.
             weights: From `BlockTree.weights`, after `refusal` has returned None.
             device: Of the call's tensors.
             unread: Indices of weights that the graph does not read: it gets others of their form.
             epoch: Of the call's image, which gets no copies any more once memory has run out.
 
         Returns:
-            In the same order: weights that are there, and copies of the others. None if there is no
-            memory for the copies: the block's own layers need it for one layer at a time.
+            In the same order: weights that are there, and copies of the others. An eager reason if
+            a function changes a weight's form, or if there is no memory for the copies: the block's
+            own layers need it for one layer at a time.
 
         Raises:
             torch.OutOfMemoryError: Likewise, while a CUDA graph is being recorded.
@@ -113,13 +144,19 @@ class StreamedWeights:
             ]
             elsewhere = [i for i, weight in enumerate(found) if weight.device != device]
             copies = copy_weights([found[i] for i in elsewhere], device)
+            for i, copied in zip(elsewhere, copies, strict=True):
+                found[i] = copied
+            for i, slot in enumerate(tree.slots):
+                if slot.functions is not None and i not in unread:
+                    own = found[i] is not weights[i]
+                    found[i] = slot.functions.apply(found[i] if own else found[i].clone())
+                    if layout_of(found[i]) != slot.layout:
+                        return CHANGING
         except Exception as exc:
             if is_observed() or not is_out_of_memory(exc):
                 raise
             self._short_in = epoch
-            return None
-        for i, copied in zip(elsewhere, copies, strict=True):
-            found[i] = copied
+            return NO_ROOM
         return found
 
     def _fits(self, size_bytes: int, device: torch.device, epoch: int) -> bool:
@@ -167,6 +204,19 @@ class KeptRefusal:
         if last is None or last.still is None or self._epoch != epoch or not last.still():
             return None
         return last
+
+
+def _unknown_functions(
+    weights: Sequence[tuple[WeightSlot, torch.Tensor]], dtype: torch.dtype
+) -> LayerFunctions | None:
+    """The first functions on a weight that cannot be applied to a copy of it."""
+    for slot, weight in weights:
+        functions = slot.functions
+        if functions is not None and not (
+            functions.are_known() and weight.dtype == dtype and not slot.is_wrapped
+        ):
+            return functions
+    return None
 
 
 def _is_elsewhere(holder: dict[str, Any], name: str, device: torch.device) -> bool:

@@ -35,6 +35,7 @@ class ModelState:
         bare: As for `ModuleAttributes`.
         parameters: Whether a replaced Parameter counts.
         left: Wrappers that an extension left on methods; whether they pass calls through counts.
+        called: Classes of objects that the modules call, whose code counts too.
         moment, epoch: As for `PythonCode.current_generation`.
     """
 
@@ -49,13 +50,14 @@ class ModelState:
         bare: Iterable[nn.Module] = (),
         parameters: bool = False,
         left: Sequence[LeftWrapper] = (),
+        called: Collection[type] = (),
         moment: Hashable = None,
         epoch: Hashable = None,
     ) -> None:
         self._left = [(wrapper, wrapper.passes()) for wrapper in left]
         self._code, self._dicts = code, [module.__dict__ for module in modules]
         processors = attention_processors(modules)
-        self._classes = {type(each) for each in (*modules, *processors)}
+        self._classes = {type(each) for each in (*modules, *processors)} | set(called)
         code.watch(self._classes)
         self._generation = code.current_generation(moment, epoch)
         self._global_hook_reason = global_hook_reason()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from onediff_ext.hosts.forge_blocks import ForgePackage, uses_backend_stream
+from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 
 
 def _uses_offload_streams() -> bool:
@@ -64,5 +65,11 @@ REFORGE = ForgePackage(
     per_image=(
         "ldm_patched.ldm.modules.diffusionmodules.model.Encoder",
         "ldm_patched.ldm.modules.diffusionmodules.model.Decoder",
+    ),
+    weight_functions=(
+        LowVramPatches(
+            "ldm_patched.modules.model_patcher.LowVramPatch",
+            "ldm_patched.modules.weight_adapter.lora.LoRAAdapter",
+        ),
     ),
 )

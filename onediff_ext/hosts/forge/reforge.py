@@ -19,11 +19,12 @@ from onediff_ext.hosts.forge_host import ForgeFamilyHost
 class ReForgeHost(ForgeFamilyHost):
     """reForge: several checkpoints may stay in memory, each a model object of its own.
 
-    Where it offloads, it merges a LoRA at each call into the layers that it moves. Only the blocks
-    of these layers run eager (`BlockFamily.dynamic_weight_attrs`).
+    Where it offloads, it merges a LoRA at each call into the layers that it streams
+    (`BlockFamily.weight_functions`).
     """
 
     name = "reforge"
+    weight_functions = REFORGE.weight_functions
 
     def families(self) -> Sequence[BlockFamily]:
         return forge_families(REFORGE, reforge_attention())

@@ -28,6 +28,7 @@ class NeoHost(ForgeFamilyHost):
 
     name = "neo"
     denoisers = NEO_DENOISERS
+    weight_functions = NEO.weight_functions
 
     def __init__(self) -> None:
         super().__init__()

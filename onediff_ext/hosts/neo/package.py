@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onediff_ext.hosts.forge_blocks import ForgePackage, uses_backend_stream
+from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 
 NEO = ForgePackage(
     unet="backend.nn.unet",
@@ -20,7 +21,7 @@ NEO = ForgePackage(
             "bias_function",
         }
     ),
-    # Where Neo offloads, it merges a LoRA at each call into the layers that it moves.
+    # Where Neo offloads, it merges a LoRA at each call into the layers that it streams.
     dynamic_weight_attrs=("weight_function", "bias_function"),
     copies_on_own_stream=uses_backend_stream,
     per_image=(
@@ -30,5 +31,11 @@ NEO = ForgePackage(
         "backend.nn.lumina.NextDiT",
         "backend.nn.vae.Encoder",
         "backend.nn.vae.Decoder",
+    ),
+    weight_functions=(
+        LowVramPatches(
+            "backend.patcher.base.LowVramPatch",
+            "modules_forge.packages.comfy.weight_adapter.lora.LoRAAdapter",
+        ),
     ),
 )

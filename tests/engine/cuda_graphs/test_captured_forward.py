@@ -519,7 +519,8 @@ def test_a_warm_up_ends_each_size_with_its_first_replay(
 AUDITED = """
 import sys
 import torch
-from onediff_ext.engine.cuda_graphs.staleness import Snapshot, TrustedModules
+from onediff_ext.engine.cuda_graphs.staleness import Snapshot
+from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 
 model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
 snapshot, count = Snapshot(model, TrustedModules()), 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onediff_ext.core.errors import CaptureError
-from onediff_ext.engine.cuda_graphs.memory_reads import MemoryReads
+from onediff_ext.engine.cuda_graphs.memory_reads import MemoryReads, record_and_observe
 
 GPU = torch.device("meta")
 Function = Callable[[torch.Tensor], object]
@@ -73,3 +77,27 @@ def test_what_would_happen_once(name: str, observe: Observe) -> None:
     with pytest.raises(CaptureError, match="reads a weight in main memory"):
         observe(DONE_ONCE[name], torch.ones(2, 3))
     observe(DONE_ONCE[name], torch.ones(2, 3), is_streamed=False)
+
+
+@pytest.mark.parametrize("cause", ["refused", "no memory"])
+def test_an_error_that_somebody_catches_ends_the_recording(cause: str) -> None:
+    """Code of LoRAs writes errors to its log, and goes on with the weight as it is."""
+    weight = torch.ones(2, 3)
+
+    class Full(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if cause == "no memory" and func is torch.ops.aten.mul.Tensor:
+                raise torch.OutOfMemoryError
+            return func(*args, **(kwargs or {}))
+
+    def forward() -> None:
+        with contextlib.suppress(Exception):
+            weight * 2 if cause == "refused" else torch.ones(1) * 2
+
+    expected = CaptureError if cause == "refused" else torch.OutOfMemoryError
+    places = {weight.untyped_storage().data_ptr()}
+    recorder: Any = SimpleNamespace(record=lambda function, *_: function())
+    with pytest.raises(expected), Full():  # type: ignore[no-untyped-call]
+        record_and_observe(recorder, forward, GPU, places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from onediff_ext.hosts.pinned_moves import PinnedMoves
 from onediff_ext.session.session import Session
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_blocks_stand_in import Device
+from tests.support.forge_lora_stand_in import HOMES, StreamedLora
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,7 @@ def stream(host: ForgeStandIn) -> None:
     pin(weights)
 
 
-def pin(weights: list[nn.Parameter]) -> None:
+def pin(weights: Sequence[torch.Tensor]) -> None:
     with PinnedMoves() as moves:  # the time for pinning counts from here
         pass
     assert moves.pin(weights, GPU) == len(weights)
@@ -206,6 +207,88 @@ def test_a_stream_of_the_host_is_not_recorded(
     settle(host)
     assert "reads a weight in main memory" in captured_reason(graphs)
     assert_right(host, graphs, 62)
+
+
+@pytest.fixture
+def lora(host: ForgeStandIn) -> StreamedLora:
+    """Of streamed layers and of one that is on the GPU, in main memory itself."""
+    if host.name not in HOMES:
+        pytest.skip("merges its LoRAs")
+    made = StreamedLora(host.name)
+    for name in STREAMED:
+        if weight_of(host, name).ndim > 1:
+            made.add(host.unet, name)
+    made.add(host.unet, "transformer.attn1.to_q")
+    return made
+
+
+def test_loras_of_streamed_layers_are_recorded(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session, lora: StreamedLora
+) -> None:
+    settle(host)
+    plain = step(host, 80)
+    pin(lora.tensors())
+    for _ in range(2):
+        lora.switch(host.unet, on=True)
+        settle(host)
+        assert session.fallbacks() == []
+        assert captured_reason(graphs) == ""
+        assert not torch.allclose(step(host, 80), plain, atol=1e-2)
+        for seed in range(80, 84):
+            assert_right(host, graphs, seed)
+        lora.switch(host.unet, on=False)
+        assert_right(host, graphs, 84)
+        settle(host)
+        torch.testing.assert_close(step(host, 80), plain, rtol=1e-4, atol=1e-5)
+    assert session.cuda_graphs.made > 1
+
+
+def test_other_strengths_and_numbers_of_a_lora_are_read(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session, lora: StreamedLora
+) -> None:
+    pin(lora.tensors())
+    lora.switch(host.unet, on=True)
+    settle(host)
+    made = session.cuda_graphs.made
+    with torch.inference_mode():
+        for tensor in lora.tensors():
+            tensor.mul_(0.5)
+    assert_right(host, graphs, 85)
+    assert session.cuda_graphs.made == made == 1
+    for key, patches in lora.patches.items():
+        _, *rest = patches[0]
+        lora.patches[key] = [(0.7, *rest)]
+    assert_right(host, graphs, 86)
+    settle(host)
+    assert_right(host, graphs, 87)
+    assert captured_reason(graphs) == ""
+
+
+def test_loras_in_ordinary_main_memory_are_not_recorded(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session, lora: StreamedLora
+) -> None:
+    lora.switch(host.unet, on=True)
+    settle(host)
+    assert session.fallbacks() == []
+    assert captured_reason(graphs) == "part of the weights is on another device (offloading)"
+    assert session.cuda_graphs.made == 0
+    assert_right(host, graphs, 88)
+
+
+def test_loras_that_are_converted_in_main_memory_are_not_recorded(
+    host: ForgeStandIn, graphs: GraphsForJobs, session: Session, lora: StreamedLora
+) -> None:
+    """The stand-in catches the refusal and goes on without the LoRA, as the hosts do."""
+    with torch.inference_mode():
+        for tensor in lora.tensors():
+            tensor.data = tensor.to(torch.float64)
+    pin(lora.tensors())
+    lora.switch(host.unet, on=True)
+    settle(host)
+    assert session.fallbacks() == []
+    assert "reads a weight in main memory" in captured_reason(graphs)
+    assert session.cuda_graphs.made == 0
+    assert_right(host, graphs, 89)
 
 
 def test_without_room_for_its_weights_a_block_is_eager(

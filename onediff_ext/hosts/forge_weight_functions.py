@@ -1,0 +1,89 @@
+"""LoRAs that Neo and reForge add to a layer's weight at each call, since it is in main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from onediff_ext.engine.blocks.weight_functions import (
+    FunctionState,
+    WeightFunctionRule,
+    functions_of,
+)
+
+
+class LowVramPatches(WeightFunctionRule):
+    """Knows the functions of a host's ``LowVramPatch``.
+
+    Such an object merges the patches of one weight: it reads ``patches[key]`` of the model's
+    patcher at each call. A patch is a tuple of its strength, what to add, the strength of the
+    weight itself, a part of the weight, and a function.
+
+    Args:
+        patch: Full name of the host's class ``LowVramPatch``.
+        lora: Full name of its class of a LoRA's matrices.
+    """
+
+    def __init__(self, patch: str, lora: str) -> None:
+        self.patch, self.lora = patch, lora
+
+    attributes: Mapping[str, str] = {"weight": "weight_function", "bias": "bias_function"}
+
+    def is_known(self, function: object) -> bool:
+        return _full_name(function) == self.patch
+
+    def state(self, function: Any) -> FunctionState | None:
+        values: list[Any] = []
+        objects: list[Any] = []
+        try:
+            for strength, added, weight_strength, part, applied, *_ in function.patches[
+                function.key
+            ]:
+                if applied is not None:
+                    return None
+                found = self._lora_parts(added) or _difference_parts(added)
+                if found is None:
+                    return None
+                own_values, own_objects = found
+                part = None if part is None else tuple(part)
+                values.append((strength, weight_strength, part, *own_values))
+                objects += own_objects
+        except (AttributeError, KeyError, TypeError, ValueError):  # of another version's form
+            return None
+        return FunctionState((function.key, *values), tuple(objects))
+
+    def tensors(self, model: nn.Module) -> Iterator[torch.Tensor]:
+        """Return the tensors that functions on a model's weights read, as far as they are known.
+
+        Args:
+            model: Loaded by the host, as far as it fits.
+        """
+        for layer in model.modules():
+            for functions in functions_of(layer, (self,)).values():
+                for state in functions.states() or ():
+                    yield from (each for each in state.objects if isinstance(each, torch.Tensor))
+
+    def _lora_parts(self, added: Any) -> tuple[list[Any], list[Any]] | None:
+        """The numbers and objects that decide a LoRA's matrix; None for anything else."""
+        if _full_name(added) != self.lora:
+            return None
+        up, down, alpha, middle, magnitude, shape = added.weights
+        if magnitude is not None or shape is not None:  # DoRA, or a weight of another shape
+            return None
+        return [alpha], [added, up, down, *(() if middle is None else (middle,))]
+
+
+def _difference_parts(added: Any) -> tuple[list[Any], list[Any]] | None:
+    """The same for a tensor that is added as it is."""
+    if type(added) is tuple and len(added) == 2 and added[0] == "diff":
+        added = added[1]
+    if type(added) in (tuple, list) and len(added) == 1 and isinstance(added[0], torch.Tensor):
+        return [], [added[0]]
+    return None
+
+
+def _full_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
