@@ -54,6 +54,9 @@ class NeoHost(ForgeFamilyHost):
         if component.role.is_denoiser:
             self._weight_loads.watch(patches)
 
+    def applies_loras_online(self, unet: Any) -> bool:  # noqa: ARG002
+        return False  # layer by layer, and the layers' functions are known
+
     def state(self) -> Hashable:
         return self._weight_loads.count
 

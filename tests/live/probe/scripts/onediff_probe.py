@@ -157,6 +157,7 @@ def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
     app.add_api_route("/onediff-probe/features", features, methods=["GET"])
     app.add_api_route("/onediff-probe/remove-hypertile", remove_hypertile, methods=["POST"])
+    app.add_api_route("/onediff-probe/stream-layers", stream_layers, methods=["POST"])
     app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
 
 
@@ -173,6 +174,27 @@ def remove_hypertile():
 def reload_ui():
     """Do the same as the button "Reload UI"."""
     shared.state.request_restart()
+    return {}
+
+
+def stream_layers(megabytes: int = 0):
+    """Neo and reForge leave all but so many megabytes of a model to be streamed; 0 as usual."""
+    try:
+        from backend import memory_management
+        from backend.patcher.base import ModelPatcher
+    except ImportError:
+        from ldm_patched.modules import model_management as memory_management
+        from ldm_patched.modules.model_patcher import ModelPatcher
+
+    own = vars(ModelPatcher)["load"]
+    own = getattr(own, "__wrapped__", own)
+
+    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, **_):
+        return own(self, device_to, megabytes * 2**20, force_patch_weights)
+
+    load.__wrapped__ = own
+    ModelPatcher.load = load if megabytes else own
+    memory_management.unload_all_models()
     return {}
 
 

@@ -1,0 +1,50 @@
+"""LoRAs that a host adds to layers' weights at each call: the blocks run through graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.webui_client import PROMPT, WebUI, assert_different, assert_same
+
+DTYPE, STREAM = "forge_unet_storage_dtype", "/onediff-probe/stream-layers"
+
+
+@pytest.fixture(params=["the host's option", "streamed layers", "some streamed layers"])
+def at_each_call(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[None]:
+    """The host merges no LoRA into weights, or not into those that it streams."""
+    host = webui.host()
+    if host not in ("neo", "reforge"):
+        pytest.skip("this WebUI has no such layers")
+    if request.param == "the host's option":
+        if host != "neo":
+            pytest.skip("this WebUI has no such option")
+        webui.set_options(**{DTYPE: "Automatic (fp16 LoRA)"})
+        yield
+        webui.set_options(**{DTYPE: "Automatic"})
+        return
+    megabytes = 1 if request.param == "streamed layers" else 60
+    webui.post(f"{STREAM}?megabytes={megabytes}")
+    yield
+    webui.post(f"{STREAM}?megabytes=0")
+
+
+@pytest.mark.usefixtures("at_each_call", "no_rebuild")
+def test_loras_that_layers_apply(webui: WebUI, loras: list[str], same: Any) -> None:
+    one, two = loras[:2]
+    plain, _ = same()
+    assert webui.status()["reasons"] == []
+    full, _ = same(prompt=f"{PROMPT} <lora:{one}:1>")
+    assert webui.status()["reasons"] == []
+    half, _ = same(prompt=f"{PROMPT} <lora:{one}:0.5>")
+    both, _ = same(prompt=f"{PROMPT} <lora:{one}:0.7> <lora:{two}:0.6>")
+    same(prompt=f"{PROMPT} <lora:{one}:1>", width=136, height=200, batch_size=2)
+    assert webui.status()["reasons"] == []
+    off, _ = same()
+    for changed in (full, half, both):
+        assert_different(changed, plain)
+    assert_different(full, half)
+    assert_different(full, both)
+    assert_same(off, plain)
