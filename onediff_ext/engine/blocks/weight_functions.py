@@ -63,7 +63,7 @@ class LayerFunctions:
     """The functions that a layer applies to one of its weights, read at each call.
 
     Args:
-        layer: The layer.
+        layer: Whose weight it is.
         attribute: Its attribute with the functions.
         rule: Knows them.
     """
