@@ -36,7 +36,9 @@ def test_loras_that_layers_apply(webui: WebUI, loras: list[str], same: Any) -> N
     one, two = loras[:2]
     plain, _ = same()
     assert webui.status()["reasons"] == []
+    assert webui.get("/onediff-probe/functions") == 0
     full, _ = same(prompt=f"{PROMPT} <lora:{one}:1>")
+    assert webui.get("/onediff-probe/functions") > 0
     assert webui.status()["reasons"] == []
     half, _ = same(prompt=f"{PROMPT} <lora:{one}:0.5>")
     both, _ = same(prompt=f"{PROMPT} <lora:{one}:0.7> <lora:{two}:0.6>")

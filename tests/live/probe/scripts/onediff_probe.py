@@ -156,6 +156,7 @@ def features():
 def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
     app.add_api_route("/onediff-probe/features", features, methods=["GET"])
+    app.add_api_route("/onediff-probe/functions", functions, methods=["GET"])
     app.add_api_route("/onediff-probe/remove-hypertile", remove_hypertile, methods=["POST"])
     app.add_api_route("/onediff-probe/stream-layers", stream_layers, methods=["POST"])
     app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
@@ -196,6 +197,11 @@ def stream_layers(megabytes: int = 0):
     ModelPatcher.load = load if megabytes else own
     memory_management.unload_all_models()
     return {}
+
+
+def functions():
+    """How many of the UNet's layers apply functions to their weights at each call."""
+    return sum(bool(vars(module).get("weight_function")) for module in unet().modules())
 
 
 script_callbacks.on_app_started(add_routes)
