@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 # Messages of allocators and libraries without an error class for it.
@@ -19,3 +24,32 @@ def is_out_of_memory(exc: BaseException) -> bool:
     if isinstance(exc, (OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exc, RuntimeError) and any(text in str(exc).lower() for text in _MESSAGES)
+
+
+class AllocationFailures(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in the ``with`` block whether an operator ran out of memory, whoever catches the error.
+
+    Attributes:
+        seen: Whether one did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __enter__(self) -> AllocationFailures:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as exc:
+            self.seen = self.seen or is_out_of_memory(exc)
+            raise

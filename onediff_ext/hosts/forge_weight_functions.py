@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from onediff_ext.engine.blocks.weight_functions import (
     WeightFunctionRule,
     functions_of,
 )
+from onediff_ext.engine.validity.foreign_code import defining_module, written_function
 
 
 class LowVramPatches(WeightFunctionRule):
@@ -25,10 +28,12 @@ class LowVramPatches(WeightFunctionRule):
     Args:
         patch: Full name of the host's class ``LowVramPatch``.
         lora: Full name of its class of a LoRA's matrices.
+        helpers: Modules of the host and names of functions there that both call.
     """
 
-    def __init__(self, patch: str, lora: str) -> None:
-        self.patch, self.lora = patch, lora
+    def __init__(self, patch: str, lora: str, helpers: Mapping[str, Sequence[str]]) -> None:
+        self.patch, self.lora, self.helpers = patch, lora, helpers
+        self._packages = tuple({f"{name.partition('.')[0]}." for name in (patch, lora)})
 
     attributes: Mapping[str, str] = {"weight": "weight_function", "bias": "bias_function"}
 
@@ -55,6 +60,22 @@ class LowVramPatches(WeightFunctionRule):
             return None
         return FunctionState((function.key, *values), tuple(objects))
 
+    def code(self) -> Sequence[object] | None:
+        found: list[object] = []
+        for home, names in self.helpers.items():
+            namespace = vars(sys.modules[home]) if home in sys.modules else {}
+            for name in names:
+                value = namespace.get(name)
+                function = written_function(value)
+                if value is None:  # another version
+                    continue
+                if not isinstance(function, types.FunctionType) or not defining_module(
+                    function
+                ).startswith(self._packages):
+                    return None
+                found += (value, function, function.__code__)
+        return found
+
     def tensors(self, model: nn.Module) -> Iterator[torch.Tensor]:
         """Return the tensors that functions on a model's weights read, as far as they are known.
 
@@ -64,7 +85,7 @@ class LowVramPatches(WeightFunctionRule):
         for layer in model.modules():
             for functions in functions_of(layer, (self,)).values():
                 for state in functions.states() or ():
-                    yield from (each for each in state.objects if isinstance(each, torch.Tensor))
+                    yield from state.tensors
 
     def _lora_parts(self, added: Any) -> tuple[list[Any], list[Any]] | None:
         """The numbers and objects that decide a LoRA's matrix; None for anything else."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.ldm_stand_in import live_in
+from tests.support.ldm_stand_in import live_in, written_in
 
 HOMES = {
     "neo": ("backend.patcher.base", "modules_forge.packages.comfy.weight_adapter.lora"),
@@ -16,18 +16,42 @@ HOMES = {
 """By host: the modules of the functions and of a LoRA's matrices."""
 
 
+MERGES = {
+    "neo": ("backend.patcher.base", "merge_lora_to_weight"),
+    "reforge": ("ldm_patched.modules.lora", "calculate_weight"),
+}
+"""By host: the function that all of them call, by its module and name."""
+
+
 def lora_modules(name: str) -> dict[str, dict[str, Any]]:
     """The contents of a host's modules; empty for Forge, which adds LoRAs in another way."""
     if name not in HOMES:
         return {}
-    classes = _classes()
-    for cls, home in zip(classes, HOMES[name], strict=True):
+    contents: dict[str, dict[str, Any]] = {}
+    home, merge = MERGES[name]
+    contents.setdefault(home, {})[merge] = written_in(_merge, home)  # type: ignore[arg-type]
+    for cls, home in zip(_classes(*MERGES[name]), HOMES[name], strict=True):
         live_in(cls, home)
         cls.__qualname__ = cls.__name__
-    return {home: {cls.__name__: cls} for cls, home in zip(classes, HOMES[name], strict=True)}
+        contents.setdefault(home, {})[cls.__name__] = cls
+    return contents
 
 
-def _classes() -> tuple[type, type]:
+def _merge(patches: list[Any], weight: torch.Tensor) -> torch.Tensor:
+    for strength, added, weight_strength, part, function, *_ in patches:
+        target = weight if part is None else weight.narrow(*part)
+        if weight_strength != 1.0:
+            target *= weight_strength
+        if isinstance(added, tuple):
+            (difference,) = added
+            made = difference.to(weight.device, weight.dtype, non_blocking=True) * strength
+        else:
+            made = added.calculate(target, strength)
+        target += made if function is None else function(made)
+    return weight
+
+
+def _classes(home: str, merge: str) -> tuple[type, type]:
     class LowVramPatch:
         """Merges the patches of one weight into a copy of it, which it writes to."""
 
@@ -35,17 +59,8 @@ def _classes() -> tuple[type, type]:
             self.key, self.patches = key, patches
 
         def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-            for strength, added, weight_strength, part, function, *_ in self.patches[self.key]:
-                target = weight if part is None else weight.narrow(*part)
-                if weight_strength != 1.0:
-                    target *= weight_strength
-                if isinstance(added, tuple):
-                    (difference,) = added
-                    made = difference.to(weight.device, weight.dtype, non_blocking=True) * strength
-                else:
-                    made = added.calculate(target, strength)
-                target += made if function is None else function(made)
-            return weight
+            merged: torch.Tensor = getattr(sys.modules[home], merge)(self.patches[self.key], weight)
+            return merged
 
     class LoRAAdapter:
         """A LoRA's matrices; its errors end in the host's log."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,6 +26,11 @@ class FunctionState:
 
     values: tuple[Hashable, ...]
     objects: tuple[object, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the objects."""
+        return [each for each in self.objects if isinstance(each, torch.Tensor)]
 
 
 class WeightFunctionRule(ABC):
@@ -58,20 +64,29 @@ class WeightFunctionRule(ABC):
             The state; None if a CUDA graph must not contain the function.
         """
 
+    @abstractmethod
+    def code(self) -> Sequence[object] | None:
+        """Return the host's code that the functions call, besides methods of their classes.
+
+        Returns:
+            Objects that are others after a part was replaced; None if it is not the host's own.
+        """
+
 
 class LayerFunctions:
     """The functions that a layer applies to one of its weights, read at each call.
 
     Args:
         layer: Whose weight it is.
-        attribute: Its attribute with the functions.
-        rule: Knows them.
+        weight: The weight's name.
+        rule: Knows the functions.
     """
 
-    __slots__ = ("_attribute", "_attributes", "_rule")
+    __slots__ = ("_attribute", "_attributes", "_parameters", "_rule", "_weight")
 
-    def __init__(self, layer: nn.Module, attribute: str, rule: WeightFunctionRule) -> None:
-        self._attributes, self._attribute, self._rule = vars(layer), attribute, rule
+    def __init__(self, layer: nn.Module, weight: str, rule: WeightFunctionRule) -> None:
+        self._attributes, self._attribute = vars(layer), rule.attributes[weight]
+        self._parameters, self._weight, self._rule = layer._parameters, weight, rule
 
     @property
     def now(self) -> Sequence[WeightFunction]:
@@ -83,13 +98,20 @@ class LayerFunctions:
         return all(map(self._rule.is_known, self.now))
 
     def states(self) -> list[FunctionState] | None:
-        """Return the state of each function; None if a CUDA graph must not contain one."""
-        found = []
+        """Return the state of each function; None if a CUDA graph must not contain one.
+
+        Tensors in main memory with another dtype than the weight's would be converted there, which
+        a replay would not repeat.
+        """
+        weight, found = self._parameters.get(self._weight), []
         for function in self.now:
             state = self._rule.state(function) if self._rule.is_known(function) else None
-            if state is None:
+            if state is None or weight is None:
                 return None
-            found.append(FunctionState(state.values, (function, *state.objects)))
+            if any(t.is_cpu and t.dtype != weight.dtype for t in state.tensors):
+                return None
+            kind: type = type(function)
+            found.append(FunctionState((kind, *state.values), state.objects))
         return found
 
     def apply(self, weight: torch.Tensor) -> torch.Tensor:
@@ -117,7 +139,7 @@ def functions_of(
         By the weight's name. Some functions may be unknown.
     """
     return {
-        weight: LayerFunctions(layer, attribute, rule)
+        weight: LayerFunctions(layer, weight, rule)
         for rule in rules
         for weight, attribute in rule.attributes.items()
         if vars(layer).get(attribute)
@@ -155,21 +177,24 @@ class FrozenFunctions:
     """
 
     def __init__(self, layers: Iterable[nn.Module], rules: Sequence[WeightFunctionRule]) -> None:
+        self._rules = tuple(rules)
         self._functions = [f for layer in layers for f in functions_of(layer, rules).values()]
-        states = self._states()
-        self.is_known = states is not None
-        values, objects = states or ([], [])
-        self._values, self._objects = values, list(map(weakref.ref, objects))
-        self.classes = {type(each) for each in objects if not isinstance(each, torch.Tensor)}
+        found = self._find()
+        self.is_known = found is not None
+        self._values, objects = found or ([], [])
+        self._objects = list(map(weakref.ref, objects))
+        plain = (torch.Tensor, types.FunctionType, types.CodeType)
+        called = {type(each) for each in objects if not isinstance(each, plain)}
+        self.classes = called | {type(f) for functions in self._functions for f in functions.now}
 
     def hold(self) -> bool:
         """Return whether the same functions are there, and do the same."""
         if not self._functions:
             return True
-        states = self._states()
-        if states is None or not self.is_known:
-            return False
-        values, objects = states
+        found = self._find()
+        if found is None or not self.is_known:
+            return found is None and not self.is_known
+        values, objects = found
         return (
             values == self._values
             and len(objects) == len(self._objects)
@@ -181,10 +206,15 @@ class FrozenFunctions:
         alive = (reference() for reference in self._objects)
         return [each for each in alive if isinstance(each, torch.Tensor)]
 
-    def _states(self) -> tuple[list[Hashable], list[object]] | None:
-        """The values and objects of all states, in order; None if one function has none."""
+    def _find(self) -> tuple[list[Hashable], list[object]] | None:
+        """The values and objects of all states and of the code; None if something is not known."""
         values: list[Hashable] = []
         objects: list[object] = []
+        for rule in self._rules if self._functions else ():
+            code = rule.code()
+            if code is None:
+                return None
+            objects += code
         for functions in self._functions:
             states = functions.states()
             if states is None:

@@ -14,6 +14,7 @@ from onediff_ext.engine.blocks.weight_slots import is_dense
 from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
+from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 _Made = TypeVar("_Made", bound=Sequence[torch.Tensor])
@@ -37,8 +38,8 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     Attributes:
         storages: By address, the storages that were read and were not allocated meanwhile.
-        failure: The first refusal, or the first time that memory ran out. A host's LoRA code goes
-            on without the LoRA then, and so would the CUDA graph.
+        failure: The first refusal, or the first time that memory ran out, where weights are in main
+            memory. A host's LoRA code goes on without the LoRA then, and so would the CUDA graph.
     """
 
     observes_only = True
@@ -70,8 +71,8 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
             return func(*args, **(kwargs or {}))
         try:
             return self._observed(func, args, kwargs)
-        except (CaptureError, OutOfMemoryError) as exc:
-            self.failure = self.failure or exc
+        except Exception as exc:
+            self._note_failure(exc)
             raise
 
     def _observed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -126,6 +127,14 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
             return
         if self._stream != _current_stream(self._device) or not _is_plain_copy(func, args, kwargs):
             raise CaptureError(f"{func} reads a weight in main memory")
+
+    def _note_failure(self, exc: Exception) -> None:
+        """Keep what a host's LoRA code would swallow, without the frames of the forward."""
+        if self.failure is None and self._streamed:
+            if isinstance(exc, CaptureError):
+                self.failure = CaptureError(exc.message)
+            elif is_out_of_memory(exc):
+                self.failure = OutOfMemoryError(str(exc))
 
     def _note_read(self, given: Any) -> None:
         for storage in _storages(given):

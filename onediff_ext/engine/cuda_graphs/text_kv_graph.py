@@ -91,7 +91,9 @@ class TextKvGraph:
             prompt: Of the shape and dtype of `source`.
         """
         weights = self._weights.alive()
-        stamp = None if weights is None else stamp_of(self.runners[0].epoch, prompt, weights)
+        stamp = None
+        if weights is not None and not any(r.text_kv.has_functions for r in self.runners):
+            stamp = stamp_of(self.runners[0].epoch, prompt, weights)
         known = self._prompt() if self._prompt is not None else None
         if stamp is not None and known is prompt and stamp == self._stamp:
             return

@@ -14,7 +14,8 @@ from onediff_ext.engine.blocks.weight_functions import LayerFunctions
 from onediff_ext.engine.blocks.weight_slots import WeightSlot, is_dense, layout_of
 from onediff_ext.engine.graph_calls import copy_weights, is_observed
 from onediff_ext.engine.memory_budget import MemoryBudget
-from onediff_ext.engine.out_of_memory import is_out_of_memory
+from onediff_ext.engine.out_of_memory import AllocationFailures, is_out_of_memory
+from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 ELSEWHERE = "weights are on another device (offloading)"
 CHANGING = "weights change at each call"
@@ -59,6 +60,7 @@ class StreamedWeights:
         self._family, self._budget = family, budget
         self._fitted: tuple[int, int] | None = None  # size in bytes, and the image's epoch
         self._short_in: int | None = None  # the epoch in which memory ran out
+        self._reshaped_in: int | None = None  # the one in which functions changed a weight's form
 
     def are_needed(
         self, tree: BlockTree, weights: Sequence[torch.Tensor], device: torch.device
@@ -93,6 +95,8 @@ class StreamedWeights:
         pairs = list(zip(tree.slots, weights, strict=True))
         if (functions := _unknown_functions(pairs, like.dtype)) is not None:
             return Refusal(CHANGING, still=lambda: bool(functions.now))
+        if tree.has_weight_functions and self._reshaped_in == epoch:
+            return Refusal(CHANGING)
         device = like.device
         elsewhere = [(slot, weight) for slot, weight in pairs if weight.device != device]
         changed = [w for slot, w in pairs if slot.functions is not None and w.device == device]
@@ -146,17 +150,17 @@ class StreamedWeights:
             copies = copy_weights([found[i] for i in elsewhere], device)
             for i, copied in zip(elsewhere, copies, strict=True):
                 found[i] = copied
-            for i, slot in enumerate(tree.slots):
-                if slot.functions is not None and i not in unread:
-                    own = found[i] is not weights[i]
-                    found[i] = slot.functions.apply(found[i] if own else found[i].clone())
-                    if layout_of(found[i]) != slot.layout:
-                        return CHANGING
+            if tree.has_weight_functions:
+                _apply_functions(tree, found, weights, unread)
         except Exception as exc:
             if is_observed() or not is_out_of_memory(exc):
                 raise
             self._short_in = epoch
             return NO_ROOM
+        slots = zip(tree.slots, found, strict=True)
+        if any(slot.functions and layout_of(weight) != slot.layout for slot, weight in slots):
+            self._reshaped_in = epoch
+            return CHANGING
         return found
 
     def _fits(self, size_bytes: int, device: torch.device, epoch: int) -> bool:
@@ -204,6 +208,33 @@ class KeptRefusal:
         if last is None or last.still is None or self._epoch != epoch or not last.still():
             return None
         return last
+
+
+def _apply_functions(
+    tree: BlockTree,
+    found: list[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    unread: Collection[int],
+) -> None:
+    """Apply layers' functions to weights that the graph reads, and put the results in their place.
+
+    Args:
+        tree: The block as it is now.
+        found: The weights on the GPU.
+        weights: The block's own: these must not be written to.
+        unread: Indices of weights that the graph does not read.
+
+    Raises:
+        torch.OutOfMemoryError: There is no memory for it. Hosts write that to their log and go on
+            with a weight that lacks the LoRA.
+    """
+    with AllocationFailures() as failures:
+        for i, slot in enumerate(tree.slots):
+            if slot.functions is not None and i not in unread:
+                copied = found[i] if found[i] is not weights[i] else found[i].clone()
+                found[i] = slot.functions.apply(copied)
+    if failures.seen:
+        raise OutOfMemoryError("Memory ran out in a function on a weight.")
 
 
 def _unknown_functions(

@@ -101,6 +101,8 @@ class BlockTextKv:
 
     Attributes:
         layers: Indices of the weights that the prompt's layers read.
+        has_functions: Whether these layers apply functions to their weights. Nobody would notice
+            that what they do has changed.
         cached: The keys and values of the last call with a graph.
     """
 
@@ -112,7 +114,7 @@ class BlockTextKv:
         self.layers: tuple[int, ...] = ()
         # The prompt's layers that have a wrapper → indices of their weight and bias.
         self._wrapped: dict[str, tuple[int, int | None]] = {}
-        self._has_functions = False  # on their weights; nobody would notice that they change
+        self.has_functions = False
         self.cached: TextKv | None = None
 
     def use(self, tree: BlockTree) -> None:
@@ -126,7 +128,7 @@ class BlockTextKv:
             i for i, name in enumerate(tree.names) if prefixes and name.startswith(prefixes)
         )
         index = {tree.names[i]: i for i in self.layers}
-        self._has_functions = any(tree.slots[i].functions is not None for i in self.layers)
+        self.has_functions = any(tree.slots[i].functions is not None for i in self.layers)
         self._wrapped = {
             layer: (index[f"{layer}.weight"], index.get(f"{layer}.bias"))
             for layer in self._family.prompt_layers
@@ -144,7 +146,7 @@ class BlockTextKv:
         if prompt is None:
             return call
         read = [weights[i] for i in self.layers]
-        stamp = None if self._has_functions else stamp_of(self._registry.epoch, prompt, read)
+        stamp = None if self.has_functions else stamp_of(self._registry.epoch, prompt, read)
         known = self.cached
         if known is None or not known.serves(prompt, stamp, read):
             known = self.cached = TextKv(prompt, self._compute(prompt, weights), stamp, read)

@@ -70,6 +70,12 @@ REFORGE = ForgePackage(
         LowVramPatches(
             "ldm_patched.modules.model_patcher.LowVramPatch",
             "ldm_patched.modules.weight_adapter.lora.LoRAAdapter",
+            {
+                "ldm_patched.modules.lora": ("calculate_weight",),
+                "ldm_patched.modules.model_management": (
+                    *("cast_to_device", "cast_to", "device_supports_non_blocking"),
+                ),
+            },
         ),
     ),
 )

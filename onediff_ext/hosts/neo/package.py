@@ -36,6 +36,12 @@ NEO = ForgePackage(
         LowVramPatches(
             "backend.patcher.base.LowVramPatch",
             "modules_forge.packages.comfy.weight_adapter.lora.LoRAAdapter",
+            {
+                "backend.patcher.base": ("merge_lora_to_weight",),
+                "backend.memory_management": (
+                    *("cast_to_device", "cast_to", "device_supports_non_blocking"),
+                ),
+            },
         ),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,9 @@ def tree(*weights: torch.Tensor, wrapped: int | None = None) -> Any:
         )
         for name, weight in holder.items()
     ]
-    return SimpleNamespace(slots=slots, weights=list(weights), holder=holder)
+    return SimpleNamespace(
+        slots=slots, weights=list(weights), holder=holder, has_weight_functions=False
+    )
 
 
 def on_gpu() -> torch.Tensor:
@@ -152,6 +155,9 @@ class Doubles(WeightFunctionRule):
 
     attributes = {"weight": "functions"}  # noqa: RUF012
 
+    def code(self) -> Sequence[object] | None:
+        return None
+
     def is_known(self, function: object) -> bool:
         return function in (self.double, self.fold)
 
@@ -171,7 +177,8 @@ def with_functions(block: Any, *functions: Any) -> Any:
     """The block with functions on its first weight."""
     layer: Any = torch.nn.Module()
     layer.functions = list(functions)
-    block.slots[0].functions = LayerFunctions(layer, "functions", Doubles())
+    block.has_weight_functions = bool(functions)
+    block.slots[0].functions = LayerFunctions(layer, "weight", Doubles())
     return block
 
 
@@ -223,6 +230,10 @@ def test_a_function_that_changes_the_form_keeps_the_block_eager() -> None:
     found, block = streamed(FreeMemory(0)), with_functions(tree(torch.ones(4)), Doubles.fold)
     assert found.refusal(block, block.weights, CALL, epoch=1) is None
     assert found.copied(block, block.weights, GPU, unread=(), epoch=1) == CHANGING
+    refusal = found.refusal(block, block.weights, CALL, epoch=1)  # it is not tried at each step
+    assert refusal is not None
+    assert refusal.reason == CHANGING
+    assert found.refusal(block, block.weights, CALL, epoch=2) is None
 
 
 def test_where_memory_runs_out_for_the_copies_the_layers_do_it(

@@ -5,6 +5,7 @@ A recorder for CPUs records what a GPU would. `test_streamed_weights_gpu` has th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 import torch
 
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.engine.blocks.weight_functions import FrozenFunctions, LayerFunctions
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.running.streamed_weights import NO_ROOM
 from onediff_ext.hosts.forge.packages import REFORGE
 from onediff_ext.hosts.forge_weight_functions import LowVramPatches
 from onediff_ext.hosts.neo.package import NEO
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
-from tests.support.forge_lora_stand_in import HOMES, StreamedLora
+from tests.support.forge_lora_stand_in import HOMES, MERGES, StreamedLora
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
 from tests.support.strict_recorder import StrictRecorder
 
@@ -87,6 +90,15 @@ def check(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> Callable[[], l
         return [runner.eager_reason for runner in unet.runners if runner.eager_reason]
 
     return settled
+
+
+def begin_again(graphs: GraphsForJobs, job: FakeProcessing) -> None:
+    """The next picture: a refusal of a model is kept for one."""
+    assert graphs.session is not None
+    options = graphs.session.options
+    graphs.end(job)
+    graphs.begin(job, options)
+    graphs.before_sampling(job)
 
 
 def component(graphs: GraphsForJobs) -> Any:
@@ -178,11 +190,7 @@ def test_functions_of_others_keep_their_block_eager(
     assert component(graphs).captured.reason == "a layer changes its weights at each call"
     layer.weight_function = known
     assert check() == [reason]  # until the next picture: a refusal is kept that long
-    assert graphs.session is not None
-    options = graphs.session.options
-    graphs.end(job)
-    graphs.begin(job, options)
-    graphs.before_sampling(job)
+    begin_again(graphs, job)
     assert check() == []
 
 
@@ -229,6 +237,105 @@ def test_a_patched_class_of_the_functions_is_not_recorded(
     assert recorder.recorded == 1
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replaced_helper_of_the_functions_is_not_recorded(
+    host: ForgeStandIn,
+    lora: StreamedLora,
+    recorder: StrictRecorder,
+    check: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    lora.switch(host.unet, on=True)
+    if when == "after":
+        check()
+        assert recorder.recorded == 1
+    recorded = recorder.recorded
+    home, name = MERGES[host.name]
+    own = getattr(sys.modules[home], name)
+    monkeypatch.setattr(sys.modules[home], name, lambda *given: own(*given) * 1.5)
+    assert check() == []
+    assert recorder.recorded == recorded
+
+
+def test_a_lora_of_another_dtype_is_not_recorded_and_costs_nothing_afterwards(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    lora: StreamedLora,
+    recorder: StrictRecorder,
+    job: FakeProcessing,
+    check: Callable[[], list[str]],
+) -> None:
+    """It would be converted in main memory, once."""
+    with torch.inference_mode():
+        for tensor in lora.tensors():
+            tensor.data = tensor.to(torch.float16)
+    lora.switch(host.unet, on=True)
+    assert check() == []
+    assert recorder.recorded == 0
+    assert component(graphs).captured.reason == "a layer changes its weights at each call"
+    lora.switch(host.unet, on=False)
+    begin_again(graphs, job)
+    assert check() == []
+    assert recorder.recorded == 1
+
+
+def test_where_memory_runs_out_in_a_function_the_layers_do_it(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    lora: StreamedLora,
+    check: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hosts write such an error to their log, and go on with the weight as it is."""
+    lora.switch(host.unet, on=True)
+    assert check() == []
+    component(graphs).captured.active = False
+    cls, full = type(lora.patches["entry.weight"][0][1]), [False]
+    own = cls.calculate
+
+    def calculate(self: Any, weight: torch.Tensor, strength: float) -> torch.Tensor:
+        try:
+            if full[0]:
+                torch.empty(2**60)
+        except RuntimeError:
+            return torch.zeros_like(weight)
+        made: torch.Tensor = own(self, weight, strength)
+        return made
+
+    monkeypatch.setattr(cls, "calculate", calculate)
+    apply = LayerFunctions.apply
+
+    def with_copies_of_a_whole_block(self: LayerFunctions, weight: torch.Tensor) -> torch.Tensor:
+        full[0] = True
+        try:
+            return apply(self, weight)
+        finally:
+            full[0] = False
+
+    monkeypatch.setattr(LayerFunctions, "apply", with_copies_of_a_whole_block)
+    assert set(check()) == {NO_ROOM}
+
+
+def test_a_snapshot_with_unknown_functions_holds(host: ForgeStandIn, lora: StreamedLora) -> None:
+    """Otherwise it would be made at each look."""
+    for added in (None, object()):
+        function_with(host, added)
+        frozen = FrozenFunctions(list(host.unet.modules()), [rule(host)])
+        assert frozen.is_known is (added is None)
+        assert frozen.hold()
+    lora.switch(host.unet, on=True)
+    assert not frozen.hold()
+
+
+def test_new_objects_of_the_same_lora_are_the_same(host: ForgeStandIn, lora: StreamedLora) -> None:
+    """A host makes them anew when it moves a model out and in."""
+    lora.switch(host.unet, on=True)
+    frozen = FrozenFunctions(list(host.unet.modules()), [rule(host)])
+    lora.switch(host.unet, on=True)
+    assert frozen.hold()
+
+
 def function_with(host: ForgeStandIn, added: Any, part: Any = None, applied: Any = None) -> Any:
     lora = StreamedLora(host.name)
     lora.add(host.unet, "entry")
@@ -250,7 +357,7 @@ def test_what_a_cuda_graph_may_contain(host: ForgeStandIn) -> None:
     state = known.state(matrices)
     assert state is not None
     up, down, *_ = matrices.patches["entry.weight"][0][1].weights
-    assert [each for each in state.objects if isinstance(each, torch.Tensor)] == [up, down]
+    assert list(map(id, state.tensors)) == [id(up), id(down)]
     in_part = known.state(function_with(host, None, part=[0, 2, 4]))
     assert in_part is not None
     assert in_part.values != state.values
@@ -285,6 +392,8 @@ def test_names_are_those_of_the_hosts() -> None:
         patch, matrices = HOMES[name]
         assert found.patch == f"{patch}.LowVramPatch"
         assert found.lora == f"{matrices}.LoRAAdapter"
+        home, merge = MERGES[name]
+        assert merge in found.helpers[home]
 
 
 def test_graphs_for_jobs_knows_them(host: ForgeStandIn, lora: StreamedLora) -> None:
