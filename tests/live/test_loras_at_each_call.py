@@ -13,7 +13,9 @@ DTYPE, STREAM = "forge_unet_storage_dtype", "/onediff-probe/stream-layers"
 
 
 @pytest.fixture(params=["the host's option", "streamed layers", "some streamed layers"])
-def at_each_call(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[None]:
+def at_each_call(
+    request: pytest.FixtureRequest, webui: WebUI, checkpoints: list[str]
+) -> Iterator[None]:
     """The host merges no LoRA into weights, or not into those that it streams."""
     host = webui.host()
     if host not in ("neo", "reforge"):
@@ -21,14 +23,21 @@ def at_each_call(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[None]
     if request.param == "the host's option":
         if host != "neo":
             pytest.skip("this WebUI has no such option")
-        webui.set_options(**{DTYPE: "Automatic (fp16 LoRA)"})
+        choose_dtype(webui, checkpoints, "Automatic (fp16 LoRA)")
         yield
-        webui.set_options(**{DTYPE: "Automatic"})
+        choose_dtype(webui, checkpoints, "Automatic")
         return
     megabytes = 1 if request.param == "streamed layers" else 60
     webui.post(f"{STREAM}?megabytes={megabytes}")
     yield
     webui.post(f"{STREAM}?megabytes=0")
+
+
+def choose_dtype(webui: WebUI, checkpoints: list[str], dtype: str) -> None:
+    """Over the API, Neo reads this option when it loads another checkpoint."""
+    webui.set_options(**{DTYPE: dtype})
+    for checkpoint in (checkpoints[1], checkpoints[0]):
+        webui.set_options(sd_model_checkpoint=checkpoint)
 
 
 @pytest.mark.usefixtures("at_each_call", "no_rebuild")
