@@ -123,7 +123,7 @@ def methods_of_instances(patch: pytest.MonkeyPatch) -> None:
     """Ignore a layer's own ``_conv_forward`` or ``forward``."""
     patch.setattr(staleness, "replaced_methods", lambda module: iter(()))
     patch.setattr(block_tree, "replaced_methods", lambda module: {})
-    patch.setattr(block_tree, "_is_known_callable", _always(True))
+    patch.setattr(block_tree, "is_untold_function", _always(False))
 
 
 @_plant
