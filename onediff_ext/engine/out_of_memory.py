@@ -27,7 +27,9 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 class AllocationFailures(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in the ``with`` block whether an operator ran out of memory, whoever catches the error.
+    """Notes whether an operator within the ``with`` block ran out of memory.
+
+    It sees errors that other code catches.
 
     Attributes:
         seen: Whether one did.

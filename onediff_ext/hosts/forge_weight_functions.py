@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.key_text import qualified_name
 from onediff_ext.engine.blocks.weight_functions import (
     FunctionState,
     WeightFunctionRule,
     functions_of,
 )
 from onediff_ext.engine.validity.foreign_code import defining_module, written_function
+
+COPY_HELPERS = ("cast_to_device", "cast_to", "device_supports_non_blocking")
+"""Names of the functions by which these hosts bring a LoRA's matrices to the GPU."""
 
 
 class LowVramPatches(WeightFunctionRule):
@@ -31,22 +35,21 @@ class LowVramPatches(WeightFunctionRule):
         helpers: Modules of the host and names of functions there that both call.
     """
 
+    attributes: Mapping[str, str] = {"weight": "weight_function", "bias": "bias_function"}
+
     def __init__(self, patch: str, lora: str, helpers: Mapping[str, Sequence[str]]) -> None:
         self.patch, self.lora, self.helpers = patch, lora, helpers
         self._packages = tuple({f"{name.partition('.')[0]}." for name in (patch, lora)})
 
-    attributes: Mapping[str, str] = {"weight": "weight_function", "bias": "bias_function"}
-
     def is_known(self, function: object) -> bool:
-        return _full_name(function) == self.patch
+        return qualified_name(type(function)) == self.patch
 
     def state(self, function: Any) -> FunctionState | None:
         values: list[Any] = []
         objects: list[Any] = []
         try:
-            for strength, added, weight_strength, part, applied, *_ in function.patches[
-                function.key
-            ]:
+            patches = function.patches[function.key]
+            for strength, added, weight_strength, part, applied, *_ in patches:
                 if applied is not None:
                     return None
                 found = self._lora_parts(added) or _difference_parts(added)
@@ -89,7 +92,7 @@ class LowVramPatches(WeightFunctionRule):
 
     def _lora_parts(self, added: Any) -> tuple[list[Any], list[Any]] | None:
         """The numbers and objects that decide a LoRA's matrix; None for anything else."""
-        if _full_name(added) != self.lora:
+        if qualified_name(type(added)) != self.lora:
             return None
         up, down, alpha, middle, magnitude, shape = added.weights
         if magnitude is not None or shape is not None:  # DoRA, or a weight of another shape
@@ -104,7 +107,3 @@ def _difference_parts(added: Any) -> tuple[list[Any], list[Any]] | None:
     if type(added) in (tuple, list) and len(added) == 1 and isinstance(added[0], torch.Tensor):
         return [], [added[0]]
     return None
-
-
-def _full_name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.webui_client import Drawn, WebUI
+from tests.support.webui_client import Drawn, WebUI, assert_different, assert_same
 
 STEPS = 12
 
@@ -40,3 +40,12 @@ def assert_identical(one: Drawn, other: Drawn) -> None:
     for mine, theirs in zip(one.pictures, other.pictures, strict=True):
         assert mine.std() > 5, "nothing was drawn"
         assert (mine == theirs).all()
+
+
+def assert_loras_count(plain: Drawn, full: Drawn, half: Drawn, both: Drawn, off: Drawn) -> None:
+    """A LoRA at 1, the same at one half, and two LoRAs differ; without any it is `plain` again."""
+    for changed in (full, half, both):
+        assert_different(changed, plain)
+    assert_different(full, half)
+    assert_different(full, both)
+    assert_same(off, plain)

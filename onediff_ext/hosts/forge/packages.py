@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from onediff_ext.hosts.forge_blocks import ForgePackage, uses_backend_stream
-from onediff_ext.hosts.forge_weight_functions import LowVramPatches
+from onediff_ext.hosts.forge_weight_functions import COPY_HELPERS, LowVramPatches
 
 
 def _uses_offload_streams() -> bool:
@@ -72,9 +72,7 @@ REFORGE = ForgePackage(
             "ldm_patched.modules.weight_adapter.lora.LoRAAdapter",
             {
                 "ldm_patched.modules.lora": ("calculate_weight",),
-                "ldm_patched.modules.model_management": (
-                    *("cast_to_device", "cast_to", "device_supports_non_blocking"),
-                ),
+                "ldm_patched.modules.model_management": COPY_HELPERS,
             },
         ),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onediff_ext.hosts.forge_blocks import ForgePackage, uses_backend_stream
-from onediff_ext.hosts.forge_weight_functions import LowVramPatches
+from onediff_ext.hosts.forge_weight_functions import COPY_HELPERS, LowVramPatches
 
 NEO = ForgePackage(
     unet="backend.nn.unet",
@@ -38,9 +38,7 @@ NEO = ForgePackage(
             "modules_forge.packages.comfy.weight_adapter.lora.LoRAAdapter",
             {
                 "backend.patcher.base": ("merge_lora_to_weight",),
-                "backend.memory_management": (
-                    *("cast_to_device", "cast_to", "device_supports_non_blocking"),
-                ),
+                "backend.memory_management": COPY_HELPERS,
             },
         ),
     ),

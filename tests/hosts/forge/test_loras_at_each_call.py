@@ -329,7 +329,7 @@ def test_a_snapshot_with_unknown_functions_holds(host: ForgeStandIn, lora: Strea
 
 
 def test_new_objects_of_the_same_lora_are_the_same(host: ForgeStandIn, lora: StreamedLora) -> None:
-    """A host makes them anew when it moves a model out and in."""
+    """A host creates new objects each time it loads a model."""
     lora.switch(host.unet, on=True)
     frozen = FrozenFunctions(list(host.unet.modules()), [rule(host)])
     lora.switch(host.unet, on=True)
