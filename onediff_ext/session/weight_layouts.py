@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.weight_slots import is_plain
+from onediff_ext.engine.blocks.weight_form import is_plain
 
 
 class WeightLayouts:

@@ -19,19 +19,13 @@ from onediff_ext.engine.blocks.key_text import (
     qualified_name,
     source_digest,
 )
+from onediff_ext.engine.blocks.weight_form import Layout, is_plain, layout_of
 from onediff_ext.engine.blocks.weight_functions import (
     WeightFunctionRule,
     functions_of,
     known_attributes,
 )
-from onediff_ext.engine.blocks.weight_slots import (
-    Layout,
-    WeightSlot,
-    WrapperRule,
-    is_plain,
-    layout_of,
-    rule_of,
-)
+from onediff_ext.engine.blocks.weight_slots import WeightSlot, WrapperRule, rule_of
 from onediff_ext.engine.validity.foreign_code import (
     defining_module,
     is_ours,

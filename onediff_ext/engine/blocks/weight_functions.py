@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.weight_form import converts_alike, is_dense
+
 WeightFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -100,15 +102,15 @@ class LayerFunctions:
     def states(self) -> list[FunctionState] | None:
         """Return the state of each function; None if a CUDA graph must not contain one.
 
-        Tensors in main memory with another dtype than the weight's would be converted there, which
-        a replay would not repeat.
+        Tensors in main memory are copied at each replay, if it can convert the copies as the host
+        does.
         """
         weight, found = self._parameters.get(self._weight), []
         for function in self.now:
             state = self._rule.state(function) if self._rule.is_known(function) else None
             if state is None or weight is None:
                 return None
-            if any(t.is_cpu and t.dtype != weight.dtype for t in state.tensors):
+            if not all(_may_be_copied(tensor, weight.dtype) for tensor in state.tensors):
                 return None
             kind: type = type(function)
             found.append(FunctionState((kind, *state.values), state.objects))
@@ -224,3 +226,8 @@ class FrozenFunctions:
                 values.append(state.values)
                 objects += state.objects
         return values, objects
+
+
+def _may_be_copied(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a replay may copy a tensor from main memory, and convert the copy."""
+    return not tensor.is_cpu or (is_dense(tensor) and converts_alike(tensor.dtype, dtype))

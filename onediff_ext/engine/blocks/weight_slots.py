@@ -11,40 +11,9 @@ import torch
 from torch import nn
 
 from onediff_ext.core.errors import ModelChangedError
+from onediff_ext.engine.blocks.weight_form import Layout, layout_of
 from onediff_ext.engine.blocks.weight_functions import LayerFunctions
 from onediff_ext.engine.graph_calls import is_observed
-
-# What a graph assumes of a weight: dtype, shape, strides in elements.
-Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-
-
-def is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight has no Python code of its own, as subclasses of tensors have.
-
-    Args:
-        weight: Of any shape.
-    """
-    return type(weight) in (torch.Tensor, nn.Parameter)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements lie one after the other, in whichever order of its dims.
-
-    Args:
-        tensor: A strided one. Copies of it have the same strides then.
-    """
-    return tensor.is_contiguous() or (
-        tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-    )
-
-
-def layout_of(weight: torch.Tensor) -> Layout:
-    """Return a weight's dtype, shape and strides.
-
-    Args:
-        weight: Of any shape.
-    """
-    return weight.dtype, weight.shape, weight.stride()
 
 
 class WrapperRule(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from onediff_ext.engine.blocks.weight_slots import layout_of
+from onediff_ext.engine.blocks.weight_form import layout_of
 from onediff_ext.engine.running.block_weights import BlockWeights
 from onediff_ext.engine.validity.module_attributes import INTERNAL, is_torchs
 from onediff_ext.engine.validity.once_per_image import OncePerImage

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.backend_port import Graph
-from onediff_ext.engine.blocks.weight_slots import is_dense
+from onediff_ext.engine.blocks.weight_form import converts_alike, is_dense
 from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
@@ -30,7 +31,8 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     A weight in main memory may only be copied to the GPU as it is, by the stream that is recorded:
     the CUDA graph copies it again at each replay. Anything else would happen once, while it is
-    recorded.
+    recorded. torch converts a weight in main memory before it copies it; here the copy is
+    converted on the GPU, which makes the same numbers.
 
     Args:
         device: The one that the forward runs on.
@@ -83,6 +85,9 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
                 output = func.decompose(*args, **(kwargs or {}))
             if output is not NotImplemented:
                 return output
+            if (converted := _conversion_there(func, args, kwargs or {})) is not None:
+                with self:
+                    return converted()
             self._require_repeatable(func, args, kwargs or {})
         output = func(*args, **(kwargs or {}))
         self._note_made(output)
@@ -210,24 +215,62 @@ def _is_plain_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     A conversion, or a copy in another order, would begin with one in main memory.
     """
+    copy = _copy_of(func, args, kwargs)
+    return copy is not None and copy.dtype == copy.source.dtype
+
+
+def _conversion_there(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[], torch.Tensor] | None:
+    """What does the work of a converting copy: a plain copy, which is converted on the GPU.
+
+    Returns:
+        None for any other operator, and where a GPU's numbers might be others.
+    """
+    copy = _copy_of(func, args, kwargs)
+    if copy is None or copy.dtype == copy.source.dtype:
+        return None
+    if not converts_alike(copy.source.dtype, copy.dtype):
+        return None
+
+    def converted() -> torch.Tensor:
+        there = copy.source.to(copy.device, non_blocking=True)
+        return there.to(copy.dtype) if copy.target is None else copy.target.copy_(there)
+
+    return converted
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy from main memory to the GPU in the same order, without a wait.
+
+    Args:
+        source: In main memory.
+        device, dtype: Of the copy.
+        target: Where it is written to; None for a new tensor.
+    """
+
+    source: torch.Tensor
+    device: torch.device
+    dtype: torch.dtype
+    target: torch.Tensor | None = None
+
+
+def _copy_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Copy | None:
     if func is torch.ops.aten._to_copy.default:
         source, non_blocking = args[0], kwargs.get("non_blocking", False)
-        is_same = (
-            kwargs.get("dtype") in (None, source.dtype)
-            and kwargs.get("memory_format") in (None, torch.preserve_format)
-            and torch.device(kwargs.get("device") or source.device) != source.device
-        )
+        device = torch.device(kwargs.get("device") or source.device)
+        is_in_order = kwargs.get("memory_format") in (None, torch.preserve_format)
+        copy = _Copy(source, device, kwargs.get("dtype") or source.dtype)
     elif func is torch.ops.aten.copy_.default:
         target, source = args[:2]
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        is_same = target.device != source.device and _form_of(target) == _form_of(source)
+        is_in_order = (target.shape, target.stride()) == (source.shape, source.stride())
+        copy = _Copy(source, target.device, target.dtype, target)
     else:
-        return False
-    return bool(non_blocking) and is_same and is_dense(source)
-
-
-def _form_of(tensor: torch.Tensor) -> Hashable:
-    return tensor.dtype, tensor.shape, tensor.stride()
+        return None
+    is_moved = copy.device != source.device and source.is_cpu
+    return copy if non_blocking and is_in_order and is_moved and is_dense(source) else None
 
 
 def _current_stream(device: torch.device) -> object:

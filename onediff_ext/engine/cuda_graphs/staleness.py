@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.engine.blocks.weight_form import layout_of
 from onediff_ext.engine.blocks.weight_functions import (
     FrozenFunctions,
     known_attributes,
 )
-from onediff_ext.engine.blocks.weight_slots import layout_of, rule_of
+from onediff_ext.engine.blocks.weight_slots import rule_of
 from onediff_ext.engine.class_methods import ClassForward
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.validity.foreign_code import defining_module, replaced_methods

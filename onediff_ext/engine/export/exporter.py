@@ -15,7 +15,7 @@ from torch import nn
 from onediff_ext.core.errors import ExportError
 from onediff_ext.core.words import first_line
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall, BlockFamily, Dims
-from onediff_ext.engine.blocks.weight_slots import Layout, layout_of
+from onediff_ext.engine.blocks.weight_form import Layout, layout_of
 from onediff_ext.engine.export.autocast import CudaAutocast
 from onediff_ext.engine.export.disabled_autocast import inline_disabled_autocast
 from onediff_ext.engine.export.input_writes import check_input_writes

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from onediff_ext.engine.blocks.family import DIM_BOUNDS, BlockCall
-from onediff_ext.engine.blocks.weight_slots import is_plain
+from onediff_ext.engine.blocks.weight_form import is_plain
 from onediff_ext.engine.export.exporter import Autocast, is_channels_last
 from onediff_ext.engine.quantization import FEWEST_ROWS
 from onediff_ext.engine.torch_versions import autocast_dtype

@@ -11,7 +11,8 @@ from torch import nn
 from onediff_ext.core.errors import BlockGoneError
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockCall, BlockFamily
-from onediff_ext.engine.blocks.weight_slots import Layout, WrapperRule
+from onediff_ext.engine.blocks.weight_form import Layout
+from onediff_ext.engine.blocks.weight_slots import WrapperRule
 from onediff_ext.engine.export.exporter import (
     Autocast,
     export_block,

@@ -10,8 +10,9 @@ import torch
 
 from onediff_ext.engine.blocks.block_tree import BlockTree
 from onediff_ext.engine.blocks.family import BlockFamily, Refusal
+from onediff_ext.engine.blocks.weight_form import is_dense, layout_of
 from onediff_ext.engine.blocks.weight_functions import LayerFunctions
-from onediff_ext.engine.blocks.weight_slots import WeightSlot, is_dense, layout_of
+from onediff_ext.engine.blocks.weight_slots import WeightSlot
 from onediff_ext.engine.graph_calls import copy_weights, is_observed
 from onediff_ext.engine.memory_budget import MemoryBudget
 from onediff_ext.engine.out_of_memory import AllocationFailures, is_out_of_memory

@@ -39,15 +39,22 @@ REPEATED: dict[str, Function] = {
     "of a detached one": lambda w: w.detach().to(GPU, non_blocking=True),
     "of its transpose": lambda w: w.t().to(GPU, non_blocking=True),
     "of another shape": lambda w: w.reshape(6).to(GPU, non_blocking=True),
+    "a conversion": lambda w: w.to(GPU, torch.float64, non_blocking=True),
+    "a conversion into a tensor": lambda w: torch.empty(
+        2, 3, device=GPU, dtype=torch.bfloat16
+    ).copy_(w, non_blocking=True),
     "numbers of the GPU": lambda w: w.to(GPU, non_blocking=True) * 2,
     "other numbers in main memory": lambda _: torch.ones(3) + 1,
 }
 DONE_ONCE: dict[str, Function] = {
     "a copy that is waited for": lambda w: w.to(GPU),
-    "a conversion": lambda w: w.to(GPU, torch.float64, non_blocking=True),
-    "a conversion into a tensor": lambda w: torch.empty(
-        2, 3, device=GPU, dtype=torch.float64
+    "a conversion that is waited for": lambda w: w.to(GPU, torch.float64),
+    "a conversion to 8 bits": lambda w: w.to(GPU, torch.float8_e4m3fn, non_blocking=True),
+    "a conversion to whole numbers": lambda w: w.to(GPU, torch.int32, non_blocking=True),
+    "a conversion in another shape": lambda w: torch.empty(
+        4, 2, 3, device=GPU, dtype=torch.float64
     ).copy_(w, non_blocking=True),
+    "a conversion in main memory": lambda w: w.to(torch.float64),
     "another order": lambda w: torch.empty(3, 2, device=GPU).t().copy_(w, non_blocking=True),
     "a part with gaps": lambda w: w[:, :2].to(GPU, non_blocking=True),
     "another memory format": lambda w: w[None, None].to(
@@ -77,6 +84,25 @@ def test_what_would_happen_once(name: str, observe: Observe) -> None:
     with pytest.raises(CaptureError, match="reads a weight in main memory"):
         observe(DONE_ONCE[name], torch.ones(2, 3))
     observe(DONE_ONCE[name], torch.ones(2, 3), is_streamed=False)
+
+
+@pytest.mark.parametrize("name", ["a conversion", "a conversion into a tensor"])
+def test_a_copy_is_converted_on_the_gpu(name: str) -> None:
+    """torch would convert it in main memory, which a replay does not repeat."""
+    seen: list[tuple[torch.dtype, torch.device]] = []
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            seen.extend((made.dtype, each.device) for each in args if each is weight)
+            return made
+
+    weight = torch.ones(2, 3)
+    with Seen():  # type: ignore[no-untyped-call]
+        observed(REPEATED[name], weight)
+    assert seen == [(weight.dtype, weight.device)]
 
 
 @pytest.mark.parametrize("cause", ["refused", "no memory"])

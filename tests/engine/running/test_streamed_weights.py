@@ -11,12 +11,12 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 
+from onediff_ext.engine.blocks.weight_form import layout_of
 from onediff_ext.engine.blocks.weight_functions import (
     FunctionState,
     LayerFunctions,
     WeightFunctionRule,
 )
-from onediff_ext.engine.blocks.weight_slots import layout_of
 from onediff_ext.engine.memory_budget import GpuMemory, MemoryBudget, MemoryReading
 from onediff_ext.engine.running import streamed_weights
 from onediff_ext.engine.running.streamed_weights import (

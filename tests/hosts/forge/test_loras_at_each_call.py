@@ -258,7 +258,27 @@ def test_a_replaced_helper_of_the_functions_is_not_recorded(
     assert recorder.recorded == recorded
 
 
-def test_a_lora_of_another_dtype_is_not_recorded_and_costs_nothing_afterwards(
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_lora_of_another_floating_dtype_is_recorded(
+    host: ForgeStandIn,
+    lora: StreamedLora,
+    recorder: StrictRecorder,
+    check: Callable[[], list[str]],
+    dtype: torch.dtype,
+) -> None:
+    """Its copies are converted on the GPU."""
+    convert(lora, dtype)
+    lora.switch(host.unet, on=True)
+    assert check() == []
+    assert recorder.recorded == 1
+    with torch.inference_mode():
+        for tensor in lora.tensors():
+            tensor.mul_(0.5)
+    assert check() == []
+    assert recorder.recorded == 1
+
+
+def test_a_lora_of_whole_numbers_is_not_recorded_and_costs_nothing_afterwards(
     host: ForgeStandIn,
     graphs: GraphsForJobs,
     lora: StreamedLora,
@@ -267,9 +287,7 @@ def test_a_lora_of_another_dtype_is_not_recorded_and_costs_nothing_afterwards(
     check: Callable[[], list[str]],
 ) -> None:
     """It would be converted in main memory, once."""
-    with torch.inference_mode():
-        for tensor in lora.tensors():
-            tensor.data = tensor.to(torch.float16)
+    convert(lora, torch.int32)
     lora.switch(host.unet, on=True)
     assert check() == []
     assert recorder.recorded == 0
@@ -401,3 +419,9 @@ def test_graphs_for_jobs_knows_them(host: ForgeStandIn, lora: StreamedLora) -> N
     found = list(rule(host).tensors(host.unet))
     assert {id(t) for t in found} == {id(t) for t in lora.tensors()}
     assert ADAPTERS[host.name]().weight_functions == (rule(host),)
+
+
+def convert(lora: StreamedLora, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        for tensor in lora.tensors():
+            tensor.data = (tensor * 4).to(dtype)
