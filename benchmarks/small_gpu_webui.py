@@ -1,7 +1,8 @@
 """Pictures of a WebUI under a memory limit, for `benchmarks.small_gpu`.
 
 Each contender draws in a WebUI of its own: the host alone, and OneDiff. First each size is drawn
-once without and once with the LoRA. Then come timed pictures of the first size, after one that is
+once without and once with the LoRA (``first_s`` and ``first_lora_s``; the very first picture loads
+the checkpoint). Then come timed pictures of the first size, after one that is
 not timed, and then the soak: all sizes over and over, the LoRA switched on for every second round.
 A picture that fails is counted, and the run goes on. OneDiff's pictures are compared with the
 host's own.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from benchmarks.pictures import psnr_db
 from benchmarks.results import check_mergeable, merge, now, read_result, write_result
@@ -97,6 +99,15 @@ def process_of(given: argparse.Namespace, name: str) -> WebUIProcess:
     )
 
 
+def _lora_dtypes(given: argparse.Namespace) -> list[str]:
+    """The dtypes of a LoRA's tensors, as safetensors names them; none without such a file."""
+    path: Path = given.checkout / "models" / "Lora" / f"{given.lora}.safetensors"
+    if not path.exists():
+        return []
+    with safe_open(path, "pt") as file:
+        return sorted({file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118
+
+
 class Contender:
     """One contender's pictures.
 
@@ -123,10 +134,13 @@ class Contender:
         self._given, self._sizes, self._job = given, sizes, job
         self._timed: list[float] = []
         self._seconds: dict[tuple[Size, bool], list[float]] = {}
+        self._first: dict[tuple[Size, bool], list[float]] = {}
         self._psnr_db: dict[Size, list[float]] = {}
         self.facts: dict[str, Any] = {
             "measured": now(), "pictures": 0, "failed": 0, "errors": [], "compared": 0,
         }  # fmt: skip
+        if given.lora:
+            self.facts["lora"] = {"name": given.lora, "dtypes": _lora_dtypes(given)}
 
     def measure(self) -> None:
         """Draw what the module's docstring tells.
@@ -142,7 +156,7 @@ class Contender:
         with_lora = (False, True) if given.lora else (False,)
         for lora in with_lora:
             for size in self._sizes:
-                self._picture(size, lora)
+                self._first[size, lora] = self._picture(size, lora)
                 if self._name == "ours" and size == self._sizes[0] and not lora:
                     self._wait_for_builds()
         self._picture(self._sizes[0], False)
@@ -164,9 +178,11 @@ class Contender:
             if size == self._sizes[0] and self._timed:
                 row["picture_s"] = round(statistics.median(self._timed), 3)
                 row["seconds"] = [round(seconds, 3) for seconds in self._timed]
-            for lora, key in ((False, "soak_s"), (True, "soak_lora_s")):
+            for lora, end in ((False, "_s"), (True, "_lora_s")):
+                if seconds := self._first.get((size, lora)):
+                    row[f"first{end}"] = round(seconds[0], 3)
                 if seconds := self._seconds.get((size, lora)):
-                    row[key] = round(statistics.median(seconds), 3)
+                    row[f"soak{end}"] = round(statistics.median(seconds), 3)
             if psnr := self._psnr_db.get(size):
                 row["lowest_psnr_db"] = round(min(psnr), 2)
             found.append(row)

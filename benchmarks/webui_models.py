@@ -26,15 +26,21 @@ def main() -> int:
     parser.add_argument("model", help="sdxl, sd15, flux, or a narrow one: small or tiny")
     parser.add_argument("folder", type=Path, help="the WebUI's models")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
+    parser.add_argument("--lora-dtype", choices=tuple(DTYPES), default="fp32", help="not of Flux")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for path in write_models(arguments.model, arguments.folder, device, DTYPES[arguments.dtype]):
+    dtypes = DTYPES[arguments.dtype], DTYPES[arguments.lora_dtype]
+    for path in write_models(arguments.model, arguments.folder, device, *dtypes):
         print(path, flush=True)
     return 0
 
 
 def write_models(
-    model: str, folder: Path, device: torch.device, dtype: torch.dtype
+    model: str,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora_dtype: torch.dtype = torch.float32,
 ) -> tuple[Path, Path]:
     """Write a checkpoint and a LoRA, named ``random-MODEL``; a checkpoint that is there stays.
 
@@ -43,6 +49,7 @@ def write_models(
         folder: A WebUI's ``models``.
         device: Where the weights are made.
         dtype: Of the weights; those of Flux.1 are in bf16.
+        lora_dtype: Of the LoRA's matrices, which Flux.1 has in its own.
 
     Returns:
         The two files.
@@ -58,7 +65,8 @@ def write_models(
     pipe: Any = make_pipeline(model, device, dtype)
     parts = SimpleNamespace(**pipe.components)
     lora.parent.mkdir(parents=True, exist_ok=True)
-    save_file(lora_tensors(parts, "kohya"), str(lora))
+    matrices = lora_tensors(parts, "kohya")
+    save_file({name: t.to(lora_dtype) for name, t in matrices.items()}, str(lora))
     save_ldm(pipe, checkpoint, with_yaml=False)
     return checkpoint, lora
 
