@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks import webui
 from benchmarks.small_gpu_table import small_gpu_table
@@ -79,7 +81,7 @@ def run(folder: Path, fakes: Mapping[str, FakeWebUI], **given: Any) -> tuple[boo
         gigabytes=8, host="a1111", model="fake", steps=10, pictures=2, soak=5, batch=1, upscale=1,
         sizes="64x64, 72x64", contenders=",".join(fakes), checkpoint="fake.safetensors",
         lora="fine", flags="--medvram-sdxl", backend="", work=folder, limit_s=60.0, replace=False,
-        json=folder / "fake.json",
+        json=folder / "fake.json", checkout=folder / "checkout",
     )  # fmt: skip
     vars(arguments).update(given)
     passed = measure(arguments, lambda _, name: fakes[name])
@@ -88,6 +90,9 @@ def run(folder: Path, fakes: Mapping[str, FakeWebUI], **given: Any) -> tuple[boo
 
 def test_both_contenders_draw_the_same(tmp_path: Path) -> None:
     fakes = {"host": FakeWebUI(), "ours": FakeWebUI(brightness=101)}
+    lora = tmp_path / "checkout" / "models" / "Lora" / "fine.safetensors"
+    lora.parent.mkdir(parents=True)
+    save_file({"up": torch.ones(2, dtype=torch.bfloat16), "alpha": torch.ones(1)}, lora)
     passed, figures = run(tmp_path, fakes)
     assert passed
     host, ours = (
@@ -109,11 +114,13 @@ def test_both_contenders_draw_the_same(tmp_path: Path) -> None:
     assert rows["ours", 64]["picture_s"] == 0.64
     assert "picture_s" not in rows["ours", 72]
     assert rows["ours", 72]["soak_lora_s"] == 0.72
+    assert (rows["host", 72]["first_s"], rows["host", 72]["first_lora_s"]) == (0.72, 0.72)
     assert rows["ours", 64]["lowest_psnr_db"] == pytest.approx(48.13, abs=0.01)
     facts = figures["contenders"]["ours"]
     assert (facts["pictures"], facts["failed"], facts["compared"]) == (12, 0, 12)
     assert facts["reserved"] == {"peak": 7}
     assert facts["reasons"] == ["a reason"]
+    assert facts["lora"] == {"name": "fine", "dtypes": ["BF16", "F32"]}
     assert figures["flags"] == ["--medvram-sdxl"]
 
 
