@@ -99,13 +99,14 @@ MODELS = {
 """By the name of ``--model``; those that begin with "small-" are narrow."""
 
 
-def make_transformer(model: str, device: torch.device, dtype: torch.dtype) -> Any:
+def make_transformer(model: str, device: torch.device, dtype: torch.dtype, **changed: Any) -> Any:
     """Return a transformer with random weights.
 
     Args:
         model: A name of `MODELS`.
         device: Of its weights.
         dtype: Of its weights.
+        changed: Hyper-parameters instead of the published ones.
     """
     import diffusers
 
@@ -114,7 +115,7 @@ def make_transformer(model: str, device: torch.device, dtype: torch.dtype) -> An
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            made = getattr(diffusers, published.cls)(**published.config)
+            made = getattr(diffusers, published.cls)(**{**published.config, **changed})
     finally:
         torch.set_default_dtype(torch.float32)
     for name, parameter in made.named_parameters():

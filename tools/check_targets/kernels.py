@@ -1,43 +1,17 @@
-"""``python -m tools.check_targets``: compile our Triton kernels for GPUs that are not here.
-
-Each variant that the shipped architectures use is compiled, not run, for each generation. The
-table has what a program takes: shared memory, registers, and bytes spilled out of registers. The
-exit status is 1 where a variant does not compile or does not fit. Needs Triton, but no GPU.
-
-Source of the limits: CUDA C++ Programming Guide 13.0, section "Compute Capabilities".
-"""
+"""Our own Triton kernels: each variant that the shipped architectures use."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from benchmarks.fingerprint import fingerprint
-from benchmarks.results import write_result
-
-SHARED_BYTES = {
-    75: 65_536,
-    80: 166_912,
-    86: 101_376,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    120: 101_376,
-}
-"""Compute capability → largest shared memory of one program, in bytes."""
+from tools.check_targets.targets import BF16_SINCE, Target, compiled
 
 FP8_SINCE = 89
-BF16_SINCE = 80
 ATTENTION_SINCE = 80  # below, `rewrite_attention` leaves attention as it is
 
 HEAD_WIDTHS = (40, 64, 80, 160)
@@ -71,27 +45,6 @@ class Variant:
     dtype: str = "fp16"
     num_warps: int = 4
     num_stages: int = 3
-
-
-@dataclass(frozen=True)
-class Target:
-    """A variant, compiled for one generation.
-
-    Args:
-        kernel, label: Of the variant.
-        capability: Compute capability times ten.
-        shared_bytes, registers, spilled_bytes: What a program takes; registers are those of one
-            thread.
-        error: Why it does not compile or does not fit; empty otherwise.
-    """
-
-    kernel: str
-    label: str
-    capability: int
-    shared_bytes: int = 0
-    registers: int = 0
-    spilled_bytes: int = 0
-    error: str = ""
 
 
 def variants() -> Iterator[Variant]:
@@ -208,17 +161,14 @@ def _rotary_norms(dtype: str, since: int) -> Iterator[Variant]:
             yield Variant("rotary_norm_kernel", label, since, constants, floats, dtype)
 
 
-def compiled(variant: Variant, capability: int) -> Target:
+def compiled_variant(variant: Variant, capability: int) -> Target:
     """Compile a variant for one generation.
 
     Args:
+        variant: Of `variants`.
         capability: Compute capability times ten, a key of `SHARED_BYTES`.
-
-    Returns:
-        What it takes, or why it does not compile or does not fit.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+    from triton.compiler import ASTSource
 
     kernel = _kernel(variant.kernel)
     signature = {
@@ -229,17 +179,7 @@ def compiled(variant: Variant, capability: int) -> Target:
     }
     source = ASTSource(kernel, signature, variant.constants)
     launched = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    try:
-        made = compile(source, target=GPUTarget("cuda", capability, 32), options=launched)
-        registers, spilled = _of_assembler(made.asm["ptx"], capability)
-    except Exception as exc:
-        first = str(exc).strip().partition("\n")[0]
-        error = f"{type(exc).__name__}: {first}"
-        return Target(variant.kernel, variant.label, capability, error=error)
-    shared: int = made.metadata.shared
-    fits = shared <= SHARED_BYTES[capability]
-    error = "" if fits else f"{shared:,} bytes of shared memory; {SHARED_BYTES[capability]:,} exist"
-    return Target(variant.kernel, variant.label, capability, shared, registers, spilled, error)
+    return compiled(variant.kernel, variant.label, capability, source, launched)
 
 
 def _kernel(name: str) -> Any:
@@ -257,73 +197,3 @@ def _kernel(name: str) -> Any:
         activated_rows, cross_attention, geglu, group_norm, int8_rows, layer_norm, rotary_norm
     )  # fmt: skip
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
-
-
-def _of_assembler(ptx: str, capability: int) -> tuple[int, int]:
-    """Return registers of a thread and spilled bytes, as ptxas counts them."""
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-
-    arguments = get_ptxas.__code__.co_argcount
-    ptxas = get_ptxas(capability) if arguments else get_ptxas()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(ptx, encoding="utf-8")
-        arch = f"--gpu-name={sm_arch_from_capability(capability)}"
-        out = f"--output-file={Path(folder, 'kernel.cubin')}"
-        command = [ptxas.path, "--verbose", arch, str(path), out]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = done.stderr + done.stdout
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    if registers is None:
-        raise ValueError(f"ptxas printed no registers: {said[:200]}")
-    return int(registers[1]), max(map(int, spills), default=0)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Compile all, print a table, return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.check_targets", description=__doc__)
-    parser.add_argument(
-        "--capability", type=int, action="append", choices=SHARED_BYTES, help="only this one"
-    )
-    parser.add_argument("--json", type=Path, help="write all rows to this file")
-    given = parser.parse_args(arguments)
-    wanted = given.capability or list(SHARED_BYTES)
-    found = [
-        compiled(variant, capability)
-        for variant, capability in itertools.product(variants(), wanted)
-        if capability >= variant.since
-    ]
-    print(
-        "kernel                    capability  variants  shared, bytes  registers  spilled, bytes"
-    )
-    by_kernel: dict[tuple[str, int], list[Target]] = {}
-    for target in found:
-        by_kernel.setdefault((target.kernel, target.capability), []).append(target)
-    for (kernel, capability), targets in sorted(by_kernel.items()):
-        shared, registers, spilled = (
-            max(getattr(target, name) for target in targets)
-            for name in ("shared_bytes", "registers", "spilled_bytes")
-        )
-        number = f"{capability // 10}.{capability % 10}"
-        print(
-            f"{kernel:<25} {number:>10} {len(targets):>9} {shared:>14,} {registers:>10}"
-            f" {spilled:>15,}"
-        )
-    failed = [target for target in found if target.error]
-    for target in failed:
-        print(f"NO {target.kernel}, {target.label}, {target.capability}: {target.error}")
-    if given.json:
-        write_result(
-            given.json,
-            {
-                "what": "our Triton kernels compiled for each generation of GPUs, not run",
-                "fingerprint": fingerprint(torch.device("cpu")),
-                "rows": [asdict(target) for target in found],
-            },
-        )
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
