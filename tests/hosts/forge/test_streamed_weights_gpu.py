@@ -174,14 +174,36 @@ def test_ordinary_main_memory_is_not_recorded(
     assert_right(host, graphs, 60)
 
 
-def test_a_conversion_in_main_memory_is_not_recorded(
+def test_a_weight_of_another_dtype_is_recorded(
     host: ForgeStandIn, graphs: GraphsForJobs, session: Session
 ) -> None:
-    """It would happen once, and the CUDA graph would read what is no longer there."""
+    """Each replay copies it as it is, and converts the copy."""
     weight = weight_of(host, "entry")
     with torch.inference_mode():
         weight.data = weight.data.to(torch.float16)
     pin([weight])
+    settle(host)
+    assert captured_reason(graphs) == ""
+    made = session.cuda_graphs.made
+    assert made == 1
+    with torch.inference_mode():
+        weight.mul_(0.5)
+    assert_right(host, graphs, 61)
+    assert session.cuda_graphs.made == made
+
+
+def test_a_conversion_in_main_memory_is_not_recorded(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would happen once, and the CUDA graph would read what is no longer there."""
+
+    def cast(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return weight.to(torch.float64).to(device=x.device, dtype=x.dtype, non_blocking=True)
+
+    monkeypatch.setattr(Device, "cast", cast)
     settle(host)
     assert "reads a weight in main memory" in captured_reason(graphs)
     assert session.cuda_graphs.made == 0
