@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.compile import new_session
 from onediff_ext.session.session import Session
@@ -37,8 +38,18 @@ def run_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "run-store"
 
 
+@pytest.fixture(scope="module")
+def compiling_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """One worker for what the sessions of a file compile; it starts with the first program."""
+    worker = WorkerProcess("inductor", tmp_path_factory.mktemp("compiler"))
+    yield worker
+    worker.close()
+
+
 @pytest.fixture
-def make_session(shared_store: Path, run_store: Path) -> Iterator[Callable[..., Session]]:
+def make_session(
+    shared_store: Path, run_store: Path, compiling_worker: WorkerProcess
+) -> Iterator[Callable[..., Session]]:
     """Sessions over these stores; the eager backend unless another is named."""
     usual = os.environ.get("ONEDIFF_TEST_BACKEND", "eager")
 
@@ -48,7 +59,7 @@ def make_session(shared_store: Path, run_store: Path) -> Iterator[Callable[..., 
             CompileOptions.parse({"backend": backend, "build": "wait", "store": store, **options})
         )
 
-    with kept_builds():
+    with kept_builds(compiling_worker):
         yield make
 
 
