@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -58,6 +62,9 @@ def test_what_does_not_fit_or_has_no_code_is_said(
         yield from made
 
     monkeypatch.setattr(check_targets, "compiled_graphs", graphs)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setattr(sys.modules["triton"], "__spec__", ModuleSpec("triton", None))
     path = tmp_path / "targets.json"
     arguments = ["--graphs", "sd1", "--capability", "75", "--json", str(path)]
     assert check_targets.main(arguments) == 1
@@ -71,6 +78,19 @@ def test_what_does_not_fit_or_has_no_code_is_said(
     assert third["errors"] == ["BackendError: no"]
     made[1:] = []
     assert check_targets.main(arguments) == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["--graphs"]])
+def test_what_the_environment_lacks_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        check_targets.main(arguments)
+    said = capsys.readouterr().err
+    assert ("needs torch for CUDA" if arguments else "Triton is not installed") in said
+    assert "pip install" in said
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs torch for CUDA, and no GPU")

@@ -10,6 +10,7 @@ not fit. Needs Triton, but no GPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import sys
 from collections.abc import Iterable
@@ -44,10 +45,25 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16", help="of graphs")
     given = parser.parse_args(arguments)
+    if (missing := _missing(given.graphs is not None)) is not None:
+        parser.error(missing)
     wanted = given.capability or list(SHARED_BYTES)
     if given.graphs is None:
         return _check_kernels(wanted, given.json)
     return _check_graphs(given.graphs or list(MODELS), given.dtype, wanted, given.json)
+
+
+def _missing(graphs: bool) -> str | None:
+    """Say what this environment lacks, and what to do."""
+    if graphs and torch.version.cuda is None:
+        return (
+            "--graphs needs torch for CUDA, and no GPU: pip install torch, in another environment"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return (
+            "Triton is not installed: pip install triton, or use an environment with torch for CUDA"
+        )
+    return None
 
 
 def _check_kernels(wanted: list[int], json: Path | None) -> int:
