@@ -2,10 +2,9 @@
 
 Each contender draws in a WebUI of its own: the host alone, and OneDiff. First each size is drawn
 once without and once with the LoRA (``first_s`` and ``first_lora_s``; the very first picture loads
-the checkpoint). Then come timed pictures of the first size, after one that is
-not timed, and then the soak: all sizes over and over, the LoRA switched on for every second round.
-A picture that fails is counted, and the run goes on. OneDiff's pictures are compared with the
-host's own.
+the checkpoint). Then come timed pictures of the first size, after one that is not timed, and then
+the soak: all sizes over and over, the LoRA switched on for every second round. A picture that fails
+is counted, and the run goes on. OneDiff's pictures are compared with the host's own.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def make_transformer(model: str, device: torch.device, dtype: torch.dtype, **cha
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            made = getattr(diffusers, published.cls)(**{**published.config, **changed})
+            made = getattr(diffusers, published.cls)(**published.config | changed)
     finally:
         torch.set_default_dtype(torch.float32)
     for name, parameter in made.named_parameters():

@@ -1,19 +1,4 @@
 """Sessions with one store for the whole run."""
 
-from tests.support.shared_store import (
-    compiling_worker,
-    make_session,
-    quick_eager_graphs,
-    run_store,
-    shared_store,
-)
-from tests.support.shared_tokenizers import one_tokenizer
-
-__all__ = [
-    "compiling_worker",
-    "make_session",
-    "one_tokenizer",
-    "quick_eager_graphs",
-    "run_store",
-    "shared_store",
-]
+from tests.support.shared_store import *  # noqa: F403  (its fixtures)
+from tests.support.shared_tokenizers import one_tokenizer  # noqa: F401  (a fixture)

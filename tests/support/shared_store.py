@@ -21,6 +21,8 @@ from tests.support.kept_builds import kept_builds
 from tests.support.kept_folders import GRAPH_SOURCES, kept_folder
 from tests.support.quick_builds import quick_builds, quick_loads
 
+__all__ = ["compiling_worker", "make_session", "quick_eager_graphs", "run_store", "shared_store"]
+
 torch.set_num_threads(1)
 
 

@@ -12,6 +12,7 @@ import operator
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule
 
+from onediff_ext.core.words import first_line
 from tools.check_targets.pretended_gpu import pretended_gpu
 from tools.check_targets.targets import BF16_SINCE, Target, compiled
 
@@ -99,9 +101,11 @@ def programs(model: str, dtype: torch.dtype) -> dict[str, bytes]:
         state = compiled_state(pipe)
         assert state is not None
         found: dict[str, bytes] = {}
+        seen: Counter[str] = Counter()
         for kind in state.session.kinds:
-            same = sum(label.partition(" #")[0] == kind.label for label in found)
-            label = f"{kind.label} #{same + 1}" if same else kind.label
+            seen[kind.label] += 1
+            number = seen[kind.label]
+            label = kind.label if number == 1 else f"{kind.label} #{number}"
             found[label] = kind.prepare_export(torch.device("cpu"))()
     return found
 
@@ -132,8 +136,8 @@ def _compiled_graph(
     try:
         code = generated_code(program)
     except Exception as exc:
-        first = str(exc).strip().partition("\n")[0]
-        return GraphTarget(model, label, capability, error=f"{type(exc).__name__}: {first}")
+        error = f"{type(exc).__name__}: {first_line(str(exc))}"
+        return GraphTarget(model, label, capability, error=error)
     kernels = []
     for name, source in kernels_in(code):
         key = source.replace(name, "kernel")  # many kinds have it

@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
+from tools.check_targets.targets import BF16_SINCE, SHARED_BYTES
+
 # Compute capability → (multiprocessors, threads of one) of a GPU of that generation: GeForce
 # RTX 2080, A100, GeForce RTX 3090, 4090, H100, B200, GeForce RTX 5090.
 _SIZES = {
@@ -49,7 +51,7 @@ def pretended_gpu(capability: int) -> Iterator[None]:
         "get_device_properties": lambda *_: properties,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
-        "is_bf16_supported": lambda *_: capability >= 80,
+        "is_bf16_supported": lambda *_: capability >= BF16_SINCE,
         "set_rng_state": lambda *_: None,
         "synchronize": lambda *_: None,
     }
@@ -105,8 +107,6 @@ class _Driver:
 
 
 def _properties(capability: int) -> Any:
-    from tools.check_targets.targets import SHARED_BYTES
-
     major, minor = divmod(capability, 10)
     processors, threads = _SIZES[capability]
     return SimpleNamespace(

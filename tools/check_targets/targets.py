@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onediff_ext.core.words import first_line
+
 SHARED_BYTES = {
     75: 65_536,
     80: 166_912,
@@ -68,17 +70,17 @@ def compiled(
 
     try:
         made = compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-        registers, spilled = of_assembler(made.asm["ptx"], capability)
+        registers, spilled = _of_assembler(made.asm["ptx"], capability)
     except Exception as exc:
-        first = str(exc).strip().partition("\n")[0]
-        return Target(kernel, label, capability, error=f"{type(exc).__name__}: {first}")
+        error = f"{type(exc).__name__}: {first_line(str(exc))}"
+        return Target(kernel, label, capability, error=error)
     shared: int = made.metadata.shared
     fits = shared <= SHARED_BYTES[capability]
     error = "" if fits else f"{shared:,} bytes of shared memory; {SHARED_BYTES[capability]:,} exist"
     return Target(kernel, label, capability, shared, registers, spilled, error)
 
 
-def of_assembler(ptx: str, capability: int) -> tuple[int, int]:
+def _of_assembler(ptx: str, capability: int) -> tuple[int, int]:
     """Return registers of a thread and spilled bytes, as ptxas counts them."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 

@@ -38,15 +38,15 @@ def layout_of(weight: torch.Tensor) -> Layout:
     return weight.dtype, weight.shape, weight.stride()
 
 
-def converts_alike(source: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a GPU converts numbers to the same ones as a CPU does.
+def copies_alike(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a GPU that copies a tensor and converts the copy has the host's numbers.
 
-    Both round to the nearest number of a floating dtype of 16 bits or more, and 8 bits fit into it.
+    The host converts it in main memory first. Both round to the nearest number of a floating dtype
+    of 16 bits or more, and 8 bits fit into it.
 
     Args:
-        source: The numbers' dtype.
-        wanted: The dtype that they are converted to.
+        tensor: In main memory, of any shape.
+        dtype: Of the copy.
     """
-    return source == wanted or (
-        source.is_floating_point and wanted.is_floating_point and wanted.itemsize >= 2
-    )
+    floating = tensor.dtype.is_floating_point and dtype.is_floating_point
+    return is_dense(tensor) and (tensor.dtype == dtype or (floating and dtype.itemsize >= 2))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onediff_ext.engine.blocks.weight_form import converts_alike, is_dense
+from onediff_ext.engine.blocks.weight_form import copies_alike
 
 WeightFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -110,7 +110,7 @@ class LayerFunctions:
             state = self._rule.state(function) if self._rule.is_known(function) else None
             if state is None or weight is None:
                 return None
-            if not all(_may_be_copied(tensor, weight.dtype) for tensor in state.tensors):
+            if not all(copies_alike(t, weight.dtype) for t in state.tensors if t.is_cpu):
                 return None
             kind: type = type(function)
             found.append(FunctionState((kind, *state.values), state.objects))
@@ -226,8 +226,3 @@ class FrozenFunctions:
                 values.append(state.values)
                 objects += state.objects
         return values, objects
-
-
-def _may_be_copied(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a replay may copy a tensor from main memory, and convert the copy."""
-    return not tensor.is_cpu or (is_dense(tensor) and converts_alike(tensor.dtype, dtype))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.backend_port import Graph
-from onediff_ext.engine.blocks.weight_form import converts_alike, is_dense
+from onediff_ext.engine.blocks.weight_form import copies_alike, is_dense
 from onediff_ext.engine.cuda_graphs.copies_ahead import CopiesAhead
 from onediff_ext.engine.cuda_graphs.recorder import Recorder, Recording
 from onediff_ext.engine.graph_calls import GraphObserver, copied, observed_by
@@ -85,10 +85,11 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
                 output = func.decompose(*args, **(kwargs or {}))
             if output is not NotImplemented:
                 return output
-            if (converted := _conversion_there(func, args, kwargs or {})) is not None:
-                with self:
-                    return converted()
-            self._require_repeatable(func, args, kwargs or {})
+            if not getattr(func, "is_view", False) and func not in _READ_NO_NUMBERS:
+                copy = self._repeatable_copy(func, args, kwargs or {})
+                if copy.dtype != copy.source.dtype:
+                    with self:
+                        return copy.converted_there()
         output = func(*args, **(kwargs or {}))
         self._note_made(output)
         return output
@@ -124,14 +125,15 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
             storage.data_ptr() for storage in _storages(given)
         )
 
-    def _require_repeatable(
+    def _repeatable_copy(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Refuse an operator on a weight in main memory, unless each replay does the same."""
-        if getattr(func, "is_view", False) or func in _READ_NO_NUMBERS:
-            return
-        if self._stream != _current_stream(self._device) or not _is_plain_copy(func, args, kwargs):
+    ) -> _Copy:
+        """Refuse an operator on a weight in main memory, unless a replay can do the same."""
+        copy = _copy_of(func, args, kwargs)
+        is_alike = copy is not None and copies_alike(copy.source, copy.dtype)
+        if copy is None or not is_alike or self._stream != _current_stream(self._device):
             raise CaptureError(f"{func} reads a weight in main memory")
+        return copy
 
     def _note_failure(self, exc: Exception) -> None:
         """Keep what a host's LoRA code would swallow, without the frames of the forward."""
@@ -210,36 +212,6 @@ def owned_storages(
     return [s for place, s in reads.storages.items() if place not in places and place not in held]
 
 
-def _is_plain_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator only has the GPU read a tensor in main memory, and does not wait for it.
-
-    A conversion, or a copy in another order, would begin with one in main memory.
-    """
-    copy = _copy_of(func, args, kwargs)
-    return copy is not None and copy.dtype == copy.source.dtype
-
-
-def _conversion_there(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[[], torch.Tensor] | None:
-    """What does the work of a converting copy: a plain copy, which is converted on the GPU.
-
-    Returns:
-        None for any other operator, and where a GPU's numbers might be others.
-    """
-    copy = _copy_of(func, args, kwargs)
-    if copy is None or copy.dtype == copy.source.dtype:
-        return None
-    if not converts_alike(copy.source.dtype, copy.dtype):
-        return None
-
-    def converted() -> torch.Tensor:
-        there = copy.source.to(copy.device, non_blocking=True)
-        return there.to(copy.dtype) if copy.target is None else copy.target.copy_(there)
-
-    return converted
-
-
 @dataclass(frozen=True)
 class _Copy:
     """A copy from main memory to the GPU in the same order, without a wait.
@@ -255,8 +227,14 @@ class _Copy:
     dtype: torch.dtype
     target: torch.Tensor | None = None
 
+    def converted_there(self) -> torch.Tensor:
+        """Copy the numbers as they are, and convert the copy. torch converts them first."""
+        there = self.source.to(self.device, non_blocking=True)
+        return there.to(self.dtype) if self.target is None else self.target.copy_(there)
+
 
 def _copy_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Copy | None:
+    """The copy that an operator makes; None for any other operator."""
     if func is torch.ops.aten._to_copy.default:
         source, non_blocking = args[0], kwargs.get("non_blocking", False)
         device = torch.device(kwargs.get("device") or source.device)
@@ -270,7 +248,7 @@ def _copy_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Co
     else:
         return None
     is_moved = copy.device != source.device and source.is_cpu
-    return copy if non_blocking and is_in_order and is_moved and is_dense(source) else None
+    return copy if non_blocking and is_in_order and is_moved else None
 
 
 def _current_stream(device: torch.device) -> object:

@@ -16,15 +16,6 @@ from onediff_ext.session.session import Session
 from tests.support.draw import draw_latents
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.models import sd15
-from tests.support.shared_store import (
-    compiling_worker,
-    make_session,
-    quick_eager_graphs,
-    run_store,
-    shared_store,
-)
-
-__all__ = ["compiling_worker", "make_session", "quick_eager_graphs", "run_store", "shared_store"]
 
 
 @pytest.fixture
