@@ -4,7 +4,9 @@ Each contender draws in a WebUI of its own: the host alone, and OneDiff. First e
 once without and once with the LoRA (``first_s`` and ``first_lora_s``; the very first picture loads
 the checkpoint). Then come timed pictures of the first size, after one that is not timed, and then
 the soak: all sizes over and over, the LoRA switched on for every second round. A picture that fails
-is counted, and the run goes on. OneDiff's pictures are compared with the host's own.
+is counted, and the run goes on. OneDiff's pictures are compared with the host's own. If the live
+tests' probe is among the checkout's extensions, rows of Forge and Neo have ``conditions``: how many
+calls of the model had the prompt and the negative prompt together ("2"), and how many one of them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ KEY = ("contender", "width", "height")
 SAME = ("what", "model", "steps", "gigabytes", "host", "flags", "job")
 # A build that lasts longer than this is waited for no more.
 _BUILD_LIMIT_S = 240
+_CONDITIONS = "/onediff-probe/conditions"
 
 Size = tuple[int, int]
 Make = Callable[[argparse.Namespace, str], Any]
@@ -135,6 +139,8 @@ class Contender:
         self._seconds: dict[tuple[Size, bool], list[float]] = {}
         self._first: dict[tuple[Size, bool], list[float]] = {}
         self._psnr_db: dict[Size, list[float]] = {}
+        self._conditions: dict[Size, Counter[str]] = {}
+        self._probed = False
         self.facts: dict[str, Any] = {
             "measured": now(), "pictures": 0, "failed": 0, "errors": [], "compared": 0,
         }  # fmt: skip
@@ -152,6 +158,7 @@ class Contender:
         self.facts["start_s"] = round(self._process.start(given.limit_s), 1)
         if given.checkpoint:
             self._webui.set_options(sd_model_checkpoint=given.checkpoint)
+        self._probed = self._webui.has(_CONDITIONS)
         with_lora = (False, True) if given.lora else (False,)
         for lora in with_lora:
             for size in self._sizes:
@@ -182,6 +189,8 @@ class Contender:
                     row[f"first{end}"] = round(seconds[0], 3)
                 if seconds := self._seconds.get((size, lora)):
                     row[f"soak{end}"] = round(statistics.median(seconds), 3)
+            if counts := self._conditions.get(size):
+                row["conditions"] = dict(sorted(counts.items()))
             if psnr := self._psnr_db.get(size):
                 row["lowest_psnr_db"] = round(min(psnr), 2)
             found.append(row)
@@ -205,6 +214,8 @@ class Contender:
             return []
         except OSError as exc:
             raise WebUIError(f"the WebUI does not answer: {exc}") from exc
+        if self._probed and (counts := self._webui.get(_CONDITIONS)):
+            self._conditions.setdefault(size, Counter()).update(counts)
         if keep:
             self._seconds.setdefault((size, lora), []).append(drawn.seconds)
         self._compare(size, lora, drawn)

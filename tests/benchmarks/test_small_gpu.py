@@ -35,15 +35,20 @@ class FakeWebUI:
     Args:
         brightness: Of all of its pictures.
         fails: Tells which jobs run out of memory.
+        conditions: What the live tests' probe answers after a picture, if it is there.
     """
 
     def __init__(
-        self, brightness: int = 100, fails: Callable[[dict[str, Any]], bool] | None = None
+        self,
+        brightness: int = 100,
+        fails: Callable[[dict[str, Any]], bool] | None = None,
+        conditions: Mapping[str, int] | None = None,
     ) -> None:
         self.webui = self
         self.asked: list[dict[str, Any]] = []
         self.options: dict[str, Any] = {}
         self._brightness, self._fails = brightness, fails or (lambda job: False)
+        self._conditions = conditions
         self.is_running = False
 
     def start(self, limit_s: float) -> float:
@@ -57,7 +62,12 @@ class FakeWebUI:
     def set_options(self, **options: Any) -> None:
         self.options |= options
 
+    def has(self, path: str) -> bool:
+        return path == "/onediff-probe/conditions" and self._conditions is not None
+
     def get(self, path: str) -> Any:
+        if self._conditions is not None and path == "/onediff-probe/conditions":
+            return self._conditions
         assert path == "/sdapi/v1/memory"
         return {"ram": {}, "cuda": {"reserved": {"peak": 7}, "events": {"oom": 0}, "system": {}}}
 
@@ -122,6 +132,16 @@ def test_both_contenders_draw_the_same(tmp_path: Path) -> None:
     assert facts["reasons"] == ["a reason"]
     assert facts["lora"] == {"name": "fine", "dtypes": ["BF16", "F32"]}
     assert figures["flags"] == ["--medvram-sdxl"]
+
+
+def test_rows_say_how_prompts_went_into_the_model(tmp_path: Path) -> None:
+    fakes = {"host": FakeWebUI(conditions={"1": 2, "2": 9}), "ours": FakeWebUI()}
+    _, figures = run(tmp_path, fakes)
+    rows = {(row["contender"], row["width"]): row for row in figures["rows"]}
+    # The first size has eight pictures, the other one four.
+    assert rows["host", 64]["conditions"] == {"1": 16, "2": 72}
+    assert rows["host", 72]["conditions"] == {"1": 8, "2": 36}
+    assert "conditions" not in rows["ours", 64]
 
 
 def test_a_picture_that_fails_is_counted_and_the_run_goes_on(tmp_path: Path) -> None:

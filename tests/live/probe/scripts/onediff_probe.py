@@ -157,6 +157,7 @@ def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
     app.add_api_route("/onediff-probe/features", features, methods=["GET"])
     app.add_api_route("/onediff-probe/functions", functions, methods=["GET"])
+    app.add_api_route("/onediff-probe/conditions", conditions, methods=["GET"])
     app.add_api_route("/onediff-probe/remove-hypertile", remove_hypertile, methods=["POST"])
     app.add_api_route("/onediff-probe/stream-layers", stream_layers, methods=["POST"])
     app.add_api_route("/onediff-probe/reload", reload_ui, methods=["POST"])
@@ -202,6 +203,32 @@ def stream_layers(megabytes: int = 0):
 def functions():
     """How many of the UNet's layers apply functions to their weights at each call."""
     return sum(bool(vars(module).get("weight_function")) for module in unet().modules())
+
+
+CALLS = []
+
+
+def conditions():
+    """How many calls of the model had so many conditions, since this was asked last: 2 where
+    prompt and negative prompt go together, 1 where each goes alone. None where nobody counts:
+    only Forge and Neo decide it by the free memory.
+    """
+    try:
+        from backend.sampling import sampling_function
+    except ImportError:
+        return None
+    own = sampling_function.compute_cond_mark
+    if not hasattr(own, "__wrapped__"):
+
+        def counted(cond_or_uncond, sigmas):
+            CALLS.append(len(cond_or_uncond))
+            return own(cond_or_uncond=cond_or_uncond, sigmas=sigmas)
+
+        counted.__wrapped__ = own
+        sampling_function.compute_cond_mark = counted
+    counts = {str(count): CALLS.count(count) for count in sorted(set(CALLS))}
+    CALLS.clear()
+    return counts
 
 
 script_callbacks.on_app_started(add_routes)
