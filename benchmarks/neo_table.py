@@ -25,7 +25,9 @@ def neo_compile_table(figures: dict[str, Any]) -> str:
         (row["contender"], row["event"], row["width"], row["height"]): row
         for row in figures["rows"]
     }
-    contenders = list(dict.fromkeys(contender for contender, *_ in rows))
+    # The host and OneDiff come first.
+    contenders = list(dict.fromkeys([*NAMES, *(contender for contender, *_ in rows)]))
+    contenders = [name for name in contenders if any(name == key[0] for key in rows)]
     jobs = list(dict.fromkeys(key[1:] for key in rows))
     lines = [["", "size", *(NAMES.get(name, name) for name in contenders)]]
     lines.append(["---"] * len(lines[0]))

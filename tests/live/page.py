@@ -68,14 +68,43 @@ class Page:
             gallery = gallery.get("value")
         return [self._fetch(item) for item in gallery or ()]
 
-    def _submit(self, elem_id: str) -> tuple[int, dict[str, Any]]:
-        """Press a button; of several actions, as in Forge, take the one with the most inputs."""
+    def paste(self, tab: str, infotext: str) -> dict[str, Any]:
+        """Press the arrow below "Generate" that reads an infotext out of the prompt.
+
+        Args:
+            tab: ``"txt2img"`` or ``"img2img"``.
+            infotext: What stands in the prompt then.
+
+        Returns:
+            The values that the page sets, by the components' `elem_id`.
+        """
+        index, dependency = self._submit("paste", f"{tab}_prompt")
+        body = {"fn_index": index, "data": [infotext], "session_hash": self._session}
+        answers = self._webui.post("/run/predict", body)["data"]
+        values = {}
+        for number, answer in zip(dependency["outputs"], answers, strict=True):
+            props = self._components[number]["props"]
+            is_update = isinstance(answer, dict) and "__type__" in answer
+            if is_update and "value" not in answer:
+                continue  # stays as it is
+            if _named(props):
+                values[props["elem_id"]] = answer["value"] if is_update else answer
+        return values
+
+    def _submit(self, elem_id: str, input_id: str = "") -> tuple[int, dict[str, Any]]:
+        """Press a button; of several actions, as in Forge, take the one with the most inputs.
+
+        Args:
+            elem_id: The button's.
+            input_id: `elem_id` of an input, where several buttons have the same.
+        """
         found = []
         for index, dependency in enumerate(self._dependencies):
             for target in dependency["targets"]:
                 number = target[0] if isinstance(target, list) else target
                 props = self._components.get(number, {}).get("props", {})
-                if props.get("elem_id") == elem_id:
+                inputs = [self._components[i]["props"].get("elem_id") for i in dependency["inputs"]]
+                if props.get("elem_id") == elem_id and input_id in ("", *inputs):
                     found.append((len(dependency["inputs"]), index, dependency))
         if not found:
             raise WebUIError(f"the page has no {elem_id}")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.live.jobs import STEPS, assert_identical, cached, shallow
 from tests.live.page import IMG2IMG_BATCH, Page
 from tests.support.webui_client import BACKEND, DEFAULTS, Drawn, WebUI, assert_same
 
@@ -43,6 +44,20 @@ def test_txt2img_from_the_page(webui: WebUI, page: Page) -> None:
         pictures = page.generate("txt2img", on_page("txt2img", accelerated))
         assert_same(Drawn(pictures, [], 0.0), reference)
     assert webui.status()["running"] == "compiled"
+
+
+def test_infotext_pasted_on_the_page(webui: WebUI, page: Page) -> None:
+    drawn = webui.draw(cached("3 depth=1"), steps=STEPS)
+    calls = shallow(webui)
+    pasted = page.paste("txt2img", drawn.infotexts[0])
+    assert pasted["onediff_txt2img_preset"] == "Custom"
+    assert pasted["onediff_txt2img_deepcache"] == "3 depth=1"
+    assert pasted["txt2img_prompt"] == DEFAULTS["prompt"]
+    shown = {name: value for name, value in pasted.items() if name.startswith("onediff_")}
+    fields = on_page("txt2img", True, **{**shown, "txt2img_steps": pasted["txt2img_steps"]})
+    pictures = page.generate("txt2img", fields)
+    assert_identical(Drawn(pictures, [], 0.0), drawn)
+    assert shallow(webui) == calls
 
 
 def test_page_and_api_mixed(webui: WebUI, page: Page) -> None:
