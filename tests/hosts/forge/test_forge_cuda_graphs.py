@@ -6,20 +6,17 @@ while it is recorded where a GPU would.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from onediff_ext.core.options import CompileOptions
-from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.timestep_embedding import EmbeddedCounts, TimestepEmbedding
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_blocks_stand_in import embed_from_the_cpu
+from tests.support.forge_recorded_jobs import assert_right, captured, recorded_job, settle, step
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn
 from tests.support.strict_recorder import StrictRecorder
 
@@ -34,66 +31,12 @@ def recorder() -> StrictRecorder:
     return StrictRecorder()
 
 
-@contextmanager
-def recorded_job(
-    graphs: GraphsForJobs, recorder: StrictRecorder, store: Path
-) -> Iterator[FakeProcessing]:
-    """A job whose session records on a CPU."""
-    options = CompileOptions(backend="eager", build="wait", store=store, workers=1)
-    p = FakeProcessing()
-    graphs.begin(p, options)
-    assert graphs.session is not None
-    graphs.session.cuda_graphs = CudaGraphCache(recorder)
-    graphs.before_sampling(p)
-    yield p
-    graphs.end(p)
-
-
 @pytest.fixture
 def job(
     graphs: GraphsForJobs, recorder: StrictRecorder, tmp_path: Path
 ) -> Iterator[FakeProcessing]:
     with recorded_job(graphs, recorder, tmp_path) as p:
         yield p
-
-
-def step(
-    host: ForgeStandIn, seed: int, timestep: float = 321.0, control: float = 0, **more: Any
-) -> torch.Tensor:
-    """One step as the hosts' samplers ask for it, with what a ControlNet adds in the middle."""
-    noise = torch.Generator().manual_seed(seed)
-    x, context = torch.randn(2, 4, 8, 8, generator=noise), torch.randn(2, 77, 24, generator=noise)
-    options: dict[str, Any] = {"cond_or_uncond": [1, 0], "sigmas": torch.full((1,), 2.5)}
-    if host.name == "reforge":
-        options["uuids"] = [uuid.uuid4(), uuid.uuid4()]
-    with torch.inference_mode():
-        result: torch.Tensor = host.unet(
-            x,
-            torch.full((2,), timestep),
-            context=context,
-            control={"middle": [control * torch.ones(2, 32, 8, 8)]} if control else None,
-            transformer_options=options,
-            **more,
-        )
-        return result.clone()
-
-
-def captured(graphs: GraphsForJobs) -> Any:
-    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
-    return unet.component.captured
-
-
-def assert_right(host: ForgeStandIn, graphs: GraphsForJobs, seed: int, **more: Any) -> None:
-    found = step(host, seed, **more)
-    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
-    with unet.component.paused():
-        expected = step(host, seed, **more)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def settle(host: ForgeStandIn, **more: Any) -> None:
-    for seed in range(7):
-        step(host, seed, **more)
 
 
 @pytest.mark.usefixtures("job")
