@@ -79,7 +79,9 @@ def test_complaint_controlnet_takes_minutes(
     assert_nothing_is_built(compiled)
 
 
-def test_complaint_controlnet_runs_out_of_memory(host: ForgeStandIn, compiled: GraphsForJobs) -> None:
+def test_complaint_controlnet_runs_out_of_memory(
+    host: ForgeStandIn, compiled: GraphsForJobs
+) -> None:
     """Each size has a CUDA graph with and without it; the oldest ones go."""
     assert compiled.session is not None
     for size in ((8, 8), (6, 10), (9, 7)):
