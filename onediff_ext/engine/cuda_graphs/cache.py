@@ -41,6 +41,7 @@ class CapturedGraph:
         derived_places: Where weights lie that were made from others.
         keeps: What else the recording points into.
         checks: How many comparisons with the model's own forward it has passed.
+        undecided_in: The epoch of the last comparison that decided nothing; None before any.
         share: Which part of a model's forward it is, above 0 and up to 1.
         replays: How often it was replayed for a call.
         argument_changes: How the forward changes lists and dictionaries of its call.
@@ -54,6 +55,7 @@ class CapturedGraph:
     derived_places: Sequence[object] = ()
     keeps: object = None
     checks: int = 0
+    undecided_in: int | None = None
     share: float = 1.0
     replays: int = 0
     argument_changes: Changes = ()

@@ -24,7 +24,7 @@ from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retr
 from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.recording_gain import RecordingGain
 from onediff_ext.engine.cuda_graphs.recording_policy import RecordingPolicy
-from onediff_ext.engine.cuda_graphs.replay_checks import ReplayChecks
+from onediff_ext.engine.cuda_graphs.replay_checks import UNDECIDED, ReplayChecks
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.torch_versions import OutOfMemoryError
@@ -128,12 +128,12 @@ class CapturedForward:
         key, form = (id(self.model), self.variant, call.key), (self.variant, call.form)
         with self._cuda_graphs.lock, self._cuda_graphs.order.after_the_last(call.device):
             captured = self._cuda_graphs.find(key)
-            if captured is not None:
+            if captured is not None and not self._checks.waits(captured, epoch_of(self._runners)):
                 replayed = self._try_replay(key, form, call, captured)
                 if replayed is not None:
                     run = partial(self._within_memory, *args, **kwargs)
                     return self._checked(key, form, call, captured, replayed[0], run)
-                captured = None  # releases the text KV graphs and all else that it owned
+            captured = None  # releases the text KV graphs and all else that it owned
             compared, stop = self._tracker.comparisons(), self._cuda_graphs.stopwatch(call.device)
             output = self._within_memory(*args, **kwargs)
             try:
@@ -174,8 +174,10 @@ class CapturedForward:
             compared: `ModelTracker.comparisons` before it.
         """
         self._tracker.note_derived(form)
-        if self._cuda_graphs.find(key) is not None:
-            self.reason = ""  # its derived weights were out of date, and are right again
+        kept = self._cuda_graphs.find(key)
+        if kept is not None:  # or its derived weights were out of date, and are right again
+            waits = self._checks.waits(kept, epoch_of(self._runners))
+            self.reason = UNDECIDED if waits else ""
         elif compared == self._tracker.comparisons():
             self._consider_recording(key, form, call, output)
         else:  # blocks that were compared returned eager's result, which a replay would not
@@ -278,7 +280,7 @@ class CapturedForward:
     ) -> None:
         """Compare a replay with eager, and drop a CUDA graph that is wrong."""
         try:
-            problem = self._checks.check(captured, output, expected)
+            problem = self._checks.check(captured, output, expected, epoch_of(self._runners))
         except OutOfMemoryError:  # which must not cost the image
             self._give_up(key)
             return

@@ -16,6 +16,9 @@ from onediff_ext.engine.cuda_graphs.model_tracker import FrozenState
 # since a comparison costs a forward.
 _REQUIRED_CHECKS = 2
 
+# Why sizes are not replayed for the rest of an image.
+UNDECIDED = "its replays cannot be compared: eager gives NaN"
+
 
 class ReplayChecks:
     """Compares replays, and remembers the model states whose CUDA graphs have passed."""
@@ -68,13 +71,28 @@ class ReplayChecks:
         if self.is_done(captured):
             self._passed[form] = captured.state
 
-    def check(self, captured: CapturedGraph, replayed: Any, expected: Any) -> str | None:
+    def waits(self, captured: CapturedGraph, epoch: int | None) -> bool:
+        """Whether a CUDA graph is left alone until the next image.
+
+        A comparison has decided nothing in this one. The numbers of the next steps come from the
+        same NaN, so each further comparison would cost a replay for nothing.
+
+        Args:
+            captured: A CUDA graph of `CudaGraphCache`.
+            epoch: From `epoch_of`.
+        """
+        return epoch is not None and captured.undecided_in == epoch and not self.is_done(captured)
+
+    def check(
+        self, captured: CapturedGraph, replayed: Any, expected: Any, epoch: int | None = None
+    ) -> str | None:
         """Compare a replay's output with eager's, and count the check if it decides anything.
 
         Args:
             captured: A CUDA graph of `CudaGraphCache`.
             replayed: Its output, a tensor or a structure of tensors.
             expected: The output of the model's own forward, of the same structure.
+            epoch: From `epoch_of`.
 
         Returns:
             What is wrong, or None. After a wrong replay no state counts as passed.
@@ -88,6 +106,7 @@ class ReplayChecks:
                 self.forget()
                 return comparison.problem
             if not comparison.decided:
+                captured.undecided_in = epoch
                 return None
         captured.checks += 1
         return None
