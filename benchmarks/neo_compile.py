@@ -4,7 +4,8 @@ Each contender draws in a Forge Neo of its own, over its API: the host alone, On
 presets of "Torch Compile Integrated". Its caches are empty at first. Then come: the first picture
 after the start, a LoRA that is switched on and off, new sizes, and the first pictures after a
 restart with the caches as they are then. Seconds are of a whole request, so the first picture
-includes the loading of the checkpoint. Milliseconds per step are the difference of two jobs, one
+includes the loading of the checkpoint. It is asked for as soon as the WebUI answers, or
+``--pause-s`` later, as by somebody who opens the page. Milliseconds per step are the difference of two jobs, one
 with twice the steps.
 
 Figures are written after each row, and rows of an earlier run stay. A picture that is not there
@@ -38,7 +39,7 @@ CONTENDERS = ("host", "ours", "max-autotune", "max-autotune-no-cudagraphs")
 _PRESET = "max-autotune-no-cudagraphs"
 _FLAGS = ("--skip-prepare-environment",)
 _KEY = ("contender", "event", "width", "height")
-_SAME = ("what", "model", "steps")
+_SAME = ("what", "model", "steps", "pause_s")
 # What the host's log tells of its compiler.
 _LOG_LINES = {
     "compiled": "Model Compiled",
@@ -65,6 +66,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cfg-scale", type=float, default=JOB["cfg_scale"], help="1 for Flux.1")
     parser.add_argument("--pictures", type=int, default=2, help="of each size, after the first")
+    parser.add_argument(
+        "--pause-s", type=float, default=0, help="from a start to its first picture"
+    )
     parser.add_argument("--backend", default="", help="of OneDiff's graphs")
     parser.add_argument("--flags", default="", help="more of the WebUI's command line")
     parser.add_argument("--port", type=int, default=7863)
@@ -100,6 +104,7 @@ def measure(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, s
         "steps": arguments.steps,
         "sampler": JOB["sampler_name"],
         "cfg_scale": arguments.cfg_scale,
+        "pause_s": arguments.pause_s,
         "flags": [*_FLAGS, *arguments.flags.split()],
         "fingerprint": fingerprint(device),
         "rows": [],
@@ -251,6 +256,7 @@ class Contender:
         if self._name not in ("host", "ours"):
             scripts = self._webui.get("/sdapi/v1/script-info")
             self._scripts = preset_script(scripts, self._name)
+        time.sleep(self._given.pause_s)
 
     def _row(self, event: str, size: Size, lora: bool = False, with_steps: bool = True) -> None:
         """Draw the first picture, wait for builds, and draw more."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks import webui
+from benchmarks import neo_compile, webui
 from benchmarks.neo_compile import log_facts, measure, preset_script
 from benchmarks.neo_table import neo_compile_table
 from benchmarks.webui_models import write_models
@@ -95,7 +95,7 @@ def run(
     arguments = argparse.Namespace(
         model="fake", checkpoint="fake.safetensors", lora="fine", contenders=contenders,
         sizes="64x64, 72x64", steps=10, cfg_scale=3.5, pictures=1, backend="", flags="",
-        work=folder, limit_s=60.0, total_s=600.0, json=folder / "fake.json",
+        work=folder, limit_s=60.0, total_s=600.0, pause_s=0.0, json=folder / "fake.json",
     )  # fmt: skip
     vars(arguments).update(given)
     (folder / "prepared-fake").touch()
@@ -146,6 +146,14 @@ def test_steps_are_the_difference_of_two_jobs(tmp_path: Path) -> None:
     assert rows["ours", "start"]["builds_s"] > 0
     assert rows["ours", "start"]["psnr_db"] == 99
     assert figures["contenders"]["ours"]["start_s"] == 1.5
+
+
+def test_a_pause_comes_after_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(neo_compile.time, "sleep", slept.append)
+    _, figures, made = run(tmp_path, "host", pause_s=8.0)
+    assert slept.count(8.0) == made["host"].events.count("start") == 2
+    assert figures["pause_s"] == 8.0
 
 
 def test_a_picture_that_does_not_come_ends_its_contender_and_stays_known(tmp_path: Path) -> None:
