@@ -228,7 +228,8 @@ class PromptWork:
         self._unknown_in = epoch
         model, recipe = self._model, self._recipe
         layers, blocks = list(recipe.layers(model)), list(recipe.blocks(model))
-        modules = [module for part in (*layers, *blocks) for module in part.modules()]
+        parts = (*layers, *blocks, *recipe.helpers(model))
+        modules = list(dict.fromkeys(module for part in parts for module in part.modules()))
         by_block = {runner.block: runner for runner in self._runners}
         if not self._are_known(modules) or not by_block.keys() >= set(blocks):
             return False

@@ -45,6 +45,18 @@ class PromptRecipe(ABC):
         """
         return ()
 
+    def helpers(self, model: Any) -> Sequence[nn.Module]:  # noqa: ARG002
+        """Return further modules whose code decides the result.
+
+        Args:
+            model: The host's module.
+
+        Returns:
+            Modules that `compute` calls, and modules around `layers` that the forward calls. The
+            default has none.
+        """
+        return ()
+
     def parameters(self, model: Any) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return further weights that the result depends on.
 

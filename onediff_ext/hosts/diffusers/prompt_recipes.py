@@ -46,6 +46,9 @@ class Lumina2(Embedding):
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return list(model.context_refiner)
 
+    def helpers(self, model: Any) -> Sequence[nn.Module]:
+        return [model.time_caption_embed, model.rope_embedder]
+
     def compute(self, model: Any, arguments: Arguments) -> Any:
         # states [B, N, D]; the table for the prompt's tokens depends on the mask alone
         states, mask = super().compute(model, arguments), arguments["encoder_attention_mask"]

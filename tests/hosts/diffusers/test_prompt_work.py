@@ -224,6 +224,28 @@ def test_a_hook_on_an_embedder_runs_at_each_step(pair: Callable[[str], Pair]) ->
     assert both.work.computed == computed + 1
 
 
+@pytest.mark.parametrize("helper", ["time_caption_embed", "rope_embedder"])
+def test_a_hook_beside_the_layers(helper: str, pair: Callable[[str], Pair]) -> None:
+    """Lumina 2's prompt reaches its embedder through a module, and its refiner has a table."""
+    both = pair("lumina2")
+    both.agree()
+    computed, seen = both.work.computed, []
+
+    def scaled(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append(layer)
+        return (*args[:-1], args[-1] * 1.3) if helper == "time_caption_embed" else args
+
+    layers = [each.transformer.get_submodule(helper) for each in (both.pipe, both.twin)]
+    handles = [layer.register_forward_pre_hook(scaled) for layer in layers]
+    both.agree()
+    assert both.work.computed == computed
+    assert seen.count(layers[0]) == seen.count(layers[1])
+    for handle in handles:
+        handle.remove()
+    both.agree()
+    assert both.work.computed == computed + CALLS["lumina2"]
+
+
 def test_a_class_that_is_patched_under_a_hook_of_an_embedder(
     pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
