@@ -58,13 +58,13 @@ class PromptRecipe(ABC):
         return ()
 
     def parameters(self, model: Any) -> Sequence[torch.Tensor]:  # noqa: ARG002
-        """Return further weights that the result depends on.
+        """Return further tensors that the result depends on.
 
         Args:
             model: The host's module.
 
         Returns:
-            Weights outside of `layers` and `blocks`. The default has none.
+            Weights and tables outside of `layers` and `blocks`. The default has none.
         """
         return ()
 

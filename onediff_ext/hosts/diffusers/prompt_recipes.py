@@ -49,6 +49,9 @@ class Lumina2(Embedding):
     def helpers(self, model: Any) -> Sequence[nn.Module]:
         return [model.time_caption_embed, model.rope_embedder]
 
+    def parameters(self, model: Any) -> Sequence[torch.Tensor]:
+        return list(model.rope_embedder.freqs_cis)
+
     def compute(self, model: Any, arguments: Arguments) -> Any:
         # states [B, N, D]; the table for the prompt's tokens depends on the mask alone
         states, mask = super().compute(model, arguments), arguments["encoder_attention_mask"]
@@ -74,7 +77,8 @@ class ZImage(PromptRecipe):
         return list(model.context_refiner)
 
     def parameters(self, model: Any) -> Sequence[torch.Tensor]:
-        return [model.cap_pad_token]
+        tables = model.rope_embedder.freqs_cis  # None before the first forward
+        return [model.cap_pad_token, *(tables or ())]
 
     def compute(self, model: Any, arguments: Arguments) -> Any:
         prompts = arguments["cap_feats"]  # one [N, C] for each picture

@@ -187,6 +187,22 @@ def test_changes_within_a_picture_count(pair: Callable[[str], Pair]) -> None:
     assert relative_error(both.agree(), plain) > 1e-4
 
 
+@pytest.mark.parametrize("name", ["z_image", "lumina2"])
+def test_a_refiners_table_that_is_written_within_a_picture(
+    name: str, pair: Callable[[str], Pair]
+) -> None:
+    both = pair(name)
+    both.agree()
+    plain = both.agree()
+
+    def turn(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        table = pipe.transformer.rope_embedder.freqs_cis[0]  # too long to be compared by content
+        table.copy_(table**1.3)
+        return kwargs
+
+    assert relative_error(both.agree(callback_on_step_end=turn), plain) > 1e-3
+
+
 def test_an_embedder_whose_weight_wraps_others(pair: Callable[[str], Pair]) -> None:
     """torch moves such a model by exchanging tensors, which weak references would forbid."""
     both = pair("flux")
