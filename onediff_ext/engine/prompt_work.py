@@ -15,11 +15,10 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import weakref
-from collections import deque
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +44,53 @@ logger = logging.getLogger(__name__)
 
 _KEPT = 4  # results of prompts: guidance has two, each of another length perhaps
 _NEVER = -1  # no epoch
-# The prompt's tensors, what they and the weights were, and the result.
-_Result = tuple[list[weakref.ref[torch.Tensor]], Hashable, Any]
+
+
+class _Result(NamedTuple):
+    """The result for one prompt.
+
+    Args:
+        prompt: The prompt's tensors.
+        form: Which of the arguments were None.
+        stamp: What the tensors were, from `stamp_of`.
+        made_by: What the weights were, from `stamp_of`.
+        value: Takes the prompt's place.
+    """
+
+    prompt: WeakTensors
+    form: tuple[bool, ...]
+    stamp: Hashable
+    made_by: Hashable
+    value: Any
+
+    def is_current(self, epoch: Hashable, made_by: Hashable) -> bool:
+        """Return whether prompt and weights are what they were.
+
+        Args:
+            epoch: Of this call.
+            made_by: What the weights are now.
+        """
+        tensors = self.prompt.alive()
+        return (
+            tensors is not None
+            and self.made_by == made_by
+            and self.stamp == stamp_of(epoch, tensors[0], tensors[1:])
+        )
+
+    def serves(self, tensors: Sequence[torch.Tensor], form: tuple[bool, ...]) -> bool:
+        """Return whether it is the result of these tensors.
+
+        Args:
+            tensors: The prompt's tensors of a call.
+            form: Which of the arguments are None.
+        """
+        known = self.prompt.alive()
+        return (
+            known is not None
+            and self.form == form
+            and len(known) == len(tensors)
+            and all(map(operator.is_, known, tensors))
+        )
 
 
 class PassThrough:
@@ -100,7 +144,7 @@ class PromptWork:
         self._patches = Patches()
         self._state: ModelState | None = None
         self._weights = WeakTensors([])
-        self._results: deque[_Result] = deque(maxlen=_KEPT)
+        self._results: list[_Result] = []
         self._is_verified = self._was_compared = False
         self._unknown_in: int | None = _NEVER
         self._impure_in: int | None = _NEVER
@@ -128,6 +172,7 @@ class PromptWork:
         """
         given = self._substituted(args, kwargs)
         if given is None:
+            self._results = []  # nobody has looked at what they were made of
             return forward(False, args, kwargs)
         if self._is_verified:
             with self._done.set():
@@ -174,7 +219,7 @@ class PromptWork:
         for runner in self._runners:
             runner.done = None
         self._state = None
-        self._results.clear()
+        self._results = []
 
     def _substituted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments with the result in the prompt's place; None to run as it is."""
@@ -202,19 +247,23 @@ class PromptWork:
         if not tensors or len(tensors) + sum(leaf is None for leaf in leaves) < len(leaves):
             return None
         weights = self._weights.alive()
-        if weights is None:
+        if not weights:
             return None
-        stamp = stamp_of(epoch_of(self._runners), tensors[0], [*tensors[1:], *weights])
-        if stamp is None:
+        epoch, form = epoch_of(self._runners), tuple(leaf is None for leaf in leaves)
+        made_by = stamp_of(epoch, weights[0], weights[1:])
+        stamp = stamp_of(epoch, tensors[0], tensors[1:])
+        # What has changed once is never used again: freed memory may get other numbers.
+        self._results = [known for known in self._results if known.is_current(epoch, made_by)]
+        if made_by is None or stamp is None:
             return None
-        stamp = (stamp, tuple(leaf is None for leaf in leaves))
-        for known, known_stamp, result in self._results:
-            if known_stamp == stamp and _are_the_same(known, tensors):
-                return result
+        for known in self._results:
+            if known.serves(tensors, form):
+                return known.value
         result = self._recipe.compute(self._model, named)
         if result is not None:
             self.computed += 1
-            self._results.append(([weakref.ref(tensor) for tensor in tensors], stamp, result))
+            made = _Result(WeakTensors(tensors), form, stamp, made_by, result)
+            self._results = [*self._results[1 - _KEPT :], made]
         return result
 
     def _is_ready(self) -> bool:
@@ -263,11 +312,3 @@ class PromptWork:
         self.refusal_reason = reason
         logger.warning("%s embeds its prompt at each step: %s", type(self._model).__name__, reason)
         self.remove()
-
-
-def _are_the_same(
-    known: Sequence[weakref.ref[torch.Tensor]], tensors: Sequence[torch.Tensor]
-) -> bool:
-    return len(known) == len(tensors) and all(
-        ref() is tensor for ref, tensor in zip(known, tensors, strict=True)
-    )

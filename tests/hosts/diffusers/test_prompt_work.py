@@ -187,6 +187,35 @@ def test_changes_within_a_picture_count(pair: Callable[[str], Pair]) -> None:
     assert relative_error(both.agree(), plain) > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("written", "between"), [("weight", None), ("prompt", None), ("weight", {"scale": 1.0})]
+)
+def test_other_numbers_where_earlier_ones_lay(
+    written: str, between: dict[str, float] | None, pair: Callable[[str], Pair]
+) -> None:
+    """Two buffers in turn: each second step has address and version of the one before last.
+
+    With attention arguments, the steps in between have all of their work inside.
+    """
+    both = pair("flux")
+    both.agree()
+    both.agree()
+    buffers: list[torch.Tensor] = []
+
+    def change(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        weight = pipe.transformer.context_embedder.weight
+        tensor = weight if written == "weight" else kwargs["prompt_embeds"]
+        if step == 0:
+            buffers[:] = tensor.data, tensor.data.clone()
+        following = buffers[(step + 1) % 2]
+        following.copy_(tensor.data * 1.3)
+        tensor.data = following
+        pipe._joint_attention_kwargs = None if step % 2 else between
+        return kwargs
+
+    both.agree(callback_on_step_end=change, callback_on_step_end_tensor_inputs=["prompt_embeds"])
+
+
 @pytest.mark.parametrize("name", ["z_image", "lumina2"])
 def test_a_refiners_table_that_is_written_within_a_picture(
     name: str, pair: Callable[[str], Pair]
