@@ -99,18 +99,21 @@ class PassThrough:
     Args:
         layer: Reads only the prompt, as `PromptRecipe.layers` returns them.
         done: Says when.
+
+    Attributes:
+        done: As given.
     """
 
     replaced = None
 
     def __init__(self, layer: nn.Module, done: Done) -> None:
-        self._forward, self._done = forward_of(layer), done
+        self._forward, self.done = forward_of(layer), done
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)  # a copied model does all of its work
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if self._done.now:
+        if self.done.now:
             return x
         if isinstance(self._forward, ClassMethod):
             self._forward.keep_if_taken(self)
@@ -282,6 +285,8 @@ class PromptWork:
         by_block = {runner.block: runner for runner in self._runners}
         if not self._are_known(modules) or not by_block.keys() >= set(blocks):
             return False
+        if any(map(self._is_anothers, layers)):
+            return False
         for layer in layers:
             self._patches.set(layer, "forward", PassThrough(layer, self._done))
         for block in blocks:
@@ -307,6 +312,11 @@ class PromptWork:
             and not replaced_methods(module)
             for module in modules
         )
+
+    def _is_anothers(self, layer: nn.Module) -> bool:
+        """Whether another model has the layer too, and does its own prompt's part by it."""
+        forward = forward_of(layer)
+        return isinstance(forward, PassThrough) and forward.done is not self._done
 
     def _refuse(self, reason: str) -> None:
         self.refusal_reason = reason

@@ -315,6 +315,24 @@ def around(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: forward(*args, **kwargs) * 1.1
 
 
+def test_models_that_share_an_embedder(pair: Callable[[str], Pair]) -> None:
+    """One of them does its prompt's part ahead; the other takes over when that one is undone."""
+    first, second = pair("flux"), pair("flux")
+    layer = second.pipe.transformer.context_embedder = first.pipe.transformer.context_embedder
+    first.agree()
+    forward = vars(layer)["forward"]
+    for seed in range(1, 3):
+        second.agree(seed)
+        first.agree(seed)
+        assert vars(layer)["forward"] is forward  # nothing piles up on the layer
+    assert (first.work.computed, second.work.computed) == (3, 0)
+    undo_compile(first.pipe)
+    second.agree()
+    assert second.work.computed == 1
+    undo_compile(second.pipe)
+    assert "forward" not in vars(layer)
+
+
 def test_what_differs_from_the_whole_forward_is_not_used(
     pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
