@@ -180,8 +180,6 @@ class PromptWork:
         if self._is_verified:
             with self._done.set():
                 return forward(True, (), given)
-        if not self._may_run_twice():
-            return forward(False, args, kwargs)
         # The first comparison mostly decides: the next forwards have the prompt's part done.
         judged = self._judged_calls()
         with nullcontext() if self._was_compared else unrecorded():
@@ -196,9 +194,7 @@ class PromptWork:
         return sum(runner.compared for runner in self._runners)
 
     def _may_run_twice(self) -> bool:
-        """Whether nothing counts the calls of the model: a step cache does."""
-        if self._impure_in == epoch_of(self._runners):
-            return False
+        """Whether nothing counts the calls of the model or of its parts: a step cache does."""
         is_pure = Snapshot(self._model, self._known).refusal_reason is None
         self._impure_in = _NEVER if is_pure else epoch_of(self._runners)
         return is_pure
@@ -270,12 +266,15 @@ class PromptWork:
         return result
 
     def _is_ready(self) -> bool:
-        """Whether the layers are known and what they were; looks at them again if they changed."""
+        """Whether the layers are known and what they were, and their work may be done ahead.
+
+        They are looked at again if they changed.
+        """
         epoch = epoch_of(self._runners)
-        if self._state is not None and self._state.holds(epoch=epoch):
-            return True
-        if self._unknown_in == epoch:
+        if epoch in (self._unknown_in, self._impure_in):
             return False
+        if self._state is not None and self._state.holds(epoch=epoch):
+            return self._is_verified or self._may_run_twice()
         self.remove()
         self._unknown_in = epoch
         model, recipe = self._model, self._recipe
@@ -299,7 +298,7 @@ class PromptWork:
         self._weights = WeakTensors(parts_of([*weights, *recipe.parameters(model)]))
         self._state, self._unknown_in = state, _NEVER
         self._is_verified = self._was_compared = False
-        return True
+        return self._may_run_twice()
 
     def _are_known(self, modules: Sequence[nn.Module]) -> bool:
         """Whether modules are the host's or those of known wrappers, without hooks of others."""

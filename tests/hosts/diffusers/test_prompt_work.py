@@ -291,6 +291,39 @@ def test_a_hook_beside_the_layers(helper: str, pair: Callable[[str], Pair]) -> N
     assert both.work.computed == computed + CALLS["lumina2"]
 
 
+class Counting:
+    """An attention processor of a refiner whose result depends on how often it was called."""
+
+    def __init__(self, own: Any) -> None:
+        self._own, self.calls = own, 0
+
+    def __call__(self, attention: Any, states: torch.Tensor, **others: Any) -> torch.Tensor:
+        self.calls += 1
+        output: torch.Tensor = self._own(attention, states, **others)
+        return output + 0.3 * self.calls * output.flip(1)
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_processor_of_a_refiner_that_counts(
+    step: int | None, pair: Callable[[str], Pair]
+) -> None:
+    """Nothing is computed ahead by it, not even once, before or within a picture."""
+    both = pair("lumina2")
+    both.agree()
+    both.agree()
+
+    def install(pipe: Any, now: int | None, *others: Any) -> Any:
+        if now == step:
+            layer = pipe.transformer.context_refiner[0].attn
+            layer.processor = Counting(layer.processor)
+        return others[-1] if others else None
+
+    for each in (both.pipe, both.twin):
+        install(each, None)
+    both.agree(callback_on_step_end=install)
+    both.agree()
+
+
 def test_a_class_that_is_patched_under_a_hook_of_an_embedder(
     pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
