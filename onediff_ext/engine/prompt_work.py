@@ -146,6 +146,7 @@ class PromptWork:
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._patches = Patches()
         self._state: ModelState | None = None
+        self._settings: Hashable = None
         self._weights = WeakTensors([])
         self._results: list[_Result] = []
         self._is_verified = self._was_compared = False
@@ -273,7 +274,11 @@ class PromptWork:
         epoch = epoch_of(self._runners)
         if epoch in (self._unknown_in, self._impure_in):
             return False
-        if self._state is not None and self._state.holds(epoch=epoch):
+        if (
+            self._state is not None
+            and self._known.current_settings() == self._settings
+            and self._state.holds(epoch=epoch)
+        ):
             return self._is_verified or self._may_run_twice()
         self.remove()
         self._unknown_in = epoch
@@ -296,7 +301,8 @@ class PromptWork:
             return False
         weights = [w for m in (*layers, *blocks) for w in (*m.parameters(), *m.buffers())]
         self._weights = WeakTensors(parts_of([*weights, *recipe.parameters(model)]))
-        self._state, self._unknown_in = state, _NEVER
+        self._state, self._settings = state, self._known.current_settings()
+        self._unknown_in = _NEVER
         self._is_verified = self._was_compared = False
         return self._may_run_twice()
 

@@ -268,6 +268,14 @@ class BlockFamily(ABC):
         """
         return None
 
+    def processor_reason(self, processor: object) -> str | None:  # noqa: ARG002
+        """Return why a known attention processor runs code of another extension, or None.
+
+        Args:
+            processor: Of an attention layer. It may dispatch to a table of functions.
+        """
+        return None
+
     def patched_by(self, module: nn.Module) -> str | None:  # noqa: ARG002
         """Return who replaced a module's forward, for people, where the host knows it.
 

@@ -323,5 +323,5 @@ def _processor_reason(processor: object, known: TrustedModules) -> str | None:
     # Those of pipelines keep attention maps and counts between calls.
     of_pipeline = ".pipelines." in f"{cls.__module__}."
     if f"{cls.__module__}.{cls.__qualname__}".startswith(known.prefixes) and not of_pipeline:
-        return None
+        return known.processor_reason(processor)
     return f"{cls.__qualname__} is not known as free of side effects"

@@ -30,6 +30,7 @@ class TrustedModules:
         patched_by: `BlockFamily.patched_by` of each family.
         stays_pinned: `BlockFamily.stays_pinned` of each family.
         weight_functions: `BlockFamily.weight_functions` of all families.
+        processor_reasons: `BlockFamily.processor_reason` of each family.
     """
 
     sources: Sequence[str] = ()
@@ -43,6 +44,7 @@ class TrustedModules:
     patched_by: Sequence[Callable[[nn.Module], str | None]] = ()
     stays_pinned: Sequence[Callable[[torch.Tensor], bool]] = ()
     weight_functions: Sequence[WeightFunctionRule] = ()
+    processor_reasons: Sequence[Callable[[object], str | None]] = ()
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class TrustedModules:
             list({type(f).patched_by: f.patched_by for f in families}.values()),
             list({type(f).stays_pinned: f.stays_pinned for f in families}.values()),
             list(dict.fromkeys(rule for family in families for rule in family.weight_functions)),
+            list({type(f).processor_reason: f.processor_reason for f in families}.values()),
         )
 
     @property
@@ -89,6 +92,14 @@ class TrustedModules:
             The name that the host's families know, or ``"another extension"``.
         """
         return next(filter(None, (find(module) for find in self.patched_by)), "another extension")
+
+    def processor_reason(self, processor: object) -> str | None:
+        """Return why a known attention processor runs code of another extension, or None.
+
+        Args:
+            processor: Of an attention layer.
+        """
+        return next(filter(None, (reason(processor) for reason in self.processor_reasons)), None)
 
     def current_settings(self) -> Hashable:
         """The settings of the host's process, as they are now."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 NATIVE = "native"  # torch's own scaled_dot_product_attention
@@ -56,6 +57,37 @@ def active_backend() -> str:
     return NATIVE if registry is None else _told(_name(registry._active_backend))
 
 
+def dispatch_setting() -> Hashable:
+    """Return a value that differs when processors dispatch attention to another function."""
+    registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
+    if registry is None:
+        return NATIVE
+    functions = [_lookup(registry), *registry._backends.values()]
+    return active_backend(), tuple([(each, getattr(each, "__code__", None)) for each in functions])
+
+
+def foreign_backend_reason(processor: object) -> str | None:
+    """Return why a processor dispatches attention to code of another extension, or None.
+
+    Such code may keep state, which a CUDA graph would freeze.
+
+    Args:
+        processor: Of an attention layer.
+    """
+    module = sys.modules.get(_DISPATCH)
+    registry = getattr(module, _REGISTRY, None)
+    if module is None or registry is None or not hasattr(type(processor), _SETTING):
+        return None
+    chosen = getattr(processor, _SETTING)
+    name = _name(registry._active_backend if chosen is None else chosen)
+    functions = [registry._backends.get(module.AttentionBackendName(name))]
+    functions += [_lookup(registry)] if chosen is None else []
+    package = os.path.dirname(os.path.dirname(module.__file__ or ""))
+    if all(_place(function)[0].startswith(package + os.sep) for function in functions):
+        return None
+    return f"attention runs with the backend {name}, as another extension has it"
+
+
 def use_native_backend(block: Any) -> None:
     """Make the attention of a copied block call torch's own kernel, whatever backend is active."""
     module = sys.modules.get(_DISPATCH)
@@ -80,11 +112,15 @@ def _is_own() -> bool:
     registry, own = getattr(module, _REGISTRY, None), getattr(module, "_native_attention", None)
     if module is None or registry is None or own is None:
         return True  # of another version; then its name is all that is known
-    lookup = getattr(vars(registry).get("get_active_backend"), "__func__", None)
-    written = ((own, "_native_attention"), (lookup, "get_active_backend"))
+    written = ((own, "_native_attention"), (_lookup(registry), "get_active_backend"))
     return registry._backends.get(module.AttentionBackendName(NATIVE)) is own and all(
         _place(function) == (module.__file__, name) for function, name in written
     )
+
+
+def _lookup(registry: Any) -> Any:
+    """The function that finds the active backend's."""
+    return getattr(vars(registry).get("get_active_backend"), "__func__", None)
 
 
 def _place(function: Any) -> tuple[str, str]:

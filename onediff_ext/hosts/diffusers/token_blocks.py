@@ -19,8 +19,9 @@ from onediff_ext.engine.blocks.prompt_recipe import PromptRecipe
 from onediff_ext.engine.blocks.token_stream_family import TokenStreamBlocks
 from onediff_ext.engine.quantization import EightBitLinears
 from onediff_ext.hosts.diffusers.attention_processors import (
-    active_backend,
     backend_eager_reason,
+    dispatch_setting,
+    foreign_backend_reason,
     processor_eager_reason,
     use_native_backend,
 )
@@ -92,7 +93,10 @@ class _TokenFamily(TokenStreamBlocks, DiffusersBlocks):
         return None
 
     def global_settings(self) -> Hashable:
-        return active_backend()
+        return dispatch_setting()
+
+    def processor_reason(self, processor: object) -> str | None:
+        return foreign_backend_reason(processor)
 
     def prompt_recipe(self, model: nn.Module) -> PromptRecipe | None:
         return RECIPES.get(type(model).__name__)
