@@ -16,6 +16,7 @@ import copy
 import inspect
 import logging
 import operator
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -144,7 +145,7 @@ class PromptWork:
         self._model, self._recipe, self._known = model, recipe, known
         self._runners, self._done = runners, Done()
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-        self._patches = Patches()
+        self._patches, self._lock = Patches(), threading.RLock()
         self._state: ModelState | None = None
         self._settings: Hashable = None
         self._weights = WeakTensors([])
@@ -174,10 +175,23 @@ class PromptWork:
         Returns:
             The output of the forward.
         """
-        given = self._substituted(args, kwargs)
-        if given is None:
+        with self._lock:  # or another thread would take the stand-ins away halfway
+            given = self._substituted(args, kwargs)
+            if given is not None:
+                return self._run(forward, unrecorded, eager, args, kwargs, given)
             self._results = []  # nobody has looked at what they were made of
-            return forward(False, args, kwargs)
+        return forward(False, args, kwargs)
+
+    def _run(
+        self,
+        forward: Callable[[bool, Sequence[Any], Mapping[str, Any]], Any],
+        unrecorded: Callable[[], AbstractContextManager[None]],
+        eager: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: dict[str, Any],
+    ) -> Any:
+        """As `__call__`, with the arguments that have the result in the prompt's place."""
         if self._is_verified:
             with self._done.set():
                 return forward(True, (), given)
@@ -214,12 +228,13 @@ class PromptWork:
         self._is_verified = comparison.problem is None and comparison.decided
 
     def remove(self) -> None:
-        """Restore the layers."""
-        self._patches.undo()
-        for runner in self._runners:
-            runner.done = None
-        self._state = None
-        self._results = []
+        """Restore the layers, once no other thread runs a forward behind its prompt's part."""
+        with self._lock:
+            self._patches.undo()
+            for runner in self._runners:
+                runner.done = None
+            self._state = None
+            self._results = []
 
     def _substituted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments with the result in the prompt's place; None to run as it is."""
