@@ -7,6 +7,8 @@ import sys
 from collections.abc import Collection, Hashable
 from typing import Any
 
+import torch
+
 NATIVE = "native"  # torch's own scaled_dot_product_attention
 _DISPATCH = "diffusers.models.attention_dispatch"
 _REGISTRY = "_AttentionBackendRegistry"  # its table of functions
@@ -59,11 +61,13 @@ def active_backend() -> str:
 
 def dispatch_setting() -> Hashable:
     """Return a value that differs when processors dispatch attention to another function."""
-    registry = getattr(sys.modules.get(_DISPATCH), _REGISTRY, None)
-    if registry is None:
+    module = sys.modules.get(_DISPATCH)
+    registry = getattr(module, _REGISTRY, None)
+    if module is None or registry is None:
         return NATIVE
     functions = [_lookup(registry), *registry._backends.values()]
-    return active_backend(), tuple([(each, getattr(each, "__code__", None)) for each in functions])
+    codes = tuple([(each, getattr(each, "__code__", None)) for each in functions])
+    return active_backend(), module.torch is torch, codes
 
 
 def foreign_backend_reason(processor: object) -> str | None:
@@ -83,7 +87,8 @@ def foreign_backend_reason(processor: object) -> str | None:
     functions = [registry._backends.get(module.AttentionBackendName(name))]
     functions += [_lookup(registry)] if chosen is None else []
     package = os.path.dirname(os.path.dirname(module.__file__ or ""))
-    if all(_place(function)[0].startswith(package + os.sep) for function in functions):
+    is_own = all(_place(function)[0].startswith(package + os.sep) for function in functions)
+    if is_own and module.torch is torch:
         return None
     return f"attention runs with the backend {name}, as another extension has it"
 
@@ -102,7 +107,8 @@ def use_native_backend(block: Any) -> None:
 def _told(name: str) -> str:
     """A backend's name, and whether another function than diffusers' own stands for it.
 
-    The table of functions and its lookup are no names in a module, which the engine watches.
+    The table of functions and its lookup are no names in a module, which the engine watches. So it
+    does not see what the functions read either: the kernel, from the module's own ``torch``.
     """
     return f"{name}, as another extension has it" if name == NATIVE and not _is_own() else name
 
@@ -113,6 +119,8 @@ def _is_own() -> bool:
     if module is None or registry is None or own is None:
         return True  # of another version; then its name is all that is known
     written = ((own, "_native_attention"), (_lookup(registry), "get_active_backend"))
+    if module.torch is not torch:
+        return False
     return registry._backends.get(module.AttentionBackendName(NATIVE)) is own and all(
         _place(function) == (module.__file__, name) for function, name in written
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
@@ -25,6 +26,22 @@ SIZE = (64, 96, 40, 1)
 Draw = Callable[..., torch.Tensor]
 
 
+class Instead:
+    """Stands for a Python module, and has some other attributes.
+
+    Args:
+        module: The module.
+        attributes: In place of its own.
+    """
+
+    def __init__(self, module: Any, **attributes: Any) -> None:
+        self._module = module
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class Blurred:
     """An attention function of another extension, whose strength is set from outside.
 
@@ -35,9 +52,9 @@ class Blurred:
     def __init__(self, own: Callable[..., torch.Tensor]) -> None:
         self._own, self.strength = own, 1.0
 
-    def function(self, query: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-        output = self._own(query, *others, **options)
-        return output + self.strength * output.flip(1)
+    def function(self, *args: Any, **options: Any) -> torch.Tensor:
+        output = self._own(*args, **options)
+        return output + self.strength * output.flip((1, 2))
 
 
 @pytest.fixture(params=["native", "_native_math"])
@@ -117,3 +134,26 @@ def test_a_refined_prompt_follows_the_function(
         return kwargs
 
     assert relative_error(agree(callback_on_step_end=change), plain) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image"])
+def test_another_kernel_in_the_module_of_the_functions(
+    name: str,
+    pipes: Callable[[str], tuple[Any, Draw]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No class and no function that a block names leads there, only the table does."""
+    component, agree = pipes(name)
+    for _ in range(3):
+        plain = agree()
+    kernel = Blurred(torch.nn.functional.scaled_dot_product_attention)
+    functional = Instead(torch.nn.functional, scaled_dot_product_attention=kernel.function)
+    with monkeypatch.context() as patch:
+        instead = Instead(torch, nn=Instead(torch.nn, functional=functional))
+        patch.setattr(attention_dispatch, "torch", instead)
+        for kernel.strength in (1.0, 1.0, 1.0, 3.0):
+            assert relative_error(agree(), plain) > 1e-3
+        assert not component.captured.replayed
+    for _ in range(3):
+        assert relative_error(agree(), plain) < 1e-4
+    assert component.captured.replayed
