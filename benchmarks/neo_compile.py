@@ -5,8 +5,8 @@ presets of "Torch Compile Integrated". Its caches are empty at first. Then come:
 after the start, a LoRA that is switched on and off, new sizes, and the first pictures after a
 restart with the caches as they are then. Seconds are of a whole request, so the first picture
 includes the loading of the checkpoint. It is asked for as soon as the WebUI answers, or
-``--pause-s`` later, as by somebody who opens the page. Milliseconds per step are the difference of two jobs, one
-with twice the steps.
+``--pause-s`` later, as by somebody who opens the page. Milliseconds per step are the difference of
+two jobs, one with twice the steps.
 
 Figures are written after each row, and rows of an earlier run stay. A picture that is not there
 after ``--limit-s`` ends its contender; so does the end of ``--total-s``. If it is one of a new
