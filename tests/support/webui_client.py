@@ -44,6 +44,11 @@ _BY_NAME = {
     "denoising strength curve",
     "append interrogated prompt at each iteration",
     "size of results",
+    "insert prompts at the",
+    "prompt",
+    "select prompt",
+    "joining char.",
+    "select joining char",
 }
 
 
