@@ -26,8 +26,8 @@ def neo_compile_table(figures: dict[str, Any]) -> str:
         for row in figures["rows"]
     }
     # The host and OneDiff come first.
-    contenders = list(dict.fromkeys([*NAMES, *(contender for contender, *_ in rows)]))
-    contenders = [name for name in contenders if any(name == key[0] for key in rows)]
+    drawn = [contender for contender, *_ in rows]
+    contenders = [name for name in dict.fromkeys([*NAMES, *drawn]) if name in drawn]
     jobs = list(dict.fromkeys(key[1:] for key in rows))
     lines = [["", "size", *(NAMES.get(name, name) for name in contenders)]]
     lines.append(["---"] * len(lines[0]))

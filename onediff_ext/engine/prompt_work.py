@@ -177,32 +177,22 @@ class PromptWork:
         """
         with self._lock:  # or another thread would take the stand-ins away halfway
             given = self._substituted(args, kwargs)
-            if given is not None:
-                return self._run(forward, unrecorded, eager, args, kwargs, given)
-            self._results = []  # nobody has looked at what they were made of
+            if given is None:
+                self._results = []  # nobody has looked at what they were made of
+            elif self._is_verified:
+                with self._done.set():
+                    return forward(True, (), given)
+            else:
+                # The first comparison mostly decides: the next forwards have that part done.
+                judged = self._judged_calls()
+                with nullcontext() if self._was_compared else unrecorded():
+                    output = forward(False, args, kwargs)
+                # Otherwise it has eager's results, which those in 8 bits differ from.
+                if self._judged_calls() == judged:
+                    self._was_compared = True
+                    self._verify(eager, given, output)
+                return output
         return forward(False, args, kwargs)
-
-    def _run(
-        self,
-        forward: Callable[[bool, Sequence[Any], Mapping[str, Any]], Any],
-        unrecorded: Callable[[], AbstractContextManager[None]],
-        eager: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: dict[str, Any],
-    ) -> Any:
-        """As `__call__`, with the arguments that have the result in the prompt's place."""
-        if self._is_verified:
-            with self._done.set():
-                return forward(True, (), given)
-        # The first comparison mostly decides: the next forwards have the prompt's part done.
-        judged = self._judged_calls()
-        with nullcontext() if self._was_compared else unrecorded():
-            output = forward(False, args, kwargs)
-        if self._judged_calls() == judged:  # else it has eager's results, which 8 bits differ from
-            self._was_compared = True
-            self._verify(eager, given, output)
-        return output
 
     def _judged_calls(self) -> int:
         """Calls of blocks so far that returned eager's result, to compare a graph with it."""

@@ -61,14 +61,15 @@ def test_zero_terminal_snr(webui: WebUI, same: Any, request: pytest.FixtureReque
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("script", "prompt", "arguments"),
     [
-        ("prompt matrix", {}),
-        ("prompts from file or textbox", {"List_of_prompt_inputs": f"{PROMPT}\na dog on grass"}),
+        ("prompt matrix", f"{PROMPT}|at night", {}),
+        ("prompts from file or textbox", PROMPT, {"List_of_prompt_inputs": f"{PROMPT}\na dog"}),
     ],
 )
-def test_lists_of_prompts(webui: WebUI, same: Any, script: str, arguments: dict[str, str]) -> None:
-    prompt = f"{PROMPT}|at night" if script == "prompt matrix" else PROMPT
+def test_lists_of_prompts(
+    webui: WebUI, same: Any, script: str, prompt: str, arguments: dict[str, str]
+) -> None:
     given = webui.script_arguments(script, "txt2img", **arguments)
     ours, _ = same(prompt=prompt, script_name=script, script_args=given)
     assert len(ours.pictures) >= 2

@@ -60,15 +60,18 @@ def step(
         return result.clone()
 
 
+def unet_of(graphs: GraphsForJobs) -> Any:
+    """The UNet's component."""
+    return next(a for a in graphs.models.attached if a.component.name == "unet").component
+
+
 def captured(graphs: GraphsForJobs) -> Any:
-    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
-    return unet.component.captured
+    return unet_of(graphs).captured
 
 
 def assert_right(host: ForgeStandIn, graphs: GraphsForJobs, seed: int, **more: Any) -> None:
     found = step(host, seed, **more)
-    unet = next(a for a in graphs.models.attached if a.component.name == "unet")
-    with unet.component.paused():
+    with unet_of(graphs).paused():
         expected = step(host, seed, **more)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -175,7 +175,8 @@ class CapturedForward:
         """
         self._tracker.note_derived(form)
         kept = self._cuda_graphs.find(key)
-        if kept is not None:  # or its derived weights were out of date, and are right again
+        if kept is not None:
+            # It waits, or its derived weights were out of date and are right again.
             waits = self._checks.waits(kept, epoch_of(self._runners))
             self.reason = UNDECIDED if waits else ""
         elif compared == self._tracker.comparisons():

@@ -84,7 +84,7 @@ class ReplayChecks:
         return epoch is not None and captured.undecided_in == epoch and not self.is_done(captured)
 
     def check(
-        self, captured: CapturedGraph, replayed: Any, expected: Any, epoch: int | None = None
+        self, captured: CapturedGraph, replayed: Any, expected: Any, epoch: int | None
     ) -> str | None:
         """Compare a replay's output with eager's, and count the check if it decides anything.
 

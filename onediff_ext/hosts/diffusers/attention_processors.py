@@ -119,10 +119,10 @@ def _is_own() -> bool:
     if module is None or registry is None or own is None:
         return True  # of another version; then its name is all that is known
     written = ((own, "_native_attention"), (_lookup(registry), "get_active_backend"))
-    if module.torch is not torch:
-        return False
-    return registry._backends.get(module.AttentionBackendName(NATIVE)) is own and all(
-        _place(function) == (module.__file__, name) for function, name in written
+    return (
+        module.torch is torch
+        and registry._backends.get(module.AttentionBackendName(NATIVE)) is own
+        and all(_place(function) == (module.__file__, name) for function, name in written)
     )
 
 

@@ -58,11 +58,6 @@ def graphs(host: A1111StandIn) -> GraphsForJobs:
 
 
 @pytest.fixture
-def recorder() -> StrictRecorder:
-    return StrictRecorder()
-
-
-@pytest.fixture
 def options(tmp_path: Path) -> CompileOptions:
     return CompileOptions(backend="eager", build="wait", store=tmp_path, workers=1)
 

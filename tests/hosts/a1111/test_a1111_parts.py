@@ -151,11 +151,6 @@ def unet(host: A1111StandIn) -> Any:
 
 
 @pytest.fixture
-def recorder() -> StrictRecorder:
-    return StrictRecorder()
-
-
-@pytest.fixture
 def graphs(host: A1111StandIn) -> GraphsForJobs:
     return GraphsForJobs(A1111Host())
 

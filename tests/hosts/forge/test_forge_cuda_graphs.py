@@ -26,11 +26,6 @@ def graphs(host: ForgeStandIn) -> GraphsForJobs:
 
 
 @pytest.fixture
-def recorder() -> StrictRecorder:
-    return StrictRecorder()
-
-
-@pytest.fixture
 def job(
     graphs: GraphsForJobs, recorder: StrictRecorder, tmp_path: Path
 ) -> Iterator[FakeProcessing]:

@@ -47,11 +47,6 @@ def lora(host: ForgeStandIn) -> StreamedLora:
 
 
 @pytest.fixture
-def recorder() -> StrictRecorder:
-    return StrictRecorder()
-
-
-@pytest.fixture
 def job(
     host: ForgeStandIn, graphs: GraphsForJobs, recorder: StrictRecorder, tmp_path: Path
 ) -> Iterator[FakeProcessing]:

@@ -13,22 +13,11 @@ import torch
 
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_recorded_jobs import assert_right, captured, recorded_job, settle, step
-from tests.support.forge_stand_in import ADAPTERS, ForgeStandIn, running
+from tests.support.forge_stand_in import ADAPTERS, ForgeStandIn
 from tests.support.strict_recorder import StrictRecorder
 
 KINDS = 3  # of the stand-in's UNet
 FORWARDS = 3
-
-
-@pytest.fixture
-def host() -> Iterator[ForgeStandIn]:
-    with running("neo") as stand_in:
-        yield stand_in
-
-
-@pytest.fixture
-def recorder() -> StrictRecorder:
-    return StrictRecorder()
 
 
 @pytest.fixture

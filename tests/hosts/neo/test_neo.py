@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +19,6 @@ from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_stand_in import ADAPTERS, FakeProcessing, ForgeStandIn, running
 from tests.support.forge_transformers.draws import TRANSFORMERS, noise
 from tests.support.strict_recorder import StrictRecorder
-
-
-@pytest.fixture
-def host() -> Iterator[ForgeStandIn]:
-    with running("neo") as stand_in:
-        yield stand_in
 
 
 @pytest.fixture
