@@ -153,7 +153,7 @@ class PromptWork:
         self._is_verified = self._was_compared = False
         self._unknown_in: int | None = _NEVER
         self._impure_in: int | None = _NEVER
-        self.computed, self.refusal_reason = 0, ""
+        self.computed, self.refusal_reason, self._is_removed = 0, "", False
 
     def __call__(
         self,
@@ -176,7 +176,7 @@ class PromptWork:
             The output of the forward.
         """
         with self._lock:  # or another thread would take the stand-ins away halfway
-            given = self._substituted(args, kwargs)
+            given = None if self._is_removed else self._substituted(args, kwargs)
             if given is None:
                 self._results = []  # nobody has looked at what they were made of
             elif self._is_verified:
@@ -218,13 +218,20 @@ class PromptWork:
         self._is_verified = comparison.problem is None and comparison.decided
 
     def remove(self) -> None:
-        """Restore the layers, once no other thread runs a forward behind its prompt's part."""
+        """Restore the layers for good, once no other thread runs behind its prompt's part.
+
+        A thread that still draws with the model does not replace them again.
+        """
         with self._lock:
-            self._patches.undo()
-            for runner in self._runners:
-                runner.done = None
-            self._state = None
-            self._results = []
+            self._is_removed = True
+            self._restore()
+
+    def _restore(self) -> None:
+        self._patches.undo()
+        for runner in self._runners:
+            runner.done = None
+        self._state = None
+        self._results = []
 
     def _substituted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments with the result in the prompt's place; None to run as it is."""
@@ -285,7 +292,7 @@ class PromptWork:
             and self._state.holds(epoch=epoch)
         ):
             return self._is_verified or self._may_run_twice()
-        self.remove()
+        self._restore()
         self._unknown_in = epoch
         model, recipe = self._model, self._recipe
         layers, blocks = list(recipe.layers(model)), list(recipe.blocks(model))
@@ -302,7 +309,7 @@ class PromptWork:
             by_block[block].done = self._done
         state = ModelState([model, *modules], model, self._known.code, parameters=True)
         if state.foreign_code_reason(self._known.trusted_patchers) is not None:
-            self.remove()
+            self._restore()
             return False
         weights = [w for m in (*layers, *blocks) for w in (*m.parameters(), *m.buffers())]
         self._weights = WeakTensors(parts_of([*weights, *recipe.parameters(model)]))
@@ -331,4 +338,4 @@ class PromptWork:
     def _refuse(self, reason: str) -> None:
         self.refusal_reason = reason
         logger.warning("%s embeds its prompt at each step: %s", type(self._model).__name__, reason)
-        self.remove()
+        self._restore()

@@ -47,3 +47,17 @@ def test_undone_by_another_thread(
     assert not thread.is_alive()
     assert not [m for m in pipe.transformer.modules() if "forward" in vars(m)]
     assert relative_error(draw(pipe, name, SIZE), expected) < 1e-4
+
+
+def test_a_thread_that_still_draws_replaces_nothing_again(
+    make_session: Callable[..., Session],
+) -> None:
+    """It has taken the model's forward before `undo_compile` of another thread restored all."""
+    pipe, session = MODELS["flux"].make(), make_session()
+    session.cuda_graphs = CudaGraphCache(FrozenRecorder(), limit=8)
+    compile_pipe(pipe, session=session, ignores=("vae",))
+    draw(pipe, "flux", SIZE)
+    work = vars(pipe.transformer)["forward"].prompt_work
+    work.remove()
+    draw(pipe, "flux", SIZE)
+    assert "forward" not in vars(pipe.transformer.context_embedder)
