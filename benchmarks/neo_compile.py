@@ -2,11 +2,11 @@
 
 Each contender draws in a Forge Neo of its own, over its API: the host alone, OneDiff, and the
 presets of "Torch Compile Integrated". Its caches are empty at first. Then come: the first picture
-after the start, a LoRA that is switched on and off, new sizes, and the first pictures after a
-restart with the caches as they are then. Seconds are of a whole request, so the first picture
-includes the loading of the checkpoint. It is asked for as soon as the WebUI answers, or
-``--pause-s`` later, as by somebody who opens the page. Milliseconds per step are the difference of
-two jobs, one with twice the steps.
+after the start, a LoRA that is switched on and off ``--lora-changes`` times, new sizes, and the
+first pictures after a restart with the caches as they are then. Seconds are of a whole request, so
+the first picture includes the loading of the checkpoint. It is asked for as soon as the WebUI
+answers, or ``--pause-s`` later, as by somebody who opens the page. Milliseconds per step are the
+difference of two jobs, one with twice the steps.
 
 Figures are written after each row, and rows of an earlier run stay. A picture that is not there
 after ``--limit-s`` ends its contender; so does the end of ``--total-s``. If it is one of a new
@@ -66,6 +66,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cfg-scale", type=float, default=JOB["cfg_scale"], help="1 for Flux.1")
     parser.add_argument("--pictures", type=int, default=2, help="of each size, after the first")
+    parser.add_argument("--lora-changes", type=int, default=1, help="how often it comes on")
     parser.add_argument(
         "--pause-s", type=float, default=0, help="from a start to its first picture"
     )
@@ -232,8 +233,7 @@ class Contender:
         self._start("start_s")
         self._row("start", sizes[0])
         if self._given.lora:
-            self._row("LoRA on", sizes[0], lora=True, with_steps=False)
-            self._row("LoRA off", sizes[0], with_steps=False)
+            self._lora_rows(sizes[0])
         drawn, late = [], None
         try:
             for size in sizes[1:]:
@@ -258,7 +258,24 @@ class Contender:
             self._scripts = preset_script(scripts, self._name)
         time.sleep(self._given.pause_s)
 
-    def _row(self, event: str, size: Size, lora: bool = False, with_steps: bool = True) -> None:
+    def _lora_rows(self, size: Size) -> None:
+        """Switch the LoRA on and off; the first pictures of later times join those of the first."""
+        rows = {
+            True: self._row("LoRA on", size, lora=True, with_steps=False),
+            False: self._row("LoRA off", size, with_steps=False),
+        }
+        for row in rows.values():
+            row["changes_s"] = [row["first_s"]]
+        for _ in range(1, self._given.lora_changes):
+            for lora, row in rows.items():
+                row["changes_s"].append(self._draw(size, lora, self._given.steps).seconds)
+        self._write()
+        told = [", ".join(f"{s:.2f}" for s in row["changes_s"]) for row in rows.values()]
+        print(f"{self._name} LoRA on: {told[0]} s, off: {told[1]} s", flush=True)
+
+    def _row(
+        self, event: str, size: Size, lora: bool = False, with_steps: bool = True
+    ) -> dict[str, Any]:
         """Draw the first picture, wait for builds, and draw more."""
         steps = self._given.steps
         row: dict[str, Any] = {
@@ -297,6 +314,7 @@ class Contender:
             if key not in _KEY
         )
         print(f"{self._name} {size[0]}x{size[1]} {event}: {told}", flush=True)
+        return row
 
     def _add(self, row: dict[str, Any]) -> None:
         self._figures["rows"].append(row)

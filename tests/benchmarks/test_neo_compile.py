@@ -95,7 +95,8 @@ def run(
     arguments = argparse.Namespace(
         model="fake", checkpoint="fake.safetensors", lora="fine", contenders=contenders,
         sizes="64x64, 72x64", steps=10, cfg_scale=3.5, pictures=1, backend="", flags="",
-        work=folder, limit_s=60.0, total_s=600.0, pause_s=0.0, json=folder / "fake.json",
+        work=folder, limit_s=60.0, total_s=600.0, pause_s=0.0, lora_changes=1,
+        json=folder / "fake.json",
     )  # fmt: skip
     vars(arguments).update(given)
     (folder / "prepared-fake").touch()
@@ -146,6 +147,23 @@ def test_steps_are_the_difference_of_two_jobs(tmp_path: Path) -> None:
     assert rows["ours", "start"]["builds_s"] > 0
     assert rows["ours", "start"]["psnr_db"] == 99
     assert figures["contenders"]["ours"]["start_s"] == 1.5
+
+
+def test_a_lora_that_is_switched_several_times_has_the_median_in_the_table(tmp_path: Path) -> None:
+    _, figures, made = run(tmp_path, "host", lora_changes=3)
+    prompts = ["<lora:" in job["prompt"] for job in made["host"].asked]
+    first_on = prompts.index(True)
+    # Each row's three pictures, and then on and off twice more.
+    assert prompts[first_on : first_on + 11] == [True] * 3 + [False] * 3 + [True, False] * 2 + [
+        False
+    ]
+    rows = {row["event"]: row for row in figures["rows"]}
+    for event in ("LoRA on", "LoRA off"):
+        assert len(rows[event]["changes_s"]) == 3
+        assert rows[event]["changes_s"][0] == rows[event]["first_s"]
+    rows["LoRA on"]["changes_s"] = [9.0, 4.0, 3.0]
+    (line,) = (line for line in neo_compile_table(figures).splitlines() if "with a LoRA" in line)
+    assert line.split(" | ")[2].startswith("4.00, then")
 
 
 def test_a_pause_comes_after_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
