@@ -186,6 +186,13 @@ def prompts_by_identity(patch: pytest.MonkeyPatch) -> None:
 
 
 @_plant
+def tensors_that_a_recording_leaves(patch: pytest.MonkeyPatch) -> None:
+    """A recording leaves tensors in the model that hold nothing: scales of a LoRA."""
+    rollback = SimpleNamespace(restore=_always(None), restore_tensors=_always(""))
+    patch.setattr(forward_recorder, "AttributeRollback", _always(rollback))
+
+
+@_plant
 def outputs_in_the_shared_pool(patch: pytest.MonkeyPatch) -> None:
     """A replay's output is handed out as it lies, and the next replay writes over it."""
     real = captured_forward.torch

@@ -33,6 +33,10 @@ SHORTEST = {
     "writes-past-the-version-counter": (7, "lora_add:5 again:1 again:2 lora_hotswap:3"),
     "wrappers-outside-of-graphs": (7, "lora_add:5 again:1 again:2 lora_scaling_written:1"),
     "outputs-in-the-shared-pool": (7, "way:1 again:1"),
+    "tensors-that-a-recording-leaves": (
+        7,
+        "lora_add:421208 lora_scales_are_tensors:1 steps:733280 lora_scale_of_the_call:402909",
+    ),
     "exchanged-code": (7, "known_code_exchanged_on:1"),
     "code-between-blocks": (7, "patched_for_a_part_of_each_forward_on:1"),
     "prompts-by-identity": (7, "prompt_between_steps:1"),

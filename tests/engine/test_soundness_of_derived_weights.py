@@ -86,6 +86,22 @@ def test_a_loras_scale_that_is_a_tensor(session: Session, change: Callable[[Any]
     assert twins.captured.reason == ""
 
 
+@torch.no_grad()
+def test_the_scale_of_a_call_where_scales_are_tensors(session: Session) -> None:
+    """peft puts a new tensor into each layer then, at the end of each forward."""
+    twins = Twins(session, wrap_for_hotswap)
+    for seed in range(6):
+        inputs = unet_inputs(twins.unets[0], seed=seed)
+        scale = {"scale": 0.3 if seed < 4 else 1.5}
+        found, expected = (
+            unet(**inputs, cross_attention_kwargs=dict(scale)).sample for unet in twins.unets
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert "puts new tensors into the model (scaling)" in twins.captured.reason
+    assert twins.error(7) < 1e-4
+    assert twins.captured.reason == ""
+
+
 def replace_in_place(layer: Any) -> None:
     """Another Parameter at the address of the old one, then a write that torch does not count."""
     layer.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)

@@ -5,7 +5,8 @@ operators without the function. Like a CUDA graph, a recording
 
 - reads and writes the same storages: a weight written in place counts, a new Python value or
   attribute does not;
-- has no effect while it is made: what the function wrote is restored;
+- has no effect while it is made, also if it fails: what the function wrote is restored, and what it
+  allocated holds nothing, wherever the function has left it;
 - owns only storages that were allocated within it. A foreign storage that was freed or moved reads
   as NaN, since its memory would have another owner;
 - shares a memory pool: a replay overwrites the results of later recordings with NaN, except
@@ -128,7 +129,7 @@ class FrozenRecorder(Recorder):
             raise CaptureError(lines[0] if lines else type(exc).__name__) from exc
         finally:
             log.put_back()
-        left = log.close()
+            left = log.close()
         number = None
         if not lasting:
             number = len(self._left)

@@ -166,6 +166,20 @@ def test_what_a_recording_leaves_behind_is_kept_but_not_what_it_dropped(
     assert recording.output.tolist() == 1000 * [4]
 
 
+def test_what_a_failed_recording_leaves_behind_holds_nothing(recorder: FrozenRecorder) -> None:
+    left, written = {}, torch.ones(2)
+
+    def function() -> torch.Tensor:
+        written.mul_(3)
+        left["new"] = written / 2
+        raise RuntimeError("no recording")
+
+    with pytest.raises(CaptureError, match="no recording"):
+        recorder.record(function, CPU)
+    assert written.tolist() == [1, 1]
+    assert left["new"].isnan().all()
+
+
 def test_a_recording_that_is_dropped_frees_its_memory(recorder: FrozenRecorder) -> None:
     from torch.multiprocessing.reductions import StorageWeakRef
 

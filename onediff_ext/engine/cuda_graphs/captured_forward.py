@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError, ModelChangedError
 from onediff_ext.engine.class_methods import ClassForward
+from onediff_ext.engine.cuda_graphs.attribute_rollback import scaled_wrappers
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph, CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, read_call
 from onediff_ext.engine.cuda_graphs.forward_recorder import ForwardRecorder
@@ -80,11 +81,13 @@ class CapturedForward:
         self._cuda_graphs, self._share = cuda_graphs, share
         self._tracker = ModelTracker(model, runners, trusted, is_private)
         self._policy, self._gain, self._checks = RecordingPolicy(), RecordingGain(), ReplayChecks()
-        self._recorder = ForwardRecorder(forward, runners, self._tracker)
+        self._recorder = ForwardRecorder(model, forward, runners, self._tracker)
         self._without_graphs = without_graphs
         self._short_in: int | None = _NEVER
         eager = None if without_graphs is None else self._short_of_memory
-        self._within_memory = OomFallback(forward, cuda_graphs, self._retry, eager)
+        self._within_memory = OomFallback(
+            forward, cuda_graphs, self._retry, eager, partial(scaled_wrappers, model, trusted.rules)
+        )
         self.active = True
         self.variant: Hashable = None
         self.keeps: object = None

@@ -8,8 +8,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from onediff_ext.core.errors import CaptureError
+from onediff_ext.engine.cuda_graphs.attribute_rollback import AttributeRollback
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, tensors_of
 from onediff_ext.engine.cuda_graphs.memory_reads import owned_storages, record_and_observe
@@ -19,20 +22,28 @@ from onediff_ext.engine.cuda_graphs.static_buffers import StaticBuffers
 from onediff_ext.engine.cuda_graphs.text_kv_graph import TextKvGraph, readers
 from onediff_ext.engine.running.block_runner import BlockRunner
 
+_LEAVES_TENSORS = "its forward puts new tensors into the model ({})"
+
 
 class ForwardRecorder:
     """Records forwards of one model. All sizes share the text KV graphs.
 
     Args:
-        forward: The model's own forward.
+        model: The host's module.
+        forward: Its own forward.
         runners: The runners of its blocks.
         tracker: Tracks the model.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], runners: Sequence[BlockRunner], tracker: ModelTracker
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        runners: Sequence[BlockRunner],
+        tracker: ModelTracker,
     ) -> None:
-        self._forward, self._runners, self._tracker = forward, runners, tracker
+        self._model, self._forward = model, forward
+        self._runners, self._tracker = runners, tracker
         # The CUDA graphs own them: memory of all recordings is released together.
         self._text_kv_graphs: WeakValueDictionary[Hashable, TextKvGraph] = WeakValueDictionary()
 
@@ -59,7 +70,9 @@ class ForwardRecorder:
             The CUDA graph. Its outputs hold nothing before the first replay.
 
         Raises:
-            CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
+            CaptureError: It cannot be recorded, or it puts new tensors into attributes of the
+                model, which are put back.
+            torch.OutOfMemoryError: As `Recorder.record`.
             ModelChangedError: A block's weights no longer have the form that its graph reads.
         """
         streamed = frozen.snapshot.streamed_storages(call.device) or frozenset()
@@ -94,7 +107,22 @@ class ForwardRecorder:
             given = iter(outputs)
             return pytree.tree_map_only(torch.Tensor, lambda _: next(given), found)
 
-        recording, reads = record_and_observe(recorder, forward, call.device, streamed)
+        # Nothing is computed while a recording is made: a tensor that it leaves in the model holds
+        # nothing, and one that fails may leave more behind.
+        before = AttributeRollback(self._model.modules())
+        try:
+            recording, reads = record_and_observe(recorder, forward, call.device, streamed)
+        except CaptureError as exc:
+            left = before.restore_tensors()
+            before.restore()
+            if left:
+                raise CaptureError(_LEAVES_TENSORS.format(left)) from exc
+            raise
+        except BaseException:
+            before.restore()
+            raise
+        if left := before.restore_tensors():
+            raise CaptureError(_LEAVES_TENSORS.format(left))
         places = frozen.snapshot.places()
         return CapturedGraph(
             recording,

@@ -10,8 +10,10 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
+from onediff_ext.engine.cuda_graphs.attribute_rollback import AttributeRollback
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import read_call
 from onediff_ext.engine.cuda_graphs.half_batches import run_in_halves
@@ -42,6 +44,8 @@ class OomFallback:
         cuda_graphs: Holds the CUDA graphs of the session.
         retry: Tells how a call with these arguments may be tried again.
         eager: A context in which the model runs without graphs; None if that saves nothing.
+        wrappers: Returns the modules whose attributes a forward with these arguments may change and
+            leave changed when it fails; None for none.
 
     Raises:
         torch.OutOfMemoryError: By a call, when nothing is left to give up.
@@ -53,12 +57,13 @@ class OomFallback:
         cuda_graphs: CudaGraphCache,
         retry: Callable[[Sequence[Any], dict[str, Any]], Retry],
         eager: Callable[[], AbstractContextManager[None]] | None = None,
+        wrappers: Callable[[dict[str, Any]], Sequence[nn.Module]] | None = None,
     ) -> None:
         self._forward, self._cuda_graphs = forward, cuda_graphs
-        self._retry, self._eager = retry, eager
+        self._retry, self._eager, self._wrappers = retry, eager, wrappers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        containers = ArgumentContainers(args, kwargs)
+        before = _Before(args, kwargs, self._wrappers(kwargs) if self._wrappers else ())
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
@@ -69,12 +74,12 @@ class OomFallback:
         retry = self._retry(args, kwargs)
         if retry is Retry.NOT:
             raise error
-        containers.restore()
+        before.restore()
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
             error = _without_frames(exc)
-        containers.restore()
+        before.restore()
         try:
             if retry is not Retry.IN_HALVES:
                 raise error
@@ -83,11 +88,26 @@ class OomFallback:
             if self._eager is None:
                 raise
             _without_frames(exc)
-        containers.restore()
+        before.restore()
         logger.info("Memory is short: trying again without graphs")
         _free_caches()
         with self._eager():
             return self._forward(*args, **kwargs)
+
+
+class _Before:
+    """What a forward may change: containers of its arguments, attributes of some modules."""
+
+    def __init__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], modules: Sequence[nn.Module]
+    ) -> None:
+        self._containers = ArgumentContainers(args, kwargs)
+        self._attributes = AttributeRollback(modules)
+
+    def restore(self) -> None:
+        """Make both as they were."""
+        self._containers.restore()
+        self._attributes.restore()
 
 
 def retry_of(snapshot: Snapshot, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:

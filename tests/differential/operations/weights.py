@@ -123,7 +123,17 @@ def state_dict_assigned(world: World, random: Random) -> None:
         model.requires_grad_(False)
 
 
-@operation(_plain)
+def _gets_other_data(world: World) -> bool:
+    """Whether eager can draw once all weights have other data.
+
+    A weight made under inference mode has no version counter, and torch makes no views of it
+    afterwards, which its linear layers do on a GPU.
+    """
+    weights = world.twin_denoiser.parameters()
+    return _plain(world) and not (world.on_gpu and any(map(counts_no_versions, weights)))
+
+
+@operation(_gets_other_data)
 def all_weights_move(world: World, random: Random) -> None:
     """Give every weight a new address, as when a model leaves the GPU and returns: no weight lies
     where another one did."""
@@ -159,11 +169,7 @@ def requires_grad(world: World, random: Random) -> None:
 
 
 def _can_be_cast(world: World) -> bool:
-    """Whether eager can draw afterwards. A weight made under inference mode has no version counter,
-    and after a cast torch refuses to make views of it, which its linear layers do on a GPU."""
-    weights = world.twin_denoiser.parameters()
-    has_inference = world.on_gpu and any(map(counts_no_versions, weights))
-    return _plain(world) and "ip_adapter" not in world.on and not has_inference
+    return _gets_other_data(world) and "ip_adapter" not in world.on
 
 
 @operation(_can_be_cast)
