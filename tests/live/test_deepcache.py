@@ -17,7 +17,14 @@ from tests.live.jobs import (
     difference,
     shallow,
 )
-from tests.support.webui_client import PROMPT, Drawn, WebUI, WebUIError, assert_different
+from tests.support.webui_client import (
+    PROMPT,
+    Drawn,
+    WebUI,
+    WebUIError,
+    assert_different,
+    assert_same,
+)
 
 LONG = "a red apple on a table, " * 20
 DEFAULT = "inductor"  # the panel's backend where nobody chooses one
@@ -25,10 +32,10 @@ DEFAULT = "inductor"  # the panel's backend where nobody chooses one
 
 @pytest.fixture(autouse=True)
 def nothing_kept(webui: WebUI) -> Any:
-    """No feature outlives the pictures of a test."""
+    """No feature outlives the pictures of a test, but those at whose place a CUDA graph reads."""
     yield
     if webui.has("/onediff-probe/features"):
-        assert webui.get("/onediff-probe/features") == 0
+        assert webui.get("/onediff-probe/features")["free"] == 0
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -173,7 +180,11 @@ def test_checkpoints_a_b_a(webui: WebUI, checkpoints: list[str]) -> None:
     for title in (*checkpoints[:2], *checkpoints[:2]):
         webui.set_options(sd_model_checkpoint=title)
         picture = webui.draw(cached(), steps=STEPS)
-        assert_identical(picture, drawn.setdefault(title, picture))
+        again = drawn.setdefault(title, picture)
+        if webui.status()["captures"]:  # one of both may have been compared: it is eager's then
+            assert_same(picture, again)
+        else:
+            assert_identical(picture, again)
     assert_different(*drawn.values())
 
 
@@ -190,20 +201,21 @@ def test_memory_while_drawing_and_after(webui: WebUI) -> None:
     if not webui.has("/onediff-probe/features"):
         pytest.skip("tests/live/probe is not among the WebUI's extensions")
     drawn: list[Drawn] = []
-    job = {"width": 320, "height": 448, "steps": 40}
+    job = {"width": 320, "height": 512, "steps": 40}  # a size of this test alone
     thread = threading.Thread(target=lambda: drawn.append(webui.draw(cached(), **job)))
+    before = webui.get("/onediff-probe/features")["all"]  # which CUDA graphs of other sizes hold
     thread.start()
     seen = 0
     while thread.is_alive():
         started = time.monotonic()
-        seen = max(seen, webui.get("/onediff-probe/features"))
+        seen = max(seen, webui.get("/onediff-probe/features")["all"] - before)
         # The probe collects garbage, which stops the picture: let that have most of the time.
         time.sleep(max(0.05, 5 * (time.monotonic() - started)))
     assert drawn
-    # [2, C, 56, 40] of at least 2 bytes.
+    # [2, C, 64, 40] of at least 2 bytes.
     assert seen > 0
-    assert seen % (2 * 56 * 40 * 2) == 0
-    assert webui.get("/onediff-probe/features") == 0
+    assert seen % (2 * 64 * 40 * 2) == 0
+    assert webui.get("/onediff-probe/features")["free"] == 0
 
 
 @pytest.mark.usefixtures("unchanged")

@@ -147,10 +147,17 @@ def attributes():
 
 
 def features():
-    """Memory of the features that the tested extension keeps just now, in bytes."""
+    """Memory of the features that the tested extension keeps just now, in bytes: of all, and of
+    those that no CUDA graph reads."""
     gc.collect()  # the traceback of an error holds what its frames held, until then
-    found = [one for one in gc.get_objects() if type(one).__name__ == "Feature"]
-    return sum(getattr(one, "size_bytes", 0) for one in found)
+    objects = gc.get_objects()
+    found = [one for one in objects if type(one).__name__ == "Feature"]
+    read = {id(one.keeps) for one in objects if type(one).__name__ == "CapturedGraph"}
+    sizes = [(one.size_bytes, id(one) in read) for one in found]
+    return {
+        "all": sum(size for size, _ in sizes),
+        "free": sum(size for size, is_read in sizes if not is_read),
+    }
 
 
 def add_routes(_, app):
