@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -29,23 +29,34 @@ class AttentionRules:
     Args:
         refusal_reason: Why attention cannot be a graph's just now (an implementation of another
             extension, or one that rounds differently), or None.
+        vae_refusal_reason: The same of VAEs, whose attention is another function.
         upcasts: Whether scores are computed in float32, given the precision that the block was made
             with (None is the model's own) and the dtype of its input.
+        advice: As `inexact_reason` takes it.
     """
 
     refusal_reason: Callable[[], str | None] = lambda: None
+    vae_refusal_reason: Callable[[], str | None] = lambda: None
     upcasts: Callable[[torch.dtype | None, torch.dtype], bool] = lambda _wanted, _dtype: False
+    advice: Mapping[str, str] = field(default_factory=dict)
 
 
-def inexact_reason(function: object, home: ModuleType, exact: frozenset[str]) -> str | None:
+def inexact_reason(
+    function: object,
+    home: ModuleType,
+    exact: frozenset[str],
+    advice: Mapping[str, str] | None = None,
+) -> str | None:
     """Why an attention function may differ from PyTorch's kernel, or None.
 
     Args:
         function: What the host calls.
         home: The host's Python module of attention.
         exact: Names of functions there whose result is that of PyTorch's kernel.
+        advice: What to change to have another function, by the names of some.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if name in exact and getattr(home, name, None) is function:
         return None
-    return f"attention by {name} is not known to be exact"
+    change = (advice or {}).get(name)
+    return f"attention by {name} is not known to be exact" + (f": {change}" if change else "")

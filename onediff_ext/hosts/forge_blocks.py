@@ -176,7 +176,7 @@ class ForgeVaeAttention(LdmVaeAttention, ForgeBlocks):
         return self.package.vae
 
     def eager_reason(self, block: Any, arguments: Arguments) -> str | None:  # noqa: ARG002
-        reason, chosen = self.attention.refusal_reason(), vars(block).get("optimized_attention")
+        reason, chosen = self.attention.vae_refusal_reason(), vars(block).get("optimized_attention")
         if reason is not None or chosen is None:
             return reason
         home = sys.modules[self.package.vae]  # reForge keeps its choice on the block

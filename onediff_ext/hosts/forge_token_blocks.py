@@ -85,7 +85,7 @@ class ForgeTokenBlocks(TokenStreamBlocks, ForgeBlocks):
         if not self.attends_in:
             return None
         chosen = getattr(sys.modules[self.attends_in], "attention_function", None)
-        return inexact_reason(chosen, sys.modules[_ATTENTION], EXACT)
+        return inexact_reason(chosen, sys.modules[_ATTENTION], EXACT, self.attention.advice)
 
     def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
         kept = {name: v for name, v in arguments.items() if name not in self.neglected}

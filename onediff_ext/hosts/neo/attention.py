@@ -12,6 +12,9 @@ from onediff_ext.hosts.forge_attention import EXACT, AttentionRules, inexact_rea
 
 _EXACT_VAE = frozenset({"pytorch_attention_vae", "xformers_attention_vae", "normal_attention_vae"})
 
+# Neo uses sage attention as soon as it is installed.
+_ADVICE = {"attention_sage": "start Neo with --disable-sage"}
+
 
 def neo_attention() -> AttentionRules:
     """The rules of Neo."""
@@ -19,8 +22,10 @@ def neo_attention() -> AttentionRules:
     from backend.nn import unet, vae
 
     def refusal_reason() -> str | None:
-        chosen = inexact_reason(unet.attention_function, attention, EXACT)
-        return chosen or inexact_reason(vae.attention_function_vae, attention, _EXACT_VAE)
+        return inexact_reason(unet.attention_function, attention, EXACT, _ADVICE)
+
+    def vae_refusal_reason() -> str | None:
+        return inexact_reason(vae.attention_function_vae, attention, _EXACT_VAE)
 
     def upcasts(wanted: torch.dtype | None, dtype: torch.dtype) -> bool:
         # In 2.26 the host's own function always says None: --force-upcast-attention does nothing.
@@ -28,4 +33,4 @@ def neo_attention() -> AttentionRules:
             return False
         return attention.get_attn_precision(wanted, dtype) is torch.float32
 
-    return AttentionRules(refusal_reason, upcasts)
+    return AttentionRules(refusal_reason, vae_refusal_reason, upcasts, _ADVICE)

@@ -319,7 +319,29 @@ def test_an_attention_that_is_not_the_hosts_own(
     found, calls = drawn()
     assert close(found, expected)
     assert calls == 3
-    assert any("attention_sage" in f.reason for f in graphs.session.fallbacks())
+    (reason,) = {f.reason for f in graphs.session.fallbacks()}
+    assert reason.startswith("attention by attention_sage is not known to be exact")
+    flag = {"neo": "with --disable-sage", "reforge": "without --use-sage-attention"}
+    assert flag.get(host.name, "exact") in reason
+
+
+def test_an_attention_of_the_unet_leaves_the_vae_its_graphs(
+    host: ForgeStandIn, graphs: GraphsForJobs, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = host.classes.modules[host.classes.BasicTransformerBlock.__module__]
+    name = "optimized_attention" if host.name == "reforge" else "attention_function"
+
+    def attention_sage(*args: Any) -> Any:
+        raise AssertionError("a VAE has its own")
+
+    monkeypatch.setattr(home, name, attention_sage)
+    p = job()
+    expected = host.decode()
+    graphs.end(p)
+    p = job()
+    assert close(host.decode(), expected)
+    assert not any("attention_sage" in f.reason for f in graphs.session.fallbacks())
+    graphs.end(p)
 
 
 def test_an_attention_of_a_vaes_block(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> None:
