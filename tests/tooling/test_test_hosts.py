@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from safetensors.torch import load_file
 
 from tests.support import live_files as files
 from tests.support import models
@@ -21,9 +24,13 @@ from tools.hosts.checkout import (
     fit_to_slim_models,
     version_note,
 )
+from tools.hosts.forms import VAE_WIDTHS
 from tools.hosts.models import to_ldm_controlnet, vae, write_demo_models
+from tools.hosts.neo_forms import QWEN25, QWEN_IMAGE, WAN_VAE_WIDTH
 from tools.hosts.packages import requirements
-from tools.hosts.webuis import VAE_WIDTHS, WEBUIS, WebUI
+from tools.hosts.qwen_models import write_qwen_image
+from tools.hosts.wan_vae_models import wan_vae
+from tools.hosts.webuis import WEBUIS, WebUI
 
 PORTS = [webui.port for webui in WEBUIS.values()]
 SMALL = WebUI(
@@ -218,3 +225,27 @@ def test_a_controlnet_in_the_original_layout() -> None:
         "middle_block.2.out_layers.3.weight": "mid_block.resnets.1.conv2.weight",
     }.items():
         assert renamed[f"control_model.{theirs}"] is weights[ours], theirs
+
+
+def shapes_of(weights: Mapping[str, torch.Tensor], prefix: str = "") -> list[tuple[int, ...]]:
+    return sorted(tuple(w.shape) for name, w in weights.items() if name.startswith(prefix))
+
+
+def test_the_slim_vae_of_qwen_image_has_the_layers_of_diffusers_own() -> None:
+    with torch.device("meta"):
+        theirs = AutoencoderKLQwenImage(base_dim=WAN_VAE_WIDTH)
+    assert shapes_of(wan_vae(0)) == shapes_of(theirs.state_dict())
+
+
+def test_the_slim_qwen_image_has_the_layers_of_diffusers_own(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        theirs = QwenImageTransformer2DModel(
+            num_layers=QWEN_IMAGE.blocks,
+            num_attention_heads=QWEN_IMAGE.heads,
+            attention_head_dim=QWEN_IMAGE.width // QWEN_IMAGE.heads,
+            joint_attention_dim=QWEN25.width,
+        )
+    write_qwen_image(tmp_path)
+    path = tmp_path / "Stable-diffusion" / "slim-qwen-image.safetensors"
+    prefix = "model.diffusion_model."
+    assert shapes_of(load_file(str(path)), prefix) == shapes_of(theirs.state_dict())

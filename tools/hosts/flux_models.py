@@ -7,6 +7,7 @@ checkpoint: `WebUI.slim_sources` tells it. Benchmarks use `FULL_FLUX`, the publi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_vae
 from tests.support import live_files as files
 from tests.support import models, transformer_models
-from tools.hosts.webuis import FLUX, FluxForm
+from tools.hosts.forms import FLUX, VAE_WIDTHS, FluxForm
 
 FULL_FLUX = FluxForm(
     width=3072,
@@ -47,7 +48,7 @@ def write_flux_models(folder: Path) -> None:
     """
     write_flux(folder, FLUX, "slim-flux")
     chroma = _denoiser(_chroma(FLUX), 6)
-    chroma |= _text_encoders(FLUX, 1, with_clip=False) | _vae(FLUX, 1)
+    chroma |= _text_encoders(FLUX, 1, with_clip=False) | flux_vae(1)
     save_halves(chroma, folder / "Stable-diffusion" / "slim-chroma.safetensors")
     write_flux_lora(folder, FLUX, "random-flux")
 
@@ -62,7 +63,7 @@ def write_flux(folder: Path, form: FluxForm, name: str, device: str = "cpu") -> 
         device: Where the weights are made.
     """
     tensors = _denoiser(_flux(form), 5, device) | _text_encoders(form, 0, device=device)
-    tensors |= _vae(form, 0)
+    tensors |= flux_vae(0, form.vae_widths)
     save_halves(tensors, folder / "Stable-diffusion" / f"{name}.safetensors")
 
 
@@ -115,8 +116,8 @@ def _double(width: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def linear(name: str, outputs: int, inputs: int) -> Shapes:
-    yield f"{name}.weight", (outputs, inputs)
+def linear(name: str, outputs: int, inputs: int, *kernel: int) -> Shapes:
+    yield f"{name}.weight", (outputs, inputs, *kernel)
     yield f"{name}.bias", (outputs,)
 
 
@@ -175,34 +176,44 @@ def random_weights(shapes: Shapes, seed: int, device: str = "cpu") -> dict[str, 
     """Random weights in bf16 that keep activations of order one.
 
     Args:
-        shapes: Name and shape of each. One with one dimension is a bias or of a norm.
+        shapes: Name and shape of each. One with one dimension is a bias or of a norm, as is a
+            ``gamma``.
         seed: Of the noise.
         device: Where they are made; they are returned in main memory.
     """
     noise, found = files.Noise(seed, device), {}
     for name, shape in shapes:
-        if len(shape) == 1 and not name.endswith(".bias"):
+        if name.endswith(".bias"):
+            made = noise(*shape, scale=0.02)
+        elif len(shape) == 1 or name.endswith(".gamma"):
             made = 1 + noise(*shape, scale=0.1)
         else:
-            made = noise(*shape, scale=shape[-1] ** -0.5 if len(shape) > 1 else 0.02)
+            made = noise(*shape, scale=math.prod(shape[1:]) ** -0.5)
         found[name] = made.to(torch.bfloat16).cpu()
     return found
 
 
+def prefixed(
+    prefix: str, shapes: Shapes, seed: int, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Random weights of a part of a checkpoint.
+
+    Args:
+        prefix: Of the part's names, without the point at its end.
+        shapes, seed, device: As `random_weights` has them.
+    """
+    made = random_weights(shapes, seed, device)
+    return {f"{prefix}.{name}": weight for name, weight in made.items()}
+
+
 def _denoiser(shapes: Shapes, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    return {
-        f"model.diffusion_model.{name}": weight
-        for name, weight in random_weights(shapes, seed, device).items()
-    }
+    return prefixed("model.diffusion_model", shapes, seed, device)
 
 
 def _text_encoders(
     form: FluxForm, seed: int, *, with_clip: bool = True, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    found = {
-        f"text_encoders.t5xxl.transformer.{name}": weight
-        for name, weight in random_weights(_t5(form), seed + 1, device).items()
-    }
+    found = prefixed("text_encoders.t5xxl.transformer", _t5(form), seed + 1, device)
     if with_clip:
         clip = models.text_encoder(_CLIP_L, form.clip_layers, seed=seed)
         for name, weight in clip.state_dict().items():
@@ -220,8 +231,14 @@ def _t5(form: FluxForm) -> Shapes:
         yield name, tuple(weight.shape)
 
 
-def _vae(form: FluxForm, seed: int) -> dict[str, torch.Tensor]:
-    made = transformer_models.vae(seed, widths=form.vae_widths, layers=2, groups=32)
+def flux_vae(seed: int, widths: tuple[int, ...] = VAE_WIDTHS) -> dict[str, torch.Tensor]:
+    """Flux.1's VAE in its authors' layout, which Z-Image and Lumina 2 have too.
+
+    Args:
+        seed: Of the weights.
+        widths: Channels of its levels.
+    """
+    made = transformer_models.vae(seed, widths=widths, layers=2, groups=32)
     renamed = to_ldm_vae(made.state_dict(), made.config)
     return {f"vae.{key.removeprefix('first_stage_model.')}": v for key, v in renamed.items()}
 

@@ -22,8 +22,10 @@ from onediff_ext.hosts.diffusers.checkpoints.load import load_checkpoint
 from tests.support import adapter_weights, models
 from tests.support import live_files as files
 from tools.hosts.flux_models import write_flux_models
+from tools.hosts.forms import TEXT_LAYERS, VAE_WIDTHS
+from tools.hosts.lumina_models import write_lumina, write_z_image
 from tools.hosts.neo_models import LATENT, write_klein, write_mugen
-from tools.hosts.webuis import TEXT_LAYERS, VAE_WIDTHS
+from tools.hosts.qwen_models import write_anima, write_qwen_image
 
 _CLIP_L, _CLIP_G = 768, 1280
 _WIDTH = 320
@@ -75,7 +77,7 @@ def write_slim_models(folder: Path) -> None:
         path = folder / "Stable-diffusion" / f"{name}.safetensors"
         save_ldm(make(), path, dtype=torch.float16, with_yaml=False)
     write_flux_models(folder)
-    write_klein(folder)
+    write_transformers(folder)
     write_mugen(folder, sdxl(5, LATENT))
     first = sd1(1)
     _write_loras(folder / "Lora", first)
@@ -86,6 +88,16 @@ def write_slim_models(folder: Path) -> None:
     # Strong enough to be seen where it works in the middle steps only.
     controlnet = to_ldm_controlnet(files.controlnet(first["unet"], 1.0), first["unet"].config)
     _save(controlnet, folder / "ControlNet" / "slim-controlnet.safetensors")
+
+
+def write_transformers(folder: Path) -> None:
+    """Write slim checkpoints of the transformers that Neo alone has, and a LoRA for each.
+
+    Args:
+        folder: The WebUI's ``models``.
+    """
+    for write in (write_klein, write_z_image, write_lumina, write_qwen_image, write_anima):
+        write(folder)
 
 
 def sd1(seed: int, in_channels: int = 4) -> dict[str, Any]:

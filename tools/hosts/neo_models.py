@@ -16,8 +16,10 @@ from onediff_ext.hosts.diffusers.checkpoints.ldm_names import to_ldm_vae
 from onediff_ext.hosts.diffusers.checkpoints.ldm_saving import save_ldm
 from tests.support import live_files as files
 from tests.support import models
-from tools.hosts.flux_models import Shapes, random_weights, save_halves, write_block_lora
-from tools.hosts.webuis import FLUX, QWEN, QWEN_HEAD, QWEN_OUTPUTS, QWEN_WORDS, VAE_WIDTHS
+from tools.hosts.flux_models import Shapes, prefixed, save_halves, write_block_lora
+from tools.hosts.forms import FLUX, VAE_WIDTHS
+from tools.hosts.language_models import qwen3
+from tools.hosts.neo_forms import KLEIN_OUTPUTS, QWEN3
 
 # Channels of the VAE's latent, and of the 2x2 cells that klein's tokens are.
 LATENT, _CELLS = 32, 128
@@ -54,9 +56,7 @@ def write_klein(folder: Path) -> None:
     Args:
         folder: The WebUI's ``models``.
     """
-    weights = {f"model.diffusion_model.{k}": v for k, v in random_weights(_klein(), 11).items()}
-    for key, weight in random_weights(_qwen(), 12).items():
-        weights[f"text_encoders.qwen3_4b.transformer.model.{key}"] = weight
+    weights = prefixed("model.diffusion_model", _klein(), 11) | qwen3("4b", QWEN3, 12)
     made = _vae(1)
     vae = to_ldm_vae(made.state_dict(), made.config)
     vae = {key.removeprefix("first_stage_model."): weight for key, weight in vae.items()}
@@ -88,39 +88,18 @@ def _klein() -> Shapes:
             for name, shape in _DOUBLE.items():
                 yield f"{prefix}{name}.weight", shape
             for norm in ("query", "key"):
-                yield f"{prefix}attn.norm.{norm}_norm.scale", (QWEN_HEAD,)
+                yield f"{prefix}attn.norm.{norm}_norm.scale", (QWEN3.head,)
     for number in range(FLUX.single):
         for name, shape in _SINGLE.items():
             yield f"single_blocks.{number}.{name}.weight", shape
         for norm in ("query", "key"):
-            yield f"single_blocks.{number}.norm.{norm}_norm.scale", (QWEN_HEAD,)
+            yield f"single_blocks.{number}.norm.{norm}_norm.scale", (QWEN3.head,)
     for stream in ("img", "txt"):
         yield f"double_stream_modulation_{stream}.lin.weight", (6 * width, width)
     yield "single_stream_modulation.lin.weight", (3 * width, width)
     yield "img_in.weight", (width, _CELLS)
-    yield "txt_in.weight", (width, QWEN_OUTPUTS * QWEN["hidden_size"])
+    yield "txt_in.weight", (width, KLEIN_OUTPUTS * QWEN3.width)
     yield "time_in.in_layer.weight", (width, 256)
     yield "time_in.out_layer.weight", (width, width)
     yield "final_layer.linear.weight", (_CELLS, width)
     yield "final_layer.adaLN_modulation.1.weight", (2 * width, width)
-
-
-def _qwen() -> Shapes:
-    """The text encoder, Qwen3."""
-    width, inner = QWEN["hidden_size"], QWEN["intermediate_size"]
-    heads, shared = QWEN["num_attention_heads"], QWEN["num_key_value_heads"]
-    yield "embed_tokens.weight", (QWEN_WORDS, width)
-    yield "norm.weight", (width,)
-    for number in range(QWEN["num_hidden_layers"]):
-        prefix = f"layers.{number}"
-        yield f"{prefix}.self_attn.q_proj.weight", (heads * QWEN_HEAD, width)
-        yield f"{prefix}.self_attn.k_proj.weight", (shared * QWEN_HEAD, width)
-        yield f"{prefix}.self_attn.v_proj.weight", (shared * QWEN_HEAD, width)
-        yield f"{prefix}.self_attn.o_proj.weight", (width, heads * QWEN_HEAD)
-        for name in ("gate_proj", "up_proj"):
-            yield f"{prefix}.mlp.{name}.weight", (inner, width)
-        yield f"{prefix}.mlp.down_proj.weight", (width, inner)
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            yield f"{prefix}.{name}.weight", (QWEN_HEAD,)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{name}.weight", (width,)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# A text in a Python file, and what takes its place.
-Replacement = tuple[str, str]
+from tools.hosts.forms import (
+    CHROMA,
+    FLUX,
+    FLUX_DEV,
+    T5_CONFIG,
+    TEXT_CONFIG,
+    VAE_CONFIG,
+    VAE_WIDTHS,
+    Replacement,
+)
+from tools.hosts.neo_forms import NEO_CONFIGS, NEO_SOURCES, NEO_TRANSFORMERS
 
 # PyTorch of all test hosts; torchvision is the release that fits it.
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
@@ -18,14 +27,6 @@ CLIP = "clip-anytorch==2.6.0"
 OPENCV = "opencv-python-headless==4.10.0.84"
 # Their built-in "soft inpainting" imports it; only Neo's list names it.
 JOBLIB = "joblib==1.5.3"
-# The slim checkpoints' text encoders, of which reForge reads the third last hidden states.
-TEXT_LAYERS = 3
-# Their VAE: a quarter of the usual width, but for the first level. Its norms have 32 groups, and a
-# group of one channel leaves nothing but rounding of a picture of one colour.
-VAE_WIDTHS = (64, 64, 128, 128)
-
-_TEXT = {"num_hidden_layers": TEXT_LAYERS}
-_VAE = {"block_out_channels": list(VAE_WIDTHS)}
 _SD1, _INPAINTING, _SDXL = (
     f"backend/huggingface/{name}"
     for name in (
@@ -35,13 +36,13 @@ _SD1, _INPAINTING, _SDXL = (
     )
 )
 _FORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
-    f"{_SD1}/text_encoder/config.json": _TEXT,
-    f"{_SD1}/vae/config.json": _VAE,
-    f"{_INPAINTING}/text_encoder/config.json": _TEXT,
-    f"{_INPAINTING}/vae/config.json": _VAE,
-    f"{_SDXL}/text_encoder/config.json": _TEXT,
-    f"{_SDXL}/text_encoder_2/config.json": _TEXT,
-    f"{_SDXL}/vae/config.json": _VAE,
+    f"{_SD1}/text_encoder/config.json": TEXT_CONFIG,
+    f"{_SD1}/vae/config.json": VAE_CONFIG,
+    f"{_INPAINTING}/text_encoder/config.json": TEXT_CONFIG,
+    f"{_INPAINTING}/vae/config.json": VAE_CONFIG,
+    f"{_SDXL}/text_encoder/config.json": TEXT_CONFIG,
+    f"{_SDXL}/text_encoder_2/config.json": TEXT_CONFIG,
+    f"{_SDXL}/vae/config.json": VAE_CONFIG,
 }
 # reForge's VAE of SD1.5 and SDXL, in its code.
 _REFORGE_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
@@ -53,8 +54,8 @@ _REFORGE_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
     )
 }
 _REFORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
-    "ldm_patched/modules/sd1_clip_config.json": _TEXT,
-    "ldm_patched/modules/clip_config_bigg.json": _TEXT,
+    "ldm_patched/modules/sd1_clip_config.json": TEXT_CONFIG,
+    "ldm_patched/modules/clip_config_bigg.json": TEXT_CONFIG,
 }
 _SLIM_CHECKPOINTS = {
     "ONEDIFF_WEBUI_CHECKPOINTS": "slim-a,slim-b",
@@ -71,59 +72,12 @@ _PREPARING = ("--skip-torch-cuda-test", "--skip-install", "--exit")
 _FORGE_FLAGS = ("--always-cpu", "--all-in-fp32", "--skip-torch-cuda-test", "--skip-install")
 
 
-@dataclass(frozen=True)
-class FluxForm:
-    """The form of checkpoints of Flux.1-dev and Chroma; by default of the slim ones.
-
-    Args:
-        width: Channels of a token; a head has 128.
-        context: Channels of the text encoder T5.
-        double, single: Blocks of each kind.
-        guidance_width: Channels of Chroma's network for modulations.
-        t5_layers, t5_heads, t5_mlp: Of T5, with the channels within its MLP.
-        clip_layers: Of the other text encoder.
-        vae_widths: Channels of the VAE's levels.
-    """
-
-    width: int = 256
-    context: int = 128
-    double: int = 2
-    single: int = 2
-    guidance_width: int = 64
-    t5_layers: int = 2
-    t5_heads: int = 4
-    t5_mlp: int = 256
-    clip_layers: int = TEXT_LAYERS
-    vae_widths: tuple[int, ...] = VAE_WIDTHS
-
-    @property
-    def t5(self) -> dict[str, object]:
-        """The config of the text encoder, as transformers has it."""
-        return {
-            "d_ff": self.t5_mlp,
-            "d_kv": self.context // self.t5_heads,
-            "d_model": self.context,
-            "num_heads": self.t5_heads,
-            "num_layers": self.t5_layers,
-            "num_decoder_layers": self.t5_layers,
-            "dense_act_fn": "gelu_new",
-            "feed_forward_proj": "gated-gelu",
-        }
-
-
-FLUX = FluxForm()
-_T5 = {name: v for name, v in FLUX.t5.items() if name.startswith(("d_", "num_"))} | {
-    "dense_act_fn": "gelu_pytorch_tanh"
-}
-_FLUX_DEV, _CHROMA = (
-    f"backend/huggingface/{name}" for name in ("black-forest-labs/FLUX.1-dev", "Chroma")
-)
 _FLUX_CONFIGS: Mapping[str, Mapping[str, object]] = {
-    f"{_FLUX_DEV}/text_encoder/config.json": _TEXT,
-    f"{_FLUX_DEV}/text_encoder_2/config.json": _T5,
-    f"{_FLUX_DEV}/vae/config.json": _VAE,
-    f"{_CHROMA}/text_encoder/config.json": _T5,
-    f"{_CHROMA}/vae/config.json": _VAE,
+    f"{FLUX_DEV}/text_encoder/config.json": TEXT_CONFIG,
+    f"{FLUX_DEV}/text_encoder_2/config.json": T5_CONFIG,
+    f"{FLUX_DEV}/vae/config.json": VAE_CONFIG,
+    f"{CHROMA}/text_encoder/config.json": T5_CONFIG,
+    f"{CHROMA}/vae/config.json": VAE_CONFIG,
 }
 # Forge knows one size of Flux only.
 _FLUX_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
@@ -139,57 +93,6 @@ _FLUX_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
     ),
     "backend/loader.py": (
         ("'guidance_hidden_dim': 5120", f"'guidance_hidden_dim': {FLUX.guidance_width}"),
-    ),
-}
-# The text encoder of the slim Flux.2-klein. Its prompts are the hidden states of three layers.
-QWEN = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-QWEN_WORDS, QWEN_HEAD, QWEN_OUTPUTS = 151936, 128, 3
-_KLEIN, _MUGEN = (
-    f"backend/huggingface/{name}"
-    for name in ("black-forest-labs/FLUX.2-klein-4B", "CabalResearch/Mugen")
-)
-_NEO_CONFIGS: Mapping[str, Mapping[str, object]] = {
-    f"{_KLEIN}/text_encoder/config.json": QWEN,
-    f"{_KLEIN}/vae/config.json": _VAE,
-    f"{_MUGEN}/text_encoder/config.json": _TEXT,
-    f"{_MUGEN}/text_encoder_2/config.json": _TEXT,
-    f"{_MUGEN}/vae/config.json": _VAE,
-}
-# Neo knows one size of Chroma, two of klein and of its text encoder.
-_QWEN_4B = (2560, 9728, 36, 32, 8)
-
-
-def _qwen_fields(values: Iterable[int]) -> str:
-    fields = "".join(f"    {k}: int = {v}\n" for k, v in zip(QWEN, values, strict=True))
-    return f"class Qwen3_4BConfig:\n    vocab_size: int = {QWEN_WORDS}\n{fields}"
-
-
-_NEO_SOURCES: Mapping[str, tuple[Replacement, ...]] = {
-    "modules_forge/packages/huggingface_guess/model_list.py": (
-        (
-            '"image_model": "flux2",\n        "hidden_size": 3072,',
-            f'"image_model": "flux2",\n        "hidden_size": {FLUX.width},',
-        ),
-    ),
-    "modules_forge/packages/huggingface_guess/detection.py": (
-        ('["out_dim"] = 3072\n', f'["out_dim"] = {FLUX.width}\n'),
-        ('["hidden_dim"] = 5120\n', f'["hidden_dim"] = {FLUX.guidance_width}\n'),
-    ),
-    "backend/loader.py": (
-        (
-            f'config["hidden_size"] == {_QWEN_4B[0]}:',
-            f'config["hidden_size"] == {QWEN["hidden_size"]}:',
-        ),
-    ),
-    "backend/nn/llm/llama.py": ((_qwen_fields(_QWEN_4B), _qwen_fields(QWEN.values())),),
-    "backend/text_processing/klein_engine.py": (
-        ("intermediate_output = [9, 18, 27]", "intermediate_output = [1, 2, 3]"),
     ),
 }
 
@@ -276,11 +179,11 @@ WEBUIS: Mapping[str, WebUI] = {
         checkpoints={
             **_SLIM_CHECKPOINTS,
             "ONEDIFF_WEBUI_OTHER": "slim-xl,slim-mugen",
-            "ONEDIFF_WEBUI_TRANSFORMERS": "slim-flux,slim-chroma,slim-klein",
+            "ONEDIFF_WEBUI_TRANSFORMERS": ",".join(NEO_TRANSFORMERS),
         },
-        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS, **_NEO_CONFIGS},
-        slim_sources=_NEO_SOURCES,
+        slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS, **NEO_CONFIGS},
+        slim_sources=NEO_SOURCES,
         # Forge has this file, and the two are one.
-        copies={f"{_CHROMA}/tokenizer/tokenizer.json": f"{_FLUX_DEV}/tokenizer_2/tokenizer.json"},
+        copies={f"{CHROMA}/tokenizer/tokenizer.json": f"{FLUX_DEV}/tokenizer_2/tokenizer.json"},
     ),
 }
