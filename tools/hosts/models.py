@@ -26,6 +26,7 @@ from tools.hosts.forms import TEXT_LAYERS, VAE_WIDTHS
 from tools.hosts.lumina_models import write_lumina, write_z_image
 from tools.hosts.neo_models import LATENT, write_klein, write_mugen
 from tools.hosts.qwen_models import write_anima, write_qwen_image
+from tools.hosts.taesd_models import write_taesd
 
 _CLIP_L, _CLIP_G = 768, 1280
 _WIDTH = 320
@@ -56,6 +57,7 @@ def write_demo_models(folder: Path) -> None:
     parts = load_checkpoint(files.DEMO, dtype=torch.float32).components
     _write_loras(folder / "Lora", parts)
     _write_vae(folder / "VAE", parts["vae"])
+    write_taesd(folder)
     files.main(folder.parent)
 
 
@@ -82,6 +84,7 @@ def write_slim_models(folder: Path) -> None:
     first = sd1(1)
     _write_loras(folder / "Lora", first)
     _write_vae(folder / "VAE", first["vae"])
+    write_taesd(folder)
     weights = load_file(str(folder / "Stable-diffusion" / "slim-a.safetensors"))
     for name in ("loha", "lokr"):
         _save(files.network(name, weights), folder / "Lora" / f"tiny-{name}.safetensors")
