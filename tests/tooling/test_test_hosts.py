@@ -183,7 +183,7 @@ def test_the_live_tests_are_told_the_address_and_the_checkpoints(tmp_path: Path)
     slim = live_environment(WEBUIS["forge"], tmp_path)
     assert slim["ONEDIFF_WEBUI_URL"] == "http://127.0.0.1:7861"
     assert slim["ONEDIFF_WEBUI_ROOT"] == str(tmp_path)
-    assert slim["ONEDIFF_WEBUI_CHECKPOINTS"] == "slim-a,slim-b"
+    assert slim["ONEDIFF_WEBUI_CHECKPOINTS"] == "slim-a.,slim-b."
     demo = live_environment(WEBUIS["a1111"], tmp_path)
     assert "ONEDIFF_WEBUI_INPAINTING" not in demo  # the demo has no such checkpoint
 

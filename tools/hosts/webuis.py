@@ -58,12 +58,12 @@ _REFORGE_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "ldm_patched/modules/clip_config_bigg.json": TEXT_CONFIG,
 }
 _SLIM_CHECKPOINTS = {
-    "ONEDIFF_WEBUI_CHECKPOINTS": "slim-a,slim-b",
+    "ONEDIFF_WEBUI_CHECKPOINTS": "slim-a.,slim-b.",
     "ONEDIFF_WEBUI_OTHER": "slim-xl",
     "ONEDIFF_WEBUI_INPAINTING": "slim-inpainting",
 }
 _TRANSFORMERS = {"ONEDIFF_WEBUI_TRANSFORMERS": "slim-flux,slim-chroma"}
-# The point tells the first one from "onediff-demo-other".
+# The point tells the first one from "onediff-demo-other" here, and from "slim-anima" above.
 _DEMO_CHECKPOINTS = {
     "ONEDIFF_WEBUI_CHECKPOINTS": "onediff-demo.,onediff-demo-other",
     "ONEDIFF_WEBUI_OTHER": "tiny-xl",

@@ -12,6 +12,7 @@ import torch
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.shapes import BatchShape
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.hosts.forge_attention import EXACT
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
@@ -189,6 +190,38 @@ def test_an_attention_that_is_not_the_hosts_own(
     reasons = {f.reason for f in graphs.session.fallbacks()}
     assert any("attention_sage" in reason for reason in reasons)
     assert any("--disable-sage" in reason for reason in reasons) == (host.name == "neo")
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_functions_of_attention_that_the_host_chooses_among(
+    host: ForgeStandIn,
+    transformer: Transformer,
+    graphs: GraphsForJobs,
+    drawn: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    if not transformer.attends_in:
+        pytest.skip("its blocks call PyTorch's kernel themselves")
+    home = host.classes.modules[transformer.attends_in]
+    own = home.attention_function
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    function.__name__ = name
+    attention = host.classes.modules["backend.attention"]
+    for module, variable in (
+        (attention, name),
+        (attention, "attention_function"),
+        (home, "attention_function"),
+    ):
+        monkeypatch.setattr(module, variable, function, raising=False)
+    expected = transformer.draw(host.unet)
+    found, calls = drawn()
+    assert close(found, expected)
+    assert calls == transformer.blocks
+    assert graphs.session.fallbacks() == []
 
 
 def test_a_block_with_further_arguments_has_no_family(
