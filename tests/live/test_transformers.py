@@ -129,6 +129,28 @@ def test_unet_and_transformer_in_turn(
         assert_expected_state(webui, title)
 
 
+def test_all_transformers_in_turn(
+    webui: WebUI, checkpoints: list[str], request: pytest.FixtureRequest
+) -> None:
+    """Some are of one class, with other widths."""
+    titles = [str(model["title"]) for model in webui.get("/sdapi/v1/sd-models")]
+    found = [title for title in titles if title.startswith(tuple(filter(None, _NAMES)))]
+    if len(found) < 2:
+        pytest.skip("ONEDIFF_WEBUI_TRANSFORMERS names fewer than two checkpoints")
+    request.addfinalizer(lambda: webui.set_options(sd_model_checkpoint=checkpoints[0]))
+    drawn = {}
+    for title in found:
+        webui.set_options(sd_model_checkpoint=title)
+        drawn[title] = webui.draw(False, **JOB)
+        for _ in range(2):
+            webui.draw(True, **JOB)
+            webui.settle()
+    for title in (*found, *reversed(found)):
+        webui.set_options(sd_model_checkpoint=title)
+        assert_same(webui.draw(True, **JOB), drawn[title])
+        assert_expected_state(webui, title)
+
+
 @pytest.mark.usefixtures("transformer")
 def test_deepcache_is_for_unets(webui: WebUI) -> None:
     theirs = webui.draw(False, **JOB)

@@ -24,6 +24,7 @@ from tests.support import live_files as files
 from tools.hosts.flux_models import write_flux_models
 from tools.hosts.forms import TEXT_LAYERS, VAE_WIDTHS
 from tools.hosts.lumina_models import write_lumina, write_z_image
+from tools.hosts.neo_forms import EDITING
 from tools.hosts.neo_models import LATENT, write_klein, write_mugen
 from tools.hosts.qwen_models import write_anima, write_qwen_image
 from tools.hosts.taesd_models import write_taesd
@@ -97,10 +98,16 @@ def write_transformers(folder: Path) -> None:
     """Write slim checkpoints of the transformers that Neo alone has, and a LoRA for each.
 
     Args:
-        folder: The WebUI's ``models``.
+        folder: The WebUI's ``models``, which has the slim checkpoint of Flux.1.
     """
     for write in (write_klein, write_z_image, write_lumina, write_qwen_image, write_anima):
         write(folder)
+    # Neo tells models that edit pictures by the names of their files.
+    checkpoints = folder / "Stable-diffusion"
+    for name, drawing in EDITING.items():
+        path = checkpoints / f"{name}.safetensors"
+        path.unlink(missing_ok=True)
+        path.hardlink_to(checkpoints / f"{drawing}.safetensors")
 
 
 def sd1(seed: int, in_channels: int = 4) -> dict[str, Any]:

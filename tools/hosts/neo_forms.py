@@ -21,6 +21,8 @@ NEO_TRANSFORMERS = (
     "slim-qwen-image",
     "slim-anima",
 )
+# Checkpoints of transformers that edit pictures, and those whose weights they have.
+EDITING = {"slim-kontext": "slim-flux", "slim-qwen-edit": "slim-qwen-image"}
 
 
 @dataclass(frozen=True)

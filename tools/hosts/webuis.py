@@ -15,7 +15,7 @@ from tools.hosts.forms import (
     VAE_WIDTHS,
     Replacement,
 )
-from tools.hosts.neo_forms import NEO_CONFIGS, NEO_SOURCES, NEO_TRANSFORMERS
+from tools.hosts.neo_forms import EDITING, NEO_CONFIGS, NEO_SOURCES, NEO_TRANSFORMERS
 
 # PyTorch of all test hosts; torchvision is the release that fits it.
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")
@@ -180,6 +180,7 @@ WEBUIS: Mapping[str, WebUI] = {
             **_SLIM_CHECKPOINTS,
             "ONEDIFF_WEBUI_OTHER": "slim-xl,slim-mugen",
             "ONEDIFF_WEBUI_TRANSFORMERS": ",".join(NEO_TRANSFORMERS),
+            "ONEDIFF_WEBUI_EDITING": ",".join(EDITING),
         },
         slim_configs={**_FORGE_CONFIGS, **_FLUX_CONFIGS, **NEO_CONFIGS},
         slim_sources=NEO_SOURCES,
