@@ -57,12 +57,14 @@ class ForgeTokenBlocks(TokenStreamBlocks, ForgeBlocks):
             for blocks that call PyTorch's kernel themselves.
         signature: Names of the arguments of the class's forward; empty for `arguments`.
         neglected: Names of arguments that change nothing in the block.
+        functions: Globals of the blocks' Python modules that a graph has others for.
     """
 
     home: str
     attends_in: str = "backend.nn.flux"
     signature: tuple[str, ...] = ()
     neglected: tuple[str, ...] = ()
+    functions: Mapping[str, Any] = {}
 
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
         super().__init__(package, attention)
@@ -98,7 +100,11 @@ class ForgeTokenBlocks(TokenStreamBlocks, ForgeBlocks):
 
     def run(self, block: Any, tensors: Tensors, statics: Statics) -> Any:
         attention = partial(_attend_heads, upcast=bool(statics["upcast"]))
-        functions = {"attention_function": attention, "apply_rope": _apply_rope}
+        functions = {
+            "attention_function": attention,
+            "apply_rope": _apply_rope,
+            **self.functions,
+        }
         rebind_forwards(block, "backend.nn.", functions)
         for module in block.modules():
             if isinstance(getattr(module, "scale", None), nn.Parameter):
@@ -257,6 +263,27 @@ def _apply_rope(
         q and k.
     """
     return _rotate(q, table), _rotate(k, table)
+
+
+def apply_rope_split_half(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate pairs of a channel of the first half and one of the second, as comfy_kitchen does.
+
+    Args:
+        q, k: [..., D].
+        table: A 2x2 matrix for each pair, [..., D/2, 2, 2].
+
+    Returns:
+        q and k.
+    """
+    return _rotate_halves(q, table), _rotate_halves(k, table)
+
+
+def _rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    first, second = (half.unsqueeze(-1) for half in x.to(table.dtype).chunk(2, -1))
+    rotated = table[..., 0] * first + table[..., 1] * second
+    return rotated.transpose(-1, -2).flatten(-2).type_as(x)
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

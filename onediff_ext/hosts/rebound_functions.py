@@ -7,6 +7,7 @@ same code, which reads globals of its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,16 +20,27 @@ def rebind_forwards(copy: nn.Module, package: str, functions: Mapping[str, Any])
 
     Args:
         copy: A structural copy (`BlockTree.copy`), never the live block. Its modules whose class
-            lies in `package` get a forward of their own.
+            lies in `package` get a forward of their own, and other methods where these read one
+            of the names.
         package: The prefix of Python modules in which the names are replaced, such as
             ``"backend.nn."``. Functions there that a forward calls are replaced too, by name.
         functions: The new values of globals. Names that a Python module lacks are left out there.
     """
     namespaces = _Namespaces(package, functions)
     for module in copy.modules():
-        forward = type(module).forward
+        cls = type(module)
+        forward = cls.forward
         if isinstance(forward, FunctionType) and namespaces.owns(forward):
             vars(module)["forward"] = MethodType(namespaces.rebound(forward), module)
+        for name in dir(cls):
+            member = inspect.getattr_static(cls, name)
+            function = member.__func__ if isinstance(member, staticmethod) else member
+            if name == "forward" or not isinstance(function, FunctionType):
+                continue
+            if namespaces.owns(function) and set(function.__code__.co_names) & set(functions):
+                rebound = namespaces.rebound(function)
+                is_static = isinstance(member, staticmethod)
+                vars(module)[name] = rebound if is_static else MethodType(rebound, module)
 
 
 class _Namespaces:

@@ -18,7 +18,7 @@ _NAMES = [n.strip() for n in os.environ.get("ONEDIFF_WEBUI_TRANSFORMERS", "").sp
 _VAE = ["no graphs are known for the blocks of Decoder3d"]
 _EAGER_PARTS = {
     "slim-qwen-image": ("compiled in part", _VAE),
-    "slim-anima": ("eager", ["Anima runs without graphs: its blocks are not known"]),
+    "slim-anima": ("compiled in part", _VAE),
 }
 
 # Flux.1-dev takes its guidance as an input; a CFG scale of 1 makes one call a step.

@@ -55,10 +55,22 @@ def _qwen(model: Any, noise: StepNoise) -> dict[str, Any]:
     }
 
 
+def _anima(model: Any, noise: StepNoise) -> dict[str, Any]:
+    # x [2B, 16, 1, H/8, W/8], context [2B, 512, D]
+    count = 2 * noise.images
+    return {
+        "x": noise(count, model.out_channels, 1, noise.height, noise.width),
+        "timesteps": noise.timesteps(count, 1),
+        "context": noise(count, 2 * _TOKENS, model.blocks[0].cross_attn.k_proj.weight.shape[1]),
+        "transformer_options": {},
+    }
+
+
 NEO_DENOISERS: Mapping[str, Denoiser] = {
     **UNETS,
     "IntegratedFluxTransformer2DModel": Denoiser(Role.TRANSFORMER, _flux, "flux"),
     "IntegratedChromaTransformer2DModel": Denoiser(Role.TRANSFORMER, _flux, "chroma"),
     "NextDiT": Denoiser(Role.TRANSFORMER, _lumina),
     "QwenImageTransformer2DModel": Denoiser(Role.TRANSFORMER, _qwen, "qwen-image"),
+    "Anima": Denoiser(Role.TRANSFORMER, _anima),
 }

@@ -5,16 +5,40 @@ Source: backend/nn/flux.py, lumina.py and qwen.py of Neo 2.26.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Hashable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 from onediff_ext.engine.blocks.argument_parts import JOINT, Members
-from onediff_ext.engine.blocks.family import CONTEXT, TOKENS, VECTOR, Dims
+from onediff_ext.engine.blocks.family import (
+    CONTEXT,
+    TOKENS,
+    UNKNOWN_ARGUMENTS,
+    VECTOR,
+    Arguments,
+    BlockCall,
+    Dims,
+    Refusal,
+    Statics,
+    Tensors,
+)
 from onediff_ext.engine.quantization import EightBitLinears
-from onediff_ext.hosts.forge_token_blocks import FluxDouble, FluxSingle, ForgeTokenBlocks
+from onediff_ext.hosts.forge_token_blocks import (
+    FluxDouble,
+    FluxSingle,
+    ForgeTokenBlocks,
+    apply_rope_split_half,
+)
 
 # A RoPE table has a 2x2 matrix for each pair of channels: [B, N, 1, D/2, 2, 2].
 _TABLE: Dims = ("batch", "tokens", None, None, None, None)
+# Tokens of pictures in frames: [B, T, H, W, D].
+_FRAMES: Dims = ("batch", None, "height", "width", None)
+_TABLE_DIMS = 8  # of Anima's table with the dims of frames
 _JOINT_TABLE: Dims = ("batch", JOINT, None, None, None, None)
 
 
@@ -94,9 +118,69 @@ class QwenImageBlock(_NeoBlocks):
     )
 
 
+class AnimaBlock(_NeoBlocks):
+    """Anima's block, on tokens that keep the dims of frames, rows and columns.
+
+    Its RoPE table has one matrix for each of them in a row, so that it takes their dims, too.
+    """
+
+    home = attends_in = "backend.nn.anima"
+    class_name = "Block"
+    arguments = (
+        "x_B_T_H_W_D",
+        "emb_B_T_D",
+        "crossattn_emb",
+        "rope_emb_L_1_1_D",
+        "adaln_lora_B_T_3D",
+        "extra_per_block_pos_emb",
+        "transformer_options",
+    )
+    neglected = ("transformer_options",)
+    streams: Mapping[str, Dims] = {"x_B_T_H_W_D": _FRAMES}
+    dims: Mapping[str, Dims | Members] = {
+        "emb_B_T_D": ("batch", None, None),
+        "crossattn_emb": CONTEXT,
+        "rope_emb_L_1_1_D": (None, None, "height", "width", None, None, None, None),
+        "adaln_lora_B_T_3D": ("batch", None, None),
+    }
+    outputs = ("x_B_T_H_W_D",)
+    eight_bits = EightBitLinears(
+        exact=tuple(
+            f"adaln_modulation_{name}.{number}"
+            for name in ("self_attn", "cross_attn", "mlp")
+            for number in (1, 2)
+        )
+    )
+    functions: Mapping[str, Any] = {
+        "ck": SimpleNamespace(apply_rope_split_half=apply_rope_split_half)
+    }
+
+    def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
+        names = ("x_B_T_H_W_D", "rope_emb_L_1_1_D", "crossattn_emb")
+        x, table, context = (arguments.get(name) for name in names)
+        if not (
+            isinstance(x, torch.Tensor)
+            and isinstance(table, torch.Tensor)
+            and isinstance(context, torch.Tensor)
+        ):
+            return UNKNOWN_ARGUMENTS
+        if x.ndim != 5 or table.ndim != 6 or table.shape[1] != math.prod(x.shape[1:4]):
+            return UNKNOWN_ARGUMENTS
+        if context.ndim == 4 and context.shape[1] == 1:  # as the host's prompts are
+            context = context.squeeze(1)
+        table = table.reshape(table.shape[0], *x.shape[1:4], *table.shape[2:])
+        changed = {"rope_emb_L_1_1_D": table, "crossattn_emb": context}
+        return super().sort(block, {**arguments, **changed})
+
+    def run(self, block: Any, tensors: Tensors, statics: Statics) -> Any:
+        given = [t.flatten(1, 3) if t.ndim == _TABLE_DIMS else t for t in tensors]
+        return super().run(block, given, statics)
+
+
 NEO_TOKEN_BLOCKS: tuple[type[ForgeTokenBlocks], ...] = (
     NeoDouble,
     NeoSingle,
     LuminaBlock,
     QwenImageBlock,
+    AnimaBlock,
 )

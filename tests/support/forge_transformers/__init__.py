@@ -22,6 +22,7 @@ _FILES = {
         "backend.nn.flux": "neo_flux.py",
         "backend.nn.lumina": "neo_lumina.py",
         "backend.nn.qwen": "neo_qwen.py",
+        "backend.nn.anima": "neo_anima.py",
     },
     "reforge": {},
 }

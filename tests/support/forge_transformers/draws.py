@@ -57,6 +57,11 @@ def qwen_call(*size: int) -> dict[str, Any]:
     return {**found, "x": found["x"].unsqueeze(2)}
 
 
+def anima_call(*size: int) -> dict[str, Any]:
+    found = qwen_call(*size)
+    return {**found, "context": found["context"].unsqueeze(1)}
+
+
 class Transformer(NamedTuple):
     """A transformer of a host.
 
@@ -159,5 +164,15 @@ TRANSFORMERS = {
         3,
         "transformer_blocks.0.attn.to_q",
         "backend.nn.qwen",
+    ),
+    "neo anima": Transformer(
+        "neo",
+        "backend.nn.anima",
+        "Anima",
+        anima_call,
+        1,
+        3,
+        "blocks.0.self_attn.q_proj",
+        "backend.nn.anima",
     ),
 }
