@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.webui_client import WebUI, assert_different
+from tests.support.webui_client import WebUI, assert_different, assert_same
 
 _NAMES = [n.strip() for n in os.environ.get("ONEDIFF_WEBUI_EDITING", "").split(",")]
 
 JOB: dict[str, Any] = {"cfg_scale": 1, "sampler_name": "Euler", "scheduler": "Simple"}
+REFERENCE = "anima_do_reference"
 EDIT: dict[str, Any] = {**JOB, "denoising_strength": 1.0, "steps": 4}
 
 
@@ -50,3 +51,32 @@ def test_pictures_to_edit_and_none_afterwards(
     assert_different(one, other)
     same("img2img", **{**EDIT, "cfg_scale": 4}, init_images=[photo], prompt="two apples")
     same(**JOB, prompt="a blue car")
+
+
+def test_a_reference_of_anima(
+    webui: WebUI,
+    checkpoints: list[str],
+    same: Any,
+    photo: np.ndarray,
+    request: pytest.FixtureRequest,
+) -> None:
+    """By a setting, the picture of img2img is a second frame. That is a kind of its own."""
+    titles = [str(model["title"]) for model in webui.get("/sdapi/v1/sd-models")]
+    found = [title for title in titles if title.startswith("slim-anima")]
+    if not found or webui.option(REFERENCE) is None:
+        pytest.skip("the WebUI lacks Anima, or the setting")
+    request.addfinalizer(lambda: webui.set_options(sd_model_checkpoint=checkpoints[0]))
+    request.addfinalizer(lambda: webui.set_options(**{REFERENCE: False}))
+    webui.set_options(sd_model_checkpoint=found[0], **{REFERENCE: False})
+    same = partial(same, running="compiled in part")  # the VAE is eager
+    job = {**EDIT, "denoising_strength": 0.8, "init_images": [photo]}
+    plain, _ = same("img2img", **job)
+    before = webui.status()["kinds_needed"]
+    webui.set_options(**{REFERENCE: True})
+    referring, _ = same("img2img", **job)
+    assert_different(referring, plain)
+    same("img2img", **{**job, "cfg_scale": 4, "width": 136, "height": 200})
+    assert webui.status()["kinds_needed"] == before + 1
+    webui.set_options(**{REFERENCE: False})
+    again, _ = same("img2img", **job)
+    assert_same(again, plain)

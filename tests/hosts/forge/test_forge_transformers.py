@@ -77,6 +77,13 @@ def drawn(
     return draw
 
 
+def store_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = torch.nn.Parameter(weight.to(dtype), False)
+
+
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.allclose(one, other, atol=1e-5, rtol=1e-4))
 
@@ -156,15 +163,37 @@ def test_weights_that_layers_cast_at_each_call(
         for module in host.unet.modules():
             if hasattr(module, "parameters_manual_cast"):
                 module.parameters_manual_cast = True
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    module._parameters[name] = torch.nn.Parameter(weight.to(dtype), False)
+        store_weights(host.unet, dtype)
     p = job()
     for _ in range(3):
         found = transformer.draw(host.unet)
     assert graphs.session.fallbacks() == []
     graphs.end(p)
     assert close(found, transformer.draw(host.unet))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_that_computes_in_half_precision(
+    host: ForgeStandIn,
+    transformer: Transformer,
+    graphs: GraphsForJobs,
+    job: Any,
+    dtype: torch.dtype,
+) -> None:
+    """Anima keeps its residual stream in float32 then, if it computes in float16."""
+    if transformer.name != "Anima":
+        pytest.skip("its residual stream has one dtype")
+    with torch.inference_mode():
+        store_weights(host.unet, dtype)
+    p = job()
+    for _ in range(3):
+        found = transformer.draw(host.unet, dtype=dtype)
+    calls = sum(kind.calls for kind in graphs.session.kinds)
+    assert graphs.session.fallbacks() == []
+    assert calls >= transformer.blocks
+    graphs.end(p)
+    expected = transformer.draw(host.unet, dtype=dtype)
+    assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
 
 
 def test_an_attention_that_is_not_the_hosts_own(

@@ -99,10 +99,12 @@ class Transformer(NamedTuple):
         batch: int = 1,
         tokens: int = 40,
         seed: int = 1,
+        dtype: torch.dtype = torch.float32,
         **more: Any,
     ) -> torch.Tensor:
         """One step as the host's samplers ask for it."""
         arguments = self.call(height, width, batch, tokens, seed)
+        arguments = {name: value.to(dtype) for name, value in arguments.items()}
         with torch.inference_mode():
             result: torch.Tensor = model(**arguments, control=None, transformer_options={}, **more)
             return result.clone()

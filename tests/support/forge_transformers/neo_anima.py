@@ -1,6 +1,7 @@
 """Stands for Neo's ``backend.nn.anima``: tokens keep frames, rows and columns.
 
-Attention is in methods beside the forward, which call globals of this module.
+Attention is in methods beside the forward, which call globals of this module. In float16, the
+residual stream is in float32.
 """
 
 from __future__ import annotations
@@ -74,15 +75,15 @@ class Block(nn.Module):
     ) -> Any:
         modulation = self.adaln_modulation_self_attn(emb_B_T_D) + adaln_lora_B_T_3D
         shift, scale, gate = modulation[:, :, None, None].chunk(3, -1)
-        x, size = x_B_T_H_W_D, x_B_T_H_W_D.shape
-        normed = self.layer_norm_self_attn(x) * (1 + scale) + shift
+        x, size, dtype = x_B_T_H_W_D, x_B_T_H_W_D.shape, emb_B_T_D.dtype
+        tokens = (self.layer_norm_self_attn(x) * (1 + scale) + shift).to(dtype).flatten(1, 3)
         mixed = self.self_attn(
-            normed.flatten(1, 3), None, rope_emb_L_1_1_D, transformer_options=transformer_options
+            tokens, None, rope_emb_L_1_1_D, transformer_options=transformer_options
         )
-        x = torch.addcmul(x, gate, mixed.reshape(size))
-        tokens = self.layer_norm_cross_attn(x).flatten(1, 3)
+        x = torch.addcmul(x, gate.to(x.dtype), mixed.reshape(size).to(x.dtype))
+        tokens = self.layer_norm_cross_attn(x).to(dtype).flatten(1, 3)
         mixed = self.cross_attn(tokens, crossattn_emb, transformer_options=transformer_options)
-        return x + mixed.reshape(size)
+        return x + mixed.reshape(size).to(x.dtype)
 
 
 class Anima(nn.Module):
@@ -109,11 +110,13 @@ class Anima(nn.Module):
         cells = x.transpose(1, 2).flatten(0, 1)
         tokens = F.unfold(cells, 2, stride=2).transpose(1, 2)
         tokens = tokens.reshape(batch, frames, height // 2, width // 2, -1)
-        tokens, times = self.x_embedder(tokens), timesteps[:, None, None]
+        tokens, times = self.x_embedder(tokens), timesteps[:, None, None].to(x.dtype)
         count = frames * (height // 2) * (width // 2)
         angle = torch.arange(count)[:, None] * 0.1 ** torch.arange(WIDTH // HEADS // 2)
         cos, sin = angle.cos(), angle.sin()
         table = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2)).to(x.device)
+        if tokens.dtype is torch.float16:
+            tokens = tokens.float()
         for block in self.blocks:
             tokens = block(
                 tokens,
@@ -124,6 +127,8 @@ class Anima(nn.Module):
                 extra_per_block_pos_emb=None,
                 transformer_options=transformer_options or {},
             )
-        cells = self.final_layer(tokens).flatten(0, 1).flatten(1, 2).transpose(1, 2)
+        cells = (
+            self.final_layer(tokens.to(context.dtype)).flatten(0, 1).flatten(1, 2).transpose(1, 2)
+        )
         found = F.fold(cells, (height, width), 2, stride=2)
         return found.unflatten(0, (batch, frames)).transpose(1, 2)
