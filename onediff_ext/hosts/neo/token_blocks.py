@@ -27,6 +27,8 @@ from onediff_ext.engine.blocks.family import (
     Tensors,
 )
 from onediff_ext.engine.quantization import EightBitLinears
+from onediff_ext.hosts.forge_attention import AttentionRules
+from onediff_ext.hosts.forge_blocks import ForgePackage
 from onediff_ext.hosts.forge_token_blocks import (
     FluxDouble,
     FluxSingle,
@@ -154,6 +156,10 @@ class AnimaBlock(_NeoBlocks):
     functions: Mapping[str, Any] = {
         "ck": SimpleNamespace(apply_rope_split_half=apply_rope_split_half)
     }
+
+    def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
+        super().__init__(package, attention)
+        self.label = "AnimaBlock"  # the name of the class says little
 
     def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
         names = ("x_B_T_H_W_D", "rope_emb_L_1_1_D", "crossattn_emb")

@@ -172,6 +172,16 @@ def test_weights_that_layers_cast_at_each_call(
     assert close(found, transformer.draw(host.unet))
 
 
+@pytest.mark.usefixtures("built")
+def test_kinds_are_told_by_what_people_know(
+    transformer: Transformer, graphs: GraphsForJobs
+) -> None:
+    names = {kind.label.split(" ")[0] for kind in graphs.session.kinds}
+    assert "Block" not in names
+    if transformer.name == "Anima":
+        assert names == {"AnimaBlock"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_model_that_computes_in_half_precision(
     host: ForgeStandIn,
