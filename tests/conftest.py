@@ -76,6 +76,17 @@ def pytest_collection_finish() -> None:
     vars(garbage_collection)["gc"] = SimpleNamespace(**known)
 
 
+@pytest.fixture(autouse=True)
+def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of builds are forked, but in tests of their start."""
+    if "onediff_ext.building.worker_process" not in sys.modules:  # nothing starts one
+        return
+    from tests.support import forked_workers
+
+    if forked_workers.is_possible() and not request.node.get_closest_marker("starts_workers"):
+        forked_workers.fork_workers(monkeypatch)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _no_gpu_reason()):

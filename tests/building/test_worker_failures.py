@@ -23,6 +23,8 @@ from onediff_ext.hosts.diffusers.compile import compile_pipe
 from tests.support.build_checks import draw_all, forget_load_check, nothing_is_held_against_a_kind
 from tests.support.session_fixtures import InstantWorker
 
+pytestmark = pytest.mark.starts_workers
+
 TIMEOUT_S = 240
 # Of a worker that imports torch on Windows.
 TORCH_LACKS_MEMORY = (

@@ -15,6 +15,8 @@ import pytest
 import onediff_ext
 from onediff_ext.building.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.starts_workers
+
 PACKAGE = Path(onediff_ext.__file__).parent
 # What a worker imports at its start, torch's imports among them, and what Python itself looks for.
 PLANTED = ("queue", "json", "torch", "sitecustomize", "usercustomize", "onediff_ext", "filelock")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("tests.support.command_line",)
 
+pytestmark = pytest.mark.starts_workers
+
 FEW = ("--steps", "1", "--strength", "1")
 
 

@@ -1,0 +1,227 @@
+"""Worker processes of builds, forked from a server instead of started: imports take 4 s each.
+
+Tests marked `starts_workers` are about the start of a worker, so theirs are started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from onediff_ext.building import worker_process
+from onediff_ext.building.worker_process import WorkerProcess
+from onediff_ext.engine.backend_port import COMPILER_FILES_VARIABLE
+
+_SERVER = Path(__file__).with_name("fork_server.py")
+# What a worker reads when it needs it. All else may have been read while modules were imported.
+_READ_LATE = {
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "TMP", "TEMP"),
+    *(COMPILER_FILES_VARIABLE, "ONEDIFF_STORE", "PYTEST_CURRENT_TEST"),
+}
+# What `WorkerProcess` sets for all of its workers.
+_SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class ForkedWorker:
+    """Stands for a `subprocess.Popen`.
+
+    Args:
+        server: Has forked it.
+        pid: Its process id, and that of its group.
+        stdin, stdout: As the process that started it sees them; None where it has no pipe.
+    """
+
+    def __init__(
+        self, server: ForkServer, pid: int, stdin: IO[str] | None, stdout: IO[str] | None
+    ) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._ended = server.ended(pid)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        if self.returncode is None and self._ended.is_set():
+            self.returncode = self._ended.code
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: It runs still.
+        """
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
+        self.returncode = self._ended.code
+        return self.returncode
+
+
+class _Ended(threading.Event):
+    """Set with an exit status."""
+
+    code = 0
+
+
+class ForkServer:
+    """Starts with its first worker, and ends with this process.
+
+    Attributes:
+        process: The server; None before its start.
+    """
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def __init__(self) -> None:
+        self._lock, self._started = threading.Lock(), queue.SimpleQueue[int | None]()
+        self._ends: dict[int, _Ended] = {}
+        self._socket: socket.socket | None = None
+        self._pid = os.getpid()
+        self._environment = _read_early(os.environ)
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether a worker with this environment would import what the server has imported.
+
+        Args:
+            environment: Of the worker.
+        """
+        theirs = _read_early(environment)
+        return all(
+            theirs.get(name) == self._environment.get(name)
+            for name in {*theirs, *self._environment} - {*_SET, "PYTHONPATH"}
+        )
+
+    def start(
+        self,
+        worker: WorkerProcess,
+        environment: Mapping[str, str],
+        scratch: Path,
+        stdin: int | IO[bytes],
+        stdout: int,
+    ) -> ForkedWorker:
+        """Fork a worker process.
+
+        Args:
+            environment: Of the worker.
+            worker, scratch, stdin, stdout: As `WorkerProcess._popen` has them.
+        """
+        request = {
+            "environment": dict(environment),
+            "folder": str(scratch),
+            "arguments": ["background"] if worker._in_background else [],
+        }
+        with (scratch / "log").open("wb") as log:
+            theirs, ours = _ends_of(stdin, stdout)
+            with self._lock:
+                connection = self._connection()
+                descriptors = [*theirs, log.fileno()]
+                line = json.dumps(request).encode() + b"\n"
+                sent = socket.send_fds(connection, [line], descriptors)
+                connection.sendall(line[sent:])
+                pid = self._started.get()
+            if pid is None:
+                raise RuntimeError("the server of worker processes has ended: see above")
+            for descriptor, given in zip(theirs, (stdin, stdout), strict=True):
+                if isinstance(given, int):
+                    os.close(descriptor)
+        return ForkedWorker(self, pid, *ours)
+
+    def ended(self, pid: int) -> _Ended:
+        """Return the event of a process's end."""
+        return self._ends[pid]
+
+    def _connection(self) -> socket.socket:
+        """The socket to the server, which is started for it."""
+        if self._socket is None or self._pid != os.getpid():
+            ours, theirs = socket.socketpair()
+            command = worker_process._command(_SERVER)
+            number = command.index(str(_SERVER)) + 1
+            self.process = subprocess.Popen(
+                [*command[:number], str(theirs.fileno()), *command[number:]],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **_SET},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            theirs.close()
+            self._socket, self._pid = ours, os.getpid()
+            threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
+        return self._socket
+
+    def _listen(self, connection: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError), connection.makefile("r") as lines:
+            for line in lines:
+                answer = json.loads(line)
+                if "started" in answer:
+                    self._ends[answer["started"]] = _Ended()
+                    self._started.put(answer["started"])
+                else:
+                    end = self._ends[answer["ended"]]
+                    end.code = answer["code"]
+                    end.set()
+        self._started.put(None)
+
+
+def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in _READ_LATE}
+
+
+def _ends_of(
+    stdin: int | IO[bytes], stdout: int
+) -> tuple[list[int], tuple[IO[str] | None, IO[str] | None]]:
+    """The worker's descriptors for its standard input and output, and our ends of these."""
+    written: IO[str] | None = None
+    read: IO[str] | None = None
+    if stdin == subprocess.PIPE:
+        given, end = os.pipe()
+        written = io.TextIOWrapper(io.FileIO(end, "wb"), encoding="utf-8", write_through=True)
+    else:
+        assert not isinstance(stdin, int)
+        given = stdin.fileno()
+    if stdout == subprocess.PIPE:
+        end, taken = os.pipe()
+        read = open(end, encoding="utf-8", errors="replace")  # noqa: SIM115
+    else:
+        assert stdout == subprocess.DEVNULL
+        taken = os.open(os.devnull, os.O_WRONLY)
+    return [given, taken], (written, read)
+
+
+@functools.cache
+def _server() -> ForkServer:
+    return ForkServer()
+
+
+def is_possible() -> bool:
+    """Whether this system can fork a worker from a server."""
+    return sys.platform == "linux" and hasattr(socket, "send_fds")
+
+
+def fork_workers(patch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of this test.
+
+    Args:
+        patch: Undone after the test.
+    """
+    own = WorkerProcess.__dict__["_popen"]
+    script = WorkerProcess.script
+
+    def popen(worker: WorkerProcess, scratch: Path, stdin: int | IO[bytes], stdout: int) -> Any:
+        environment = worker_process._environment(worker._cache, scratch, worker._compiler_files)
+        if worker.script != script or not _server().serves(environment):
+            return own(worker, scratch, stdin, stdout)  # a test is about these
+        return _server().start(worker, environment, scratch, stdin, stdout)
+
+    patch.setattr(WorkerProcess, "_popen", popen)
