@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -77,14 +78,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Workers of builds are forked, but in tests of their start."""
-    if "onediff_ext.building.worker_process" not in sys.modules:  # nothing starts one
-        return
-    from tests.support import forked_workers
+    # A patch of its own: one that all tests share would be undone after all other fixtures.
+    with pytest.MonkeyPatch.context() as patch:
+        if "onediff_ext.building.worker_process" in sys.modules:  # else nothing starts one
+            from tests.support.forked_workers import fork_workers
 
-    if forked_workers.is_possible() and not request.node.get_closest_marker("starts_workers"):
-        forked_workers.fork_workers(monkeypatch)
+            if not request.node.get_closest_marker("starts_workers"):
+                fork_workers(patch)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -86,6 +86,7 @@ def _be_a_worker(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         tempfile.tempdir = None
+        _forget_folders()
         from onediff_ext.building.worker import program
 
         code = program.main(request["arguments"])
@@ -94,6 +95,18 @@ def _be_a_worker(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _forget_folders() -> None:
+    """Give a worker its own folder of precompiled headers: torch names it when it is imported."""
+    from torch._inductor import codecache
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        old: str | None = getattr(codecache, name, None)
+        if old is not None:
+            own = old[old.index("precompiled_headers") :]
+            setattr(codecache, name, os.path.join(default_cache_dir(), own))
 
 
 def _ended() -> list[tuple[int, int]]:

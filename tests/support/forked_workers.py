@@ -11,6 +11,7 @@ import io
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -26,10 +27,14 @@ from onediff_ext.building.worker_process import WorkerProcess
 from onediff_ext.engine.backend_port import COMPILER_FILES_VARIABLE
 
 _SERVER = Path(__file__).with_name("fork_server.py")
-# What a worker reads when it needs it. All else may have been read while modules were imported.
+# Variables that are read while modules are imported, by their beginnings; these are read later.
+_READ_EARLY = (
+    *("TORCH", "PYTORCH", "AOT_INDUCTOR", "TRITON", "CUDA", "OMP_", "MKL_", "LD_", "PYTHON"),
+    *("CC", "CXX", "PATH", "ONEDIFF_"),
+)
 _READ_LATE = {
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "TMP", "TEMP"),
-    *(COMPILER_FILES_VARIABLE, "ONEDIFF_STORE", "PYTEST_CURRENT_TEST"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"),
+    *("OMP_NUM_THREADS", "PYTHONPATH", "ONEDIFF_STORE", COMPILER_FILES_VARIABLE),
 }
 # What `WorkerProcess` sets for all of its workers.
 _SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -56,6 +61,11 @@ class ForkedWorker:
         if self.returncode is None and self._ended.is_set():
             self.returncode = self._ended.code
         return self.returncode
+
+    def kill(self) -> None:
+        """End it at once, without its compilers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status once it has ended.
@@ -89,7 +99,6 @@ class ForkServer:
         self._ends: dict[int, _Ended] = {}
         self._socket: socket.socket | None = None
         self._pid = os.getpid()
-        self._environment = _read_early(os.environ)
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether a worker with this environment would import what the server has imported.
@@ -97,11 +106,7 @@ class ForkServer:
         Args:
             environment: Of the worker.
         """
-        theirs = _read_early(environment)
-        return all(
-            theirs.get(name) == self._environment.get(name)
-            for name in {*theirs, *self._environment} - {*_SET, "PYTHONPATH"}
-        )
+        return _read_early(environment) == _AT_FIRST
 
     def start(
         self,
@@ -175,7 +180,14 @@ class ForkServer:
 
 
 def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in _READ_LATE}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_EARLY) and name not in _READ_LATE
+    }
+
+
+_AT_FIRST = _read_early(os.environ)  # before any test changes it
 
 
 def _ends_of(
@@ -215,6 +227,8 @@ def fork_workers(patch: pytest.MonkeyPatch) -> None:
     Args:
         patch: Undone after the test.
     """
+    if not is_possible():
+        return
     own = WorkerProcess.__dict__["_popen"]
     script = WorkerProcess.script
 
