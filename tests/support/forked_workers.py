@@ -34,7 +34,8 @@ _READ_EARLY = (
 )
 _READ_LATE = {
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"),
-    *("OMP_NUM_THREADS", "PYTHONPATH", "ONEDIFF_STORE", COMPILER_FILES_VARIABLE),
+    *("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONBREAKPOINT", "ONEDIFF_STORE"),  # Ray sets the third
+    COMPILER_FILES_VARIABLE,
 }
 # What `WorkerProcess` sets for all of its workers.
 _SET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -106,7 +107,7 @@ class ForkServer:
         Args:
             environment: Of the worker.
         """
-        return _read_early(environment) == _AT_FIRST
+        return read_early(environment) == AT_FIRST
 
     def start(
         self,
@@ -179,7 +180,12 @@ class ForkServer:
         self._started.put(None)
 
 
-def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
+def read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are read while a worker's modules are imported.
+
+    Args:
+        environment: A worker's, or this process's.
+    """
     return {
         name: value
         for name, value in environment.items()
@@ -187,7 +193,7 @@ def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-_AT_FIRST = _read_early(os.environ)  # before any test changes it
+AT_FIRST = read_early(os.environ)  # before any test changes it
 
 
 def _ends_of(

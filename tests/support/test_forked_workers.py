@@ -29,6 +29,7 @@ def is_forked(worker: WorkerProcess) -> bool:
 
 
 def test_it_has_the_things_of_a_worker(worker: WorkerProcess, tmp_path: Path) -> None:
+    assert forked_workers.read_early(os.environ) == forked_workers.AT_FIRST  # no test leaves others
     scratch = worker._start()
     assert is_forked(worker)
     assert worker.pid is not None

@@ -137,6 +137,7 @@ def test_a_hanging_worker_is_given_up(tmp_path, monkeypatch):
     worker.close()
 
 
+@pytest.mark.starts_workers
 def test_an_interrupt_ends_the_workers_at_once(tmp_path):
     pipe, options = models.sd15(), {"backend": "inductor", "build": "wait", "workers": 1}
     session = new_session({**options, "store": tmp_path})  # nothing kept: a worker has to build
