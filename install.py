@@ -50,7 +50,7 @@ COMMANDS = {
     "ui": ({"diffusers", "ui"}, "onediff_ext", ("ui",)),
     "run": ({"diffusers"}, "onediff_ext", ()),
     # For two cores: most tests use one, and some wait for processes, disks and clocks.
-    "test": ({"diffusers", "test"}, "pytest", ("--numprocesses=4", "--dist=loadfile")),
+    "test": ({"diffusers", "test"}, "pytest", ("--numprocesses=3", "--dist=loadfile")),
 }
 
 # The last Python that OneFlow has wheels for, and an environment of its own: it needs old

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 POPEN = subprocess.Popen  # without the fake pip
 ROOT = Path(__file__).resolve().parents[2]
-IN_FOUR = ["--numprocesses=4", "--dist=loadfile"]
+IN_THREE = ["--numprocesses=3", "--dist=loadfile"]
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
@@ -464,10 +464,10 @@ def test_pinned_torch_is_in_the_range_of_the_project(install: ModuleType) -> Non
         (["demo", "--steps", "4"], ["-m", "onediff_ext", "demo", "--steps", "4"]),
         (["run", "--version"], ["-m", "onediff_ext", "--version"]),
         (["run", "img2img", "a b", "-h"], ["-m", "onediff_ext", "img2img", "a b", "-h"]),
-        (["test"], ["-m", "pytest", *IN_FOUR]),
+        (["test"], ["-m", "pytest", *IN_THREE]),
         (
             ["test", "-k", "x or y", "--", "-p"],
-            ["-m", "pytest", *IN_FOUR, "-k", "x or y", "--", "-p"],
+            ["-m", "pytest", *IN_THREE, "-k", "x or y", "--", "-p"],
         ),
     ],
 )
