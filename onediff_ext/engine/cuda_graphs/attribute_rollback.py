@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from onediff_ext.engine.blocks.weight_slots import WrapperRule, rule_of
 from onediff_ext.engine.validity.model_state import attention_processors
 from onediff_ext.engine.validity.module_attributes import INTERNAL
 
-# Of what torch keeps in every module, the dictionaries of the module's parts.
-_PARTS = ("_parameters", "_buffers", "_modules")
+# Of what torch keeps in every module, the dictionaries of its tensors.
+_PARTS = ("_parameters", "_buffers")
 _MISSING = object()
 
 
@@ -30,16 +31,23 @@ class AttributeRollback:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        objects = [*modules, *attention_processors(modules)]
-        found = {id(d): (d, label) for each in objects for d, label in _dicts_of(each)}
-        self._dicts = [(held, dict(held), label) for held, label in found.values()]
-        lists = {
-            id(value): (value, name)
-            for held, _ in found.values()
-            for name, value in held.items()
-            if type(value) is list
-        }
-        self._lists = [(held, list(held), name) for held, name in lists.values()]
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any], str]] = []
+        self._lists: list[tuple[list[Any], list[Any], str]] = []
+        for each in {id(o): o for o in (*modules, *attention_processors(modules))}.values():
+            self._note(each)
+
+    def _note(self, owner: object) -> None:
+        fields: dict[str, Any] | None = getattr(owner, "__dict__", None)
+        if fields is None:
+            return
+        self._dicts.append((fields, dict(fields), ""))
+        self._dicts += [(part, dict(part), "") for n in _PARTS if (part := fields.get(n))]
+        for name in fields.keys() - INTERNAL:
+            value = fields[name]
+            if isinstance(value, dict):
+                self._dicts.append((value, dict(value), name))
+            elif type(value) is list:
+                self._lists.append((value, list(value), name))
 
     def restore(self) -> None:
         """Give every attribute the object back that it had."""
@@ -70,7 +78,7 @@ class AttributeRollback:
 
 
 def scaled_wrappers(
-    model: nn.Module, rules: Sequence[WrapperRule], kwargs: Mapping[str, Any]
+    model: nn.Module, rules: Sequence[WrapperRule], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[nn.Module]:
     """Return the wrappers whose attributes a forward with these arguments may change.
 
@@ -80,27 +88,17 @@ def scaled_wrappers(
     Args:
         model: The host's module.
         rules: Those of its wrappers.
-        kwargs: Of the call.
+        args, kwargs: Of the call.
     """
-    if not rules or not any(isinstance(value, dict) for value in kwargs.values()):
+    dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+    if not rules or not any(isinstance(v, (int, float)) for each in dicts for v in each.values()):
         return []
     return [module for module in model.modules() if rule_of(module, rules) is not None]
 
 
-def _dicts_of(owner: object) -> Iterator[tuple[dict[Any, Any], str]]:
-    """An object's attributes, and the dictionaries among them with their names."""
-    fields: dict[str, Any] | None = getattr(owner, "__dict__", None)
-    if fields is None:
-        return
-    yield fields, ""
-    for name, value in fields.items():
-        if isinstance(value, dict) and (name in _PARTS or name not in INTERNAL):
-            yield value, "" if name in _PARTS else name
-
-
 def _changed(held: dict[Any, Any], before: dict[Any, Any]) -> list[Any]:
     """The names whose objects are others than before."""
-    if len(held) == len(before) and _are(held.values(), before.values()):
+    if _are(held.values(), before.values()):
         return []
     names = dict.fromkeys([*held, *before])
     return [n for n in names if held.get(n, _MISSING) is not before.get(n, _MISSING)]
@@ -113,10 +111,9 @@ def _put_back(held: dict[Any, Any], before: dict[Any, Any], name: Any) -> None:
         del held[name]
 
 
-def _are(ours: Iterable[object], theirs: Iterable[object]) -> bool:
+def _are(ours: Collection[object], theirs: Collection[object]) -> bool:
     """Whether two collections have the same objects in the same order."""
-    ours, theirs = list(ours), list(theirs)
-    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
 
 
 def _has_tensor(value: Any) -> bool:

@@ -57,13 +57,13 @@ class OomFallback:
         cuda_graphs: CudaGraphCache,
         retry: Callable[[Sequence[Any], dict[str, Any]], Retry],
         eager: Callable[[], AbstractContextManager[None]] | None = None,
-        wrappers: Callable[[dict[str, Any]], Sequence[nn.Module]] | None = None,
+        wrappers: Callable[[Sequence[Any], dict[str, Any]], Sequence[nn.Module]] | None = None,
     ) -> None:
         self._forward, self._cuda_graphs = forward, cuda_graphs
         self._retry, self._eager, self._wrappers = retry, eager, wrappers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = _Before(args, kwargs, self._wrappers(kwargs) if self._wrappers else ())
+        before = _Before(args, kwargs, self._wrappers(args, kwargs) if self._wrappers else ())
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:

@@ -173,11 +173,13 @@ def test_a_second_try_has_the_scale_of_one_call(session: Session) -> None:
 
     unet = sd15(seed=3).unet
     unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"]), "x")
-    layers = scaled_wrappers(unet, [PeftLoraRule()], {"cross_attention_kwargs": {"scale": 0.5}})
+    layers = scaled_wrappers(unet, [PeftLoraRule()], (), {"cross_attention_kwargs": {"scale": 0.5}})
     assert layers
     assert all(hasattr(layer, "scaling") for layer in layers)
-    assert not scaled_wrappers(unet, [PeftLoraRule()], {"cross_attention_kwargs": None})
-    assert not scaled_wrappers(unet, [], {"cross_attention_kwargs": {"scale": 0.5}})
+    assert layers == scaled_wrappers(unet, [PeftLoraRule()], (0, None, {"scale": 1}), {})
+    without = {"cross_attention_kwargs": None, "added_cond_kwargs": {"time_ids": torch.zeros(6)}}
+    assert not scaled_wrappers(unet, [PeftLoraRule()], (), without)
+    assert not scaled_wrappers(unet, [], (), {"cross_attention_kwargs": {"scale": 0.5}})
     seen = []
 
     def forward(sample: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -195,7 +197,7 @@ def test_a_second_try_has_the_scale_of_one_call(session: Session) -> None:
         forward,
         cache,
         lambda args, kwargs: Retry.IN_HALVES,
-        wrappers=lambda kwargs: scaled_wrappers(unet, [PeftLoraRule()], kwargs),
+        wrappers=lambda args, kwargs: scaled_wrappers(unet, [PeftLoraRule()], args, kwargs),
     )
     fallback(torch.zeros(2, 4, 8, 8), cross_attention_kwargs={"scale": 0.5})
     assert seen == [0.5] * 4
