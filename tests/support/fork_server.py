@@ -10,6 +10,7 @@ server ends when its socket closes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from typing import Any, NoReturn
 
 # What a worker imports for its first build and its first load.
@@ -67,6 +69,8 @@ def main(server: socket.socket) -> None:
             if pid == 0:
                 server.close()
                 _be_a_worker(json.loads(line), descriptors)
+            with contextlib.suppress(OSError):  # the child does the same: whoever comes first
+                os.setpgid(pid, pid)
             for descriptor in descriptors:
                 os.close(descriptor)
             _tell(server, {"started": pid})
@@ -78,7 +82,8 @@ def _be_a_worker(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)  # a group of its own: its compilers end with it
         for target, descriptor in enumerate(descriptors):
             os.dup2(descriptor, target)
             os.close(descriptor)
@@ -92,6 +97,8 @@ def _be_a_worker(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         code = program.main(request["arguments"])
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -85,6 +85,15 @@ class _Ended(threading.Event):
 
     code = 0
 
+    def end(self, code: int) -> None:
+        """Set it.
+
+        Args:
+            code: As `subprocess.Popen.returncode` has it.
+        """
+        self.code = code
+        self.set()
+
 
 class ForkServer:
     """Starts with its first worker, and ends with this process.
@@ -96,10 +105,9 @@ class ForkServer:
     process: subprocess.Popen[bytes] | None = None
 
     def __init__(self) -> None:
-        self._lock, self._started = threading.Lock(), queue.SimpleQueue[int | None]()
+        self._lock, self._started = threading.Lock(), queue.SimpleQueue[int]()
         self._ends: dict[int, _Ended] = {}
         self._socket: socket.socket | None = None
-        self._pid = os.getpid()
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether a worker with this environment would import what the server has imported.
@@ -130,19 +138,37 @@ class ForkServer:
         }
         with (scratch / "log").open("wb") as log:
             theirs, ours = _ends_of(stdin, stdout)
-            with self._lock:
-                connection = self._connection()
-                descriptors = [*theirs, log.fileno()]
-                line = json.dumps(request).encode() + b"\n"
-                sent = socket.send_fds(connection, [line], descriptors)
-                connection.sendall(line[sent:])
-                pid = self._started.get()
-            if pid is None:
-                raise RuntimeError("the server of worker processes has ended: see above")
-            for descriptor, given in zip(theirs, (stdin, stdout), strict=True):
-                if isinstance(given, int):
-                    os.close(descriptor)
+            try:
+                with self._lock:
+                    pid = self._fork(request, [*theirs, log.fileno()])
+            finally:
+                for descriptor, given in zip(theirs, (stdin, stdout), strict=True):
+                    if isinstance(given, int):
+                        os.close(descriptor)
         return ForkedWorker(self, pid, *ours)
+
+    def _fork(self, request: Mapping[str, object], descriptors: list[int]) -> int:
+        try:
+            connection = self._connection()
+            line = json.dumps(request).encode() + b"\n"
+            sent = socket.send_fds(connection, [line], descriptors)
+            connection.sendall(line[sent:])
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._started.get(timeout=0.5)
+                if self._socket is None:
+                    raise RuntimeError("the server of worker processes has ended: see above")
+        except BaseException:  # an interrupt: the next worker must not get this one's answer
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """Let the next worker have another server."""
+        connection, self._socket = self._socket, None
+        self._started = queue.SimpleQueue()
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def ended(self, pid: int) -> _Ended:
         """Return the event of a process's end."""
@@ -150,7 +176,7 @@ class ForkServer:
 
     def _connection(self) -> socket.socket:
         """The socket to the server, which is started for it."""
-        if self._socket is None or self._pid != os.getpid():
+        if self._socket is None:
             ours, theirs = socket.socketpair()
             command = worker_process._command(_SERVER)
             number = command.index(str(_SERVER)) + 1
@@ -162,22 +188,28 @@ class ForkServer:
                 start_new_session=True,
             )
             theirs.close()
-            self._socket, self._pid = ours, os.getpid()
-            threading.Thread(target=self._listen, args=(ours,), daemon=True).start()
+            self._socket = ours
+            told = ours, self._started
+            threading.Thread(target=self._listen, args=told, daemon=True).start()
         return self._socket
 
-    def _listen(self, connection: socket.socket) -> None:
+    def _listen(self, connection: socket.socket, started: queue.SimpleQueue[int]) -> None:
+        ends: dict[int, _Ended] = {}
         with contextlib.suppress(ConnectionError), connection.makefile("r") as lines:
             for line in lines:
                 answer = json.loads(line)
                 if "started" in answer:
-                    self._ends[answer["started"]] = _Ended()
-                    self._started.put(answer["started"])
+                    self._ends[answer["started"]] = ends[answer["started"]] = _Ended()
+                    started.put(answer["started"])
                 else:
-                    end = self._ends[answer["ended"]]
-                    end.code = answer["code"]
-                    end.set()
-        self._started.put(None)
+                    ends[answer["ended"]].end(answer["code"])
+        for pid, end in ends.items():  # those that run still, without a server to tell their end
+            if not end.is_set():
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+                end.end(-signal.SIGKILL)
+        if self._socket is connection:
+            self._socket = None
 
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:
@@ -220,6 +252,11 @@ def _ends_of(
 @functools.cache
 def _server() -> ForkServer:
     return ForkServer()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has neither the thread that listens nor, perhaps, a lock that is open.
+    os.register_at_fork(after_in_child=_server.cache_clear)
 
 
 def is_possible() -> bool:

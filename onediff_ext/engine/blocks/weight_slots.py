@@ -79,6 +79,17 @@ class WrapperRule(ABC):
             The layer's weight and the wrapper's; empty while the wrapper changes nothing.
         """
 
+    def scales(self, module: nn.Module) -> dict[str, Any]:  # noqa: ARG002
+        """Return the dictionary of a wrapper's scales, which a forward may change for its time.
+
+        Args:
+            module: The wrapper.
+
+        Returns:
+            Numbers or tensors by name, the wrapper's own dictionary; empty if it has none.
+        """
+        return {}
+
     @abstractmethod
     def merged_weight(
         self, module: nn.Module, weight: torch.Tensor, allocate: Callable[[], torch.Tensor]

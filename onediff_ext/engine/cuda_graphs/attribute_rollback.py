@@ -1,9 +1,9 @@
-"""Undoes what a forward has left in the attributes of a model's modules."""
+"""Undoes what a forward has left in a model: tensors that hold nothing, and scales of wrappers."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,37 +11,76 @@ from torch import nn
 
 from onediff_ext.engine.blocks.weight_slots import WrapperRule, rule_of
 from onediff_ext.engine.validity.model_state import attention_processors
-from onediff_ext.engine.validity.module_attributes import INTERNAL
+from onediff_ext.engine.validity.module_attributes import INTERNAL, is_torchs
 
 # Of what torch keeps in every module, the dictionaries of its tensors.
 _PARTS = ("_parameters", "_buffers")
 _MISSING = object()
+_DEPTH = 3  # of containers in which tensors are looked for
+
+
+class ScaleRollback:
+    """The scales of wrappers such as LoRA layers, at one moment.
+
+    diffusers multiplies each with the scale of a call at the beginning of a forward, and divides it
+    at the end. A scale that is a tensor is multiplied in place and divided into a new one. Until
+    diffusers 0.36 a forward that fails leaves them multiplied.
+
+    Args:
+        rules: Of the wrappers.
+        modules: Those of a model, or some of them.
+    """
+
+    def __init__(self, rules: Sequence[WrapperRule], modules: Iterable[nn.Module]) -> None:
+        found = ((rule_of(m, rules), m) for m in modules) if rules else ()
+        scales = [rule.scales(module) for rule, module in found if rule is not None]
+        self._scales = [(held, dict(held)) for held in scales if held]
+        self._values = [
+            (scale, scale.detach().clone())
+            for _, before in self._scales
+            for scale in before.values()
+            if isinstance(scale, torch.Tensor)
+        ]
+
+    def restore(self) -> None:
+        """Give every wrapper its scales back."""
+        for held, before in self._scales:
+            for name in _changed(held, before):
+                _put_back(held, before, name)
+        for scale, value in self._values:
+            with torch.inference_mode(scale.is_inference()), torch.no_grad():
+                scale.copy_(value)
 
 
 class AttributeRollback:
-    """The attributes of modules and of their attention processors, at one moment.
+    """The attributes of a model's modules and attention processors, at one moment.
 
-    Dictionaries and lists among the attributes are followed one level deep, by identity of what
-    they hold. A forward may change them: diffusers multiplies the scale of each LoRA layer with the
-    scale of the call, and divides it afterwards. A scale that is a tensor is another one then.
+    Dictionaries and lists among the attributes are followed, too. Wrappers and torch's own modules
+    are left out: `ScaleRollback` knows wrappers, and torch's forwards leave nothing.
 
     Args:
-        modules: The modules, without those within them.
+        model: The host's module.
+        rules: Those of its wrappers.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
+    def __init__(self, model: nn.Module, rules: Sequence[WrapperRule]) -> None:
+        modules = [m for m in model.modules() if not is_torchs(m) and rule_of(m, rules) is None]
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any], str]] = []
         self._lists: list[tuple[list[Any], list[Any], str]] = []
         for each in {id(o): o for o in (*modules, *attention_processors(modules))}.values():
             self._note(each)
+        wrappers = [(rule_of(m, rules), m) for m in model.modules()] if rules else []
+        for rule, module in wrappers:
+            if rule is not None and (scales := rule.scales(module)):
+                self._dicts.append((scales, dict(scales), "scaling"))
 
     def _note(self, owner: object) -> None:
         fields: dict[str, Any] | None = getattr(owner, "__dict__", None)
         if fields is None:
             return
         self._dicts.append((fields, dict(fields), ""))
-        self._dicts += [(part, dict(part), "") for n in _PARTS if (part := fields.get(n))]
+        parts = [fields[name] for name in _PARTS if name in fields]
+        self._dicts += [(part, dict(part), "") for part in parts]
         for name in fields.keys() - INTERNAL:
             value = fields[name]
             if isinstance(value, dict):
@@ -49,17 +88,12 @@ class AttributeRollback:
             elif type(value) is list:
                 self._lists.append((value, list(value), name))
 
-    def restore(self) -> None:
-        """Give every attribute the object back that it had."""
-        for held, before, _ in self._dicts:
-            for name in _changed(held, before):
-                _put_back(held, before, name)
-        for items, had, _ in self._lists:
-            if not _are(items, had):
-                items[:] = had
+    def restore_tensors(self, is_made: Callable[[torch.Tensor], bool]) -> str:
+        """Take tensors out that a recording has made, and give back what they have replaced.
 
-    def restore_tensors(self) -> str:
-        """Give back what new tensors have replaced, and remove other new tensors.
+        Args:
+            is_made: Whether the recording has made a tensor, so that it holds nothing. One in main
+                memory was computed, and one of another thread holds its own numbers.
 
         Returns:
             The name of an attribute that had one; ``""`` if none had.
@@ -67,33 +101,29 @@ class AttributeRollback:
         found = ""
         for held, before, label in self._dicts:
             for name in _changed(held, before):
-                if _has_tensor(held.get(name)):
+                if any(map(is_made, _tensors_in(held.get(name)))):
                     _put_back(held, before, name)
                     found = found or label or str(name)
         for items, had, name in self._lists:
-            if not _are(items, had) and _has_tensor(items):
+            if not _are(items, had) and any(map(is_made, _tensors_in(items))):
                 items[:] = had
-                found = found or str(name)
+                found = found or name
         return found
 
 
 def scaled_wrappers(
     model: nn.Module, rules: Sequence[WrapperRule], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[nn.Module]:
-    """Return the wrappers whose attributes a forward with these arguments may change.
-
-    diffusers takes the scale of a call from a dictionary among the arguments. Until 0.36 the scales
-    of LoRA layers stay changed when the forward fails.
+) -> ScaleRollback:
+    """Return the scales that a forward with these arguments may change.
 
     Args:
         model: The host's module.
         rules: Those of its wrappers.
-        args, kwargs: Of the call.
+        args, kwargs: Of the call. A scale is a number in a dictionary among them.
     """
     dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
-    if not rules or not any(isinstance(v, (int, float)) for each in dicts for v in each.values()):
-        return []
-    return [module for module in model.modules() if rule_of(module, rules) is not None]
+    has_number = any(isinstance(v, (int, float)) for each in dicts for v in each.values())
+    return ScaleRollback(rules, model.modules() if has_number else ())
 
 
 def _changed(held: dict[Any, Any], before: dict[Any, Any]) -> list[Any]:
@@ -108,7 +138,7 @@ def _put_back(held: dict[Any, Any], before: dict[Any, Any], name: Any) -> None:
     if name in before:
         held[name] = before[name]
     else:
-        del held[name]
+        held.pop(name, None)
 
 
 def _are(ours: Collection[object], theirs: Collection[object]) -> bool:
@@ -116,9 +146,11 @@ def _are(ours: Collection[object], theirs: Collection[object]) -> bool:
     return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
 
 
-def _has_tensor(value: Any) -> bool:
+def _tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
+    """The tensors in a value and in the containers within it."""
     if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value)
+        return [value]
+    if depth == 0 or not isinstance(value, (dict, list, tuple)):
+        return []
+    inner = list(value.values()) if isinstance(value, dict) else list(value)
+    return [tensor for each in inner for tensor in _tensors_in(each, depth - 1)]

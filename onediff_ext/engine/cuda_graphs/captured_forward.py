@@ -81,7 +81,7 @@ class CapturedForward:
         self._cuda_graphs, self._share = cuda_graphs, share
         self._tracker = ModelTracker(model, runners, trusted, is_private)
         self._policy, self._gain, self._checks = RecordingPolicy(), RecordingGain(), ReplayChecks()
-        self._recorder = ForwardRecorder(model, forward, runners, self._tracker)
+        self._recorder = ForwardRecorder(model, forward, runners, self._tracker, trusted.rules)
         self._without_graphs = without_graphs
         self._short_in: int | None = _NEVER
         eager = None if without_graphs is None else self._short_of_memory

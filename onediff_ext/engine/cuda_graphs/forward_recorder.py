@@ -12,10 +12,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError
-from onediff_ext.engine.cuda_graphs.attribute_rollback import AttributeRollback
+from onediff_ext.engine.blocks.weight_slots import WrapperRule
+from onediff_ext.engine.cuda_graphs.attribute_rollback import (
+    AttributeRollback,
+    ScaleRollback,
+    scaled_wrappers,
+)
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, tensors_of
-from onediff_ext.engine.cuda_graphs.memory_reads import owned_storages, record_and_observe
+from onediff_ext.engine.cuda_graphs.memory_reads import (
+    MemoryReads,
+    owned_storages,
+    record_and_observe,
+)
 from onediff_ext.engine.cuda_graphs.model_tracker import FrozenState, ModelTracker
 from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.static_buffers import StaticBuffers
@@ -33,6 +42,7 @@ class ForwardRecorder:
         forward: Its own forward.
         runners: The runners of its blocks.
         tracker: Tracks the model.
+        rules: Wrappers around layers of the model.
     """
 
     def __init__(
@@ -41,8 +51,9 @@ class ForwardRecorder:
         forward: Callable[..., Any],
         runners: Sequence[BlockRunner],
         tracker: ModelTracker,
+        rules: Sequence[WrapperRule] = (),
     ) -> None:
-        self._model, self._forward = model, forward
+        self._model, self._forward, self._rules = model, forward, rules
         self._runners, self._tracker = runners, tracker
         # The CUDA graphs own them: memory of all recordings is released together.
         self._text_kv_graphs: WeakValueDictionary[Hashable, TextKvGraph] = WeakValueDictionary()
@@ -108,20 +119,18 @@ class ForwardRecorder:
             return pytree.tree_map_only(torch.Tensor, lambda _: next(given), found)
 
         # Nothing is computed while a recording is made: a tensor that it leaves in the model holds
-        # nothing, and one that fails may leave more behind.
-        before = AttributeRollback(self._model.modules())
+        # nothing, and one that fails may leave scales changed.
+        before, scales = AttributeRollback(self._model, self._rules), self._scales_of(call)
+        reads = MemoryReads(call.device, streamed)
         try:
-            recording, reads = record_and_observe(recorder, forward, call.device, streamed)
-        except CaptureError as exc:
-            left = before.restore_tensors()
-            before.restore()
-            if left:
+            recording, _ = record_and_observe(recorder, forward, call.device, reads=reads)
+        except BaseException as exc:
+            left = before.restore_tensors(reads.has_made)
+            scales.restore()
+            if left and isinstance(exc, CaptureError):
                 raise CaptureError(_LEAVES_TENSORS.format(left)) from exc
             raise
-        except BaseException:
-            before.restore()
-            raise
-        if left := before.restore_tensors():
+        if left := before.restore_tensors(reads.has_made):
             raise CaptureError(_LEAVES_TENSORS.format(left))
         places = frozen.snapshot.places()
         return CapturedGraph(
@@ -132,6 +141,9 @@ class ForwardRecorder:
             owned_storages(reads, places, [*inputs, *outputs]),
             self._tracker.derived_places(),
         )
+
+    def _scales_of(self, call: ForwardCall) -> ScaleRollback:
+        return scaled_wrappers(self._model, self._rules, *call.arguments(call.tensors))
 
     def _text_kv_graph(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onediff_ext.core.errors import CaptureError
@@ -50,7 +51,8 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._streamed = device, streamed
         self._stream: object = None
-        self._made: set[int] = set()
+        # Weak references keep the addresses of freed storages from being used again.
+        self._made: dict[int, StorageWeakRef] = {}
         self._ahead: CopiesAhead | None = None
         self._is_noted = False
         self.storages: dict[int, torch.UntypedStorage] = {}
@@ -93,6 +95,15 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         output = func(*args, **(kwargs or {}))
         self._note_made(output)
         return output
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor on the device lies in memory that was allocated meanwhile.
+
+        Args:
+            tensor: Any tensor.
+        """
+        is_there = tensor.device == self._device and tensor.layout is torch.strided
+        return is_there and tensor.untyped_storage()._cdata in self._made
 
     def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return self._run(graph, arguments)
@@ -151,8 +162,10 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     def _note_made(self, given: Any) -> None:
         for storage in _storages(given):
-            if storage.data_ptr() not in self.storages:  # no view of what was there before
-                self._made.add(storage._cdata)
+            if storage._cdata in self._made or storage.data_ptr() in self.storages:
+                continue  # the second: a view of what was there before
+            make_weak: Any = StorageWeakRef  # not typed
+            self._made[storage._cdata] = make_weak(storage)
 
 
 def record_and_observe(
@@ -162,6 +175,7 @@ def record_and_observe(
     streamed: Set[int] = frozenset(),
     *,
     lasting: bool = False,
+    reads: MemoryReads | None = None,
 ) -> tuple[Recording, MemoryReads]:
     """Record a function, and observe what it reads.
 
@@ -171,6 +185,7 @@ def record_and_observe(
     Args:
         recorder, function, device, lasting: As `Recorder.record` takes them.
         streamed: As `MemoryReads` takes it.
+        reads: Observes, in the place of a new one.
 
     Returns:
         The recording, and what it reads.
@@ -178,7 +193,7 @@ def record_and_observe(
     Raises:
         CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
     """
-    reads = MemoryReads(device, streamed)
+    reads = MemoryReads(device, streamed) if reads is None else reads
 
     def watched() -> Any:
         cached = torch.is_autocast_cache_enabled()

@@ -10,10 +10,9 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 from onediff_ext.engine.cuda_graphs.argument_containers import ArgumentContainers
-from onediff_ext.engine.cuda_graphs.attribute_rollback import AttributeRollback
+from onediff_ext.engine.cuda_graphs.attribute_rollback import ScaleRollback
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import read_call
 from onediff_ext.engine.cuda_graphs.half_batches import run_in_halves
@@ -44,8 +43,8 @@ class OomFallback:
         cuda_graphs: Holds the CUDA graphs of the session.
         retry: Tells how a call with these arguments may be tried again.
         eager: A context in which the model runs without graphs; None if that saves nothing.
-        wrappers: Returns the modules whose attributes a forward with these arguments may change and
-            leave changed when it fails; None for none.
+        scales: Returns the scales that a forward with these arguments may leave changed when it
+            fails; None for none.
 
     Raises:
         torch.OutOfMemoryError: By a call, when nothing is left to give up.
@@ -57,13 +56,13 @@ class OomFallback:
         cuda_graphs: CudaGraphCache,
         retry: Callable[[Sequence[Any], dict[str, Any]], Retry],
         eager: Callable[[], AbstractContextManager[None]] | None = None,
-        wrappers: Callable[[Sequence[Any], dict[str, Any]], Sequence[nn.Module]] | None = None,
+        scales: Callable[[Sequence[Any], dict[str, Any]], ScaleRollback] | None = None,
     ) -> None:
         self._forward, self._cuda_graphs = forward, cuda_graphs
-        self._retry, self._eager, self._wrappers = retry, eager, wrappers
+        self._retry, self._eager, self._scales = retry, eager, scales
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = _Before(args, kwargs, self._wrappers(args, kwargs) if self._wrappers else ())
+        before = _Before(args, kwargs, self._scales(args, kwargs) if self._scales else None)
         try:
             return self._forward(*args, **kwargs)
         except OutOfMemoryError as exc:
@@ -96,18 +95,18 @@ class OomFallback:
 
 
 class _Before:
-    """What a forward may change: containers of its arguments, attributes of some modules."""
+    """What a forward may change: containers of its arguments, scales of wrappers."""
 
     def __init__(
-        self, args: Sequence[Any], kwargs: dict[str, Any], modules: Sequence[nn.Module]
+        self, args: Sequence[Any], kwargs: dict[str, Any], scales: ScaleRollback | None
     ) -> None:
-        self._containers = ArgumentContainers(args, kwargs)
-        self._attributes = AttributeRollback(modules)
+        self._containers, self._scales = ArgumentContainers(args, kwargs), scales
 
     def restore(self) -> None:
         """Make both as they were."""
         self._containers.restore()
-        self._attributes.restore()
+        if self._scales is not None:
+            self._scales.restore()
 
 
 def retry_of(snapshot: Snapshot, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:

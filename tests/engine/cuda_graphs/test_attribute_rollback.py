@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.utils import hotswap
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from onediff_ext.engine.cuda_graphs.attribute_rollback import AttributeRollback, scaled_wrappers
+from onediff_ext.engine.cuda_graphs.attribute_rollback import (
+    AttributeRollback,
+    ScaleRollback,
+    scaled_wrappers,
+)
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.cuda_graphs.memory_reads import MemoryReads
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
-from onediff_ext.session.session import Session
 from tests.support.cuda_graph_steps import captured, eager, step
 from tests.support.frozen_recorder import FrozenRecorder
 from tests.support.ldm_stand_in import live_in
-from tests.support.models import sd15
+from tests.support.models import sd15, unet_inputs
+
+
+class Layer(nn.Module):
+    """One of a host's own classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.scaling = {"a": 2.0, "b": torch.tensor(3.0)}
+        self.names: list[Any] = ["x", "y"]
+        self.counted = 1
+        self.table = torch.ones(2)
+        self.processor = SimpleNamespace(kept=None, maps=[])
 
 
 @pytest.fixture
 def module() -> Any:
-    module: Any = nn.Linear(2, 2)
-    module.scaling = {"a": 2.0, "b": torch.tensor(3.0)}
-    module.names = ["x", "y"]
-    module.counted = 1
-    module.table = torch.ones(2)
-    module.processor = SimpleNamespace(kept=None, maps=[])
-    return module
-
-
-def test_all_is_put_back(module: Any) -> None:
-    weight, scaling, table = module.weight, dict(module.scaling), module.table
-    before = AttributeRollback([module])
-    module.weight = nn.Parameter(torch.zeros(2, 2))
-    module.scaling["a"] *= 0.3
-    module.scaling["b"] = module.scaling["b"] / 0.3
-    module.scaling["c"] = 1.0
-    module.names.append("z")
-    module.counted += 1
-    module.table = torch.zeros(2)
-    module.another = 5
-    module.processor.kept = torch.zeros(2)
-    module.processor.maps.append(torch.zeros(2))
-    before.restore()
-    assert module.weight is weight
-    assert module.scaling == scaling
-    assert module.scaling["b"] is scaling["b"]
-    assert (module.names, module.counted) == (["x", "y"], 1)
-    assert module.table is table
-    assert not hasattr(module, "another")
-    assert module.processor == SimpleNamespace(kept=None, maps=[])
+    return Layer()
 
 
 def a_new_scale(module: Any) -> str:
@@ -70,9 +61,19 @@ def a_pair(module: Any) -> str:
     return "pair"
 
 
+def pairs_in_a_list(module: Any) -> str:
+    module.names.append((torch.zeros(1), torch.ones(1)))
+    return "names"
+
+
 def a_parameter(module: Any) -> str:
     module.weight = nn.Parameter(torch.zeros(2, 2))
     return "weight"
+
+
+def a_first_buffer(module: Any) -> str:
+    module.register_buffer("first", torch.zeros(2))
+    return "first"
 
 
 def a_map(module: Any) -> str:
@@ -85,55 +86,120 @@ def a_cache(module: Any) -> str:
     return "cache"
 
 
-@pytest.mark.parametrize("leave", [a_new_scale, a_new_table, a_pair, a_parameter, a_map, a_cache])
+LEFT = [
+    *(a_new_scale, a_new_table, a_pair, pairs_in_a_list, a_parameter, a_first_buffer),
+    *(a_map, a_cache),
+]
+
+
+@pytest.mark.parametrize("leave", LEFT)
 def test_new_tensors_are_named_and_taken_out(module: Any, leave: Any) -> None:
     tensors = {id(module.scaling["b"]), id(module.table), id(module.weight)}
-    before = AttributeRollback([module])
+    before = AttributeRollback(module, ())
     module.counted += 1
     module.scaling["a"] = 7.0
     name = leave(module)
-    assert before.restore_tensors() == name
-    assert before.restore_tensors() == ""
+    assert before.restore_tensors(lambda _: True) == name
+    assert before.restore_tensors(lambda _: True) == ""
     assert {id(module.scaling["b"]), id(module.table), id(module.weight)} == tensors
+    assert module.names == ["x", "y"]
     assert not hasattr(module, "pair")
+    assert not hasattr(module, "first")
     assert module.processor == SimpleNamespace(kept=None, maps=[])
     assert (module.counted, module.scaling["a"]) == (2, 7.0)
 
 
+@pytest.mark.parametrize("leave", LEFT)
+def test_what_others_have_made_stays(module: Any, leave: Any) -> None:
+    """Another thread may put a weight or a LoRA into the model meanwhile."""
+    before = AttributeRollback(module, ())
+    leave(module)
+    now = dict(vars(module)), dict(module.scaling), dict(module._parameters), list(module.names)
+    assert before.restore_tensors(lambda _: False) == ""
+    assert now == (vars(module), module.scaling, module._parameters, module.names)
+
+
 def test_what_is_written_in_place_or_moved_around_is_no_new_tensor(module: Any) -> None:
-    before = AttributeRollback([module])
+    before = AttributeRollback(module, ())
     module.table.add_(1)
     module.scaling["b"].mul_(2)
     module.names.reverse()
-    assert before.restore_tensors() == ""
+    assert before.restore_tensors(lambda _: True) == ""
     assert module.names == ["y", "x"]
 
 
-class Scaled(nn.Module):
-    """Scales by a number that it changes for the time of its call, as diffusers 0.35 does it."""
+def test_a_recording_knows_what_it_has_made() -> None:
+    reads, old = MemoryReads(torch.device("cpu")), torch.ones(3)
+    with reads:
+        new = old + 1
+        view = old[1:]
+        for _ in range(100):  # freed at once
+            old * 2
+    assert reads.has_made(new)
+    assert not reads.has_made(view)
+    assert not any(reads.has_made(each) for each in [torch.ones(3) for _ in range(100)])
 
-    def __init__(self, layer: nn.Module, fails: bool) -> None:
+
+@pytest.fixture
+def unet() -> Any:
+    unet: Any = sd15(seed=3).unet
+    unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"]), "x")
+    return unet
+
+
+def scales_of(unet: Any) -> set[float]:
+    return {float(m.scaling["x"]) for m in unet.modules() if hasattr(m, "scaling")}
+
+
+@pytest.mark.parametrize("are_tensors", [False, True])
+@pytest.mark.parametrize("divides", [False, True])
+@torch.no_grad()
+def test_scales_are_as_before(unet: Any, are_tensors: bool, divides: bool) -> None:
+    if are_tensors:
+        hotswap.prepare_model_for_compiled_hotswap(unet)
+    before = ScaleRollback([PeftLoraRule()], unet.modules())
+    for _ in range(2):
+        for module in unet.modules():
+            if hasattr(module, "scaling"):
+                module.scale_layer(0.5)
+                if divides:
+                    module.unscale_layer(0.5)
+        assert scales_of(unet) == {1.0 if divides else 0.5}
+        before.restore()
+        assert scales_of(unet) == {1.0}
+
+
+class Scaling(nn.Module):
+    """Changes the scale of a LoRA for the time of its call, as diffusers 0.36 does it."""
+
+    def __init__(self, layer: nn.Module, adapted: Any) -> None:
         super().__init__()
-        self.layer, self.fails, self.scaling = layer, fails, {"a": 1.0}
+        self.layer = layer
+        self.scaled = [adapted]  # no child
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.scaling["a"] *= 0.5
-        if self.fails and _get_current_dispatch_mode() is not None:
+        self.scaled[0].scale_layer(0.5)
+        if _get_current_dispatch_mode() is not None:
             raise RuntimeError("not while it is recorded")
-        x = self.layer(x) * self.scaling["a"]
-        self.scaling["a"] /= 0.5
-        return x
+        self.scaled[0].unscale_layer(0.5)
+        scaled: torch.Tensor = self.layer(x)
+        return scaled
 
 
-def test_a_recording_that_fails_leaves_the_model_as_it_was(
+@torch.no_grad()
+def test_a_recording_that_fails_leaves_scales_as_they_were(
     pipe: Any, recorder: FrozenRecorder
 ) -> None:
-    live_in(Scaled, "diffusers.made_for_a_test")
-    scaled = pipe.unet.conv_norm_out = Scaled(pipe.unet.conv_norm_out, fails=True)
-    for seed in range(5):
-        found = step(pipe, seed)
-        assert scaled.scaling == {"a": 1.0}
-        torch.testing.assert_close(found, eager(pipe, seed), rtol=1e-4, atol=1e-5)
+    live_in(Scaling, "diffusers.made_for_a_test")
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"], init_lora_weights=False)
+    pipe.unet.add_adapter(config, "x")
+    adapted = next(m for m in pipe.unet.modules() if hasattr(m, "scaling"))
+    pipe.unet.conv_norm_out = Scaling(pipe.unet.conv_norm_out, adapted)
+    for seed in range(4):
+        scale = {"cross_attention_kwargs": {"scale": 1.0}}
+        found = pipe.unet(**unet_inputs(pipe.unet, seed=seed), **scale).sample
+        assert scales_of(pipe.unet) == {1.0}
+        assert found.isfinite().all()
     assert recorder.recorded == 0
     assert "not while it is recorded" in captured(pipe).reason
 
@@ -167,38 +233,45 @@ def test_a_forward_that_leaves_a_tensor_is_not_recorded(
     assert "puts new tensors into the model (kept)" in captured(pipe).reason
 
 
+@pytest.mark.parametrize("are_tensors", [False, True])
+@pytest.mark.parametrize("divides", [False, True])  # diffusers divides since 0.37
 @torch.no_grad()
-def test_a_second_try_has_the_scale_of_one_call(session: Session) -> None:
-    from peft import LoraConfig
-
-    unet = sd15(seed=3).unet
-    unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"]), "x")
-    layers = scaled_wrappers(unet, [PeftLoraRule()], (), {"cross_attention_kwargs": {"scale": 0.5}})
-    assert layers
-    assert all(hasattr(layer, "scaling") for layer in layers)
-    assert layers == scaled_wrappers(unet, [PeftLoraRule()], (0, None, {"scale": 1}), {})
-    without = {"cross_attention_kwargs": None, "added_cond_kwargs": {"time_ids": torch.zeros(6)}}
-    assert not scaled_wrappers(unet, [PeftLoraRule()], (), without)
-    assert not scaled_wrappers(unet, [], (), {"cross_attention_kwargs": {"scale": 0.5}})
+def test_a_second_try_has_the_scale_of_one_call(
+    unet: Any, are_tensors: bool, divides: bool
+) -> None:
+    if are_tensors:
+        hotswap.prepare_model_for_compiled_hotswap(unet)
+    layers = [module for module in unet.modules() if hasattr(module, "scaling")]
     seen = []
 
     def forward(sample: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        scale = kwargs["cross_attention_kwargs"]["scale"]
         for layer in layers:
-            layer.scale_layer(kwargs["cross_attention_kwargs"]["scale"])
-        seen.append(layers[0].scaling["x"])
-        if len(seen) < 3:
+            layer.scale_layer(scale)
+        seen.append(float(layers[0].scaling["x"]))
+        is_last = len(seen) >= 3
+        if divides or is_last:
+            for layer in layers:
+                layer.unscale_layer(scale)
+        if not is_last:
             raise torch.OutOfMemoryError
-        for layer in layers:
-            layer.unscale_layer(kwargs["cross_attention_kwargs"]["scale"])
         return sample
 
-    cache = CudaGraphCache(FrozenRecorder(), limit=1)
     fallback = OomFallback(
         forward,
-        cache,
+        CudaGraphCache(FrozenRecorder(), limit=1),
         lambda args, kwargs: Retry.IN_HALVES,
-        wrappers=lambda args, kwargs: scaled_wrappers(unet, [PeftLoraRule()], args, kwargs),
+        scales=partial(scaled_wrappers, unet, [PeftLoraRule()]),
     )
     fallback(torch.zeros(2, 4, 8, 8), cross_attention_kwargs={"scale": 0.5})
     assert seen == [0.5] * 4
-    assert layers[0].scaling["x"] == 1.0
+    assert scales_of(unet) == {1.0}
+
+
+def test_only_calls_with_a_scale_cost_anything(unet: Any) -> None:
+    rules = [PeftLoraRule()]
+    without = {"cross_attention_kwargs": None, "added_cond_kwargs": {"time_ids": torch.zeros(6)}}
+    assert scaled_wrappers(unet, rules, (), {"cross_attention_kwargs": {"scale": 0.5}})._scales
+    assert scaled_wrappers(unet, rules, (0, None, {"scale": 1}), {})._scales
+    assert not scaled_wrappers(unet, rules, (), without)._scales
+    assert not scaled_wrappers(unet, [], (), {"cross_attention_kwargs": {"scale": 0.5}})._scales

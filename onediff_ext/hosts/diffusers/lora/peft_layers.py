@@ -88,6 +88,10 @@ class PeftLoraRule(WrapperRule):
         scales = [s for s in map(scaling.get, live) if isinstance(s, torch.Tensor)]
         return (_weight_of(_innermost(module)), *adapters, *scales)
 
+    def scales(self, module: Any) -> dict[str, Any]:
+        found: dict[str, Any] = module.__dict__.get("scaling", {})
+        return found
+
     def merged_weight(
         self, module: Any, weight: torch.Tensor, allocate: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
