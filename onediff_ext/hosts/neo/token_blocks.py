@@ -27,6 +27,7 @@ from onediff_ext.engine.blocks.family import (
     Tensors,
 )
 from onediff_ext.engine.quantization import EightBitLinears
+from onediff_ext.engine.validity.foreign_code import defining_module
 from onediff_ext.hosts.forge_attention import AttentionRules
 from onediff_ext.hosts.forge_blocks import ForgePackage
 from onediff_ext.hosts.forge_token_blocks import (
@@ -40,6 +41,7 @@ from onediff_ext.hosts.forge_token_blocks import (
 _TABLE: Dims = ("batch", "tokens", None, None, None, None)
 # Tokens of pictures in frames: [B, T, H, W, D].
 _FRAMES: Dims = ("batch", None, "height", "width", None)
+_ROPE = "apply_rope_split_half"
 _TABLE_DIMS = 8  # of Anima's table with the dims of frames
 _JOINT_TABLE: Dims = ("batch", JOINT, None, None, None, None)
 
@@ -153,13 +155,19 @@ class AnimaBlock(_NeoBlocks):
             for number in (1, 2)
         )
     )
-    functions: Mapping[str, Any] = {
-        "ck": SimpleNamespace(apply_rope_split_half=apply_rope_split_half)
-    }
+    functions: Mapping[str, Any] = {"ck": SimpleNamespace(**{_ROPE: apply_rope_split_half})}
 
     def __init__(self, package: ForgePackage, attention: AttentionRules) -> None:
         super().__init__(package, attention)
         self.label = "AnimaBlock"  # the name of the class says little
+
+    def eager_reason(self, block: Any, arguments: Arguments) -> str | None:
+        # The host looks for the function in its package at each call.
+        kitchen = getattr(sys.modules[self.home], "ck", None)
+        home = defining_module(getattr(kitchen, _ROPE, None))
+        if home.partition(".")[0] != "comfy_kitchen":
+            return f"comfy_kitchen's {_ROPE} is another extension's"
+        return super().eager_reason(block, arguments)
 
     def sort(self, block: Any, arguments: Arguments) -> BlockCall | Refusal:
         names = ("x_B_T_H_W_D", "rope_emb_L_1_1_D", "crossattn_emb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,38 @@ def test_functions_of_attention_that_the_host_chooses_among(
     assert close(found, expected)
     assert calls == transformer.blocks
     assert graphs.session.fallbacks() == []
+
+
+def test_a_rope_of_another_extension(
+    host: ForgeStandIn,
+    transformer: Transformer,
+    graphs: GraphsForJobs,
+    drawn: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anima looks for it in comfy_kitchen at each call; the others have imported it by name."""
+    home = host.classes.modules[transformer.module]
+    kitchen = getattr(home, "ck", None)
+    if kitchen is None:
+        pytest.skip("it does not look into a package for it")
+    own = kitchen.apply_rope_split_half
+
+    @functools.wraps(own)
+    def rope(q: Any, k: Any, table: Any) -> Any:
+        q, k = own(q, k, table)
+        return q * 2, k
+
+    monkeypatch.setattr(kitchen, "apply_rope_split_half", rope)
+    expected = transformer.draw(host.unet)
+    found, calls = drawn()
+    assert close(found, expected)
+    assert calls == 0
+    reasons = {f.reason for f in graphs.session.fallbacks()}
+    assert "comfy_kitchen's apply_rope_split_half is another extension's" in reasons
+    monkeypatch.undo()
+    found, calls = drawn()
+    assert close(found, transformer.draw(host.unet))
+    assert calls == transformer.blocks
 
 
 def test_a_block_with_further_arguments_has_no_family(
