@@ -282,14 +282,17 @@ def apply_rope_split_half(
 
 def _rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     first, second = (half.unsqueeze(-1) for half in x.to(table.dtype).chunk(2, -1))
-    rotated = table[..., 0] * first + table[..., 1] * second
-    return rotated.transpose(-1, -2).flatten(-2).type_as(x)
+    return _turned(first, second, table).transpose(-1, -2).flatten(-2).type_as(x)
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     first, second = x.to(table.dtype).reshape(*x.shape[:-1], -1, 1, 2).unbind(-1)
-    rotated = table[..., 0] * first + table[..., 1] * second
-    return rotated.flatten(-2).type_as(x)
+    return _turned(first, second, table).flatten(-2).type_as(x)
+
+
+def _turned(first: torch.Tensor, second: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    # first, second [..., D/2, 1], table [..., D/2, 2, 2] → [..., D/2, 2]
+    return table[..., 0] * first + table[..., 1] * second
 
 
 def _scaled_rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -29,17 +29,14 @@ def rebind_forwards(copy: nn.Module, package: str, functions: Mapping[str, Any])
     namespaces = _Namespaces(package, functions)
     for module in copy.modules():
         cls = type(module)
-        forward = cls.forward
-        if isinstance(forward, FunctionType) and namespaces.owns(forward):
-            vars(module)["forward"] = MethodType(namespaces.rebound(forward), module)
         for name in dir(cls):
             member = inspect.getattr_static(cls, name)
-            function = member.__func__ if isinstance(member, staticmethod) else member
-            if name == "forward" or not isinstance(function, FunctionType):
+            is_static = isinstance(member, staticmethod)
+            function = member.__func__ if is_static else member
+            if not isinstance(function, FunctionType) or not namespaces.owns(function):
                 continue
-            if namespaces.owns(function) and set(function.__code__.co_names) & set(functions):
+            if name == "forward" or set(function.__code__.co_names) & set(functions):
                 rebound = namespaces.rebound(function)
-                is_static = isinstance(member, staticmethod)
                 vars(module)[name] = rebound if is_static else MethodType(rebound, module)
 
 

@@ -190,7 +190,7 @@ def tensors_that_a_recording_leaves(patch: pytest.MonkeyPatch) -> None:
     """A recording leaves tensors in the model that hold nothing: scales of a LoRA."""
     rollback = SimpleNamespace(restore=_always(None), restore_tensors=_always(""))
     patch.setattr(forward_recorder, "AttributeRollback", _always(rollback))
-    patch.setattr(forward_recorder, "scaled_wrappers", _always(rollback))
+    patch.setattr(forward_recorder, "scales_of_call", _always(rollback))
 
 
 @_plant

@@ -69,7 +69,8 @@ def main(server: socket.socket) -> None:
             if pid == 0:
                 server.close()
                 _be_a_worker(json.loads(line), descriptors)
-            with contextlib.suppress(OSError):  # the child does the same: whoever comes first
+            # Parent and child both set the group, so that it is there before either goes on.
+            with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Worker processes of builds, forked from a server instead of started: imports take 4 s each.
+"""Worker processes of builds, forked from a server instead of started, since imports take seconds.
 
 Tests marked `starts_workers` are about the start of a worker, so theirs are started.
 """
@@ -45,17 +45,17 @@ class ForkedWorker:
     """Stands for a `subprocess.Popen`.
 
     Args:
-        server: Has forked it.
         pid: Its process id, and that of its group.
+        ended: Set at its end.
         stdin, stdout: As the process that started it sees them; None where it has no pipe.
     """
 
     def __init__(
-        self, server: ForkServer, pid: int, stdin: IO[str] | None, stdout: IO[str] | None
+        self, pid: int, ended: _Ended, stdin: IO[str] | None, stdout: IO[str] | None
     ) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | None = None
-        self._ended = server.ended(pid)
+        self._ended = ended
 
     def poll(self) -> int | None:
         """Return the exit status, or None while it runs."""
@@ -95,6 +95,10 @@ class _Ended(threading.Event):
         self.set()
 
 
+# Of each process that the server has forked: its id, and the event of its end.
+_Started = queue.SimpleQueue[tuple[int, _Ended]]
+
+
 class ForkServer:
     """Starts with its first worker, and ends with this process.
 
@@ -105,8 +109,7 @@ class ForkServer:
     process: subprocess.Popen[bytes] | None = None
 
     def __init__(self) -> None:
-        self._lock, self._started = threading.Lock(), queue.SimpleQueue[int]()
-        self._ends: dict[int, _Ended] = {}
+        self._lock, self._started = threading.Lock(), _Started()
         self._socket: socket.socket | None = None
 
     def serves(self, environment: Mapping[str, str]) -> bool:
@@ -140,14 +143,14 @@ class ForkServer:
             theirs, ours = _ends_of(stdin, stdout)
             try:
                 with self._lock:
-                    pid = self._fork(request, [*theirs, log.fileno()])
+                    pid, ended = self._fork(request, [*theirs, log.fileno()])
             finally:
                 for descriptor, given in zip(theirs, (stdin, stdout), strict=True):
                     if isinstance(given, int):
                         os.close(descriptor)
-        return ForkedWorker(self, pid, *ours)
+        return ForkedWorker(pid, ended, *ours)
 
-    def _fork(self, request: Mapping[str, object], descriptors: list[int]) -> int:
+    def _fork(self, request: Mapping[str, object], descriptors: list[int]) -> tuple[int, _Ended]:
         try:
             connection = self._connection()
             line = json.dumps(request).encode() + b"\n"
@@ -165,14 +168,10 @@ class ForkServer:
     def _forget(self) -> None:
         """Let the next worker have another server."""
         connection, self._socket = self._socket, None
-        self._started = queue.SimpleQueue()
+        self._started = _Started()
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def ended(self, pid: int) -> _Ended:
-        """Return the event of a process's end."""
-        return self._ends[pid]
 
     def _connection(self) -> socket.socket:
         """The socket to the server, which is started for it."""
@@ -193,21 +192,21 @@ class ForkServer:
             threading.Thread(target=self._listen, args=told, daemon=True).start()
         return self._socket
 
-    def _listen(self, connection: socket.socket, started: queue.SimpleQueue[int]) -> None:
+    def _listen(self, connection: socket.socket, started: _Started) -> None:
         ends: dict[int, _Ended] = {}
         with contextlib.suppress(ConnectionError), connection.makefile("r") as lines:
             for line in lines:
                 answer = json.loads(line)
                 if "started" in answer:
-                    self._ends[answer["started"]] = ends[answer["started"]] = _Ended()
-                    started.put(answer["started"])
+                    pid = answer["started"]
+                    ends[pid] = _Ended()
+                    started.put((pid, ends[pid]))
                 else:
-                    ends[answer["ended"]].end(answer["code"])
-        for pid, end in ends.items():  # those that run still, without a server to tell their end
-            if not end.is_set():
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, signal.SIGKILL)
-                end.end(-signal.SIGKILL)
+                    ends.pop(answer["ended"]).end(answer["code"])
+        for pid, ended in ends.items():  # no server tells the end of these
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            ended.end(-signal.SIGKILL)
         if self._socket is connection:
             self._socket = None
 

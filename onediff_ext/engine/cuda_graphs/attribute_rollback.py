@@ -55,8 +55,8 @@ class ScaleRollback:
 class AttributeRollback:
     """The attributes of a model's modules and attention processors, at one moment.
 
-    Dictionaries and lists among the attributes are followed, too. Wrappers and torch's own modules
-    are left out: `ScaleRollback` knows wrappers, and torch's forwards leave nothing.
+    Dictionaries and lists among the attributes are followed, too. Of wrappers the scales count, and
+    torch's own modules are left out, since their forwards leave nothing.
 
     Args:
         model: The host's module.
@@ -64,15 +64,17 @@ class AttributeRollback:
     """
 
     def __init__(self, model: nn.Module, rules: Sequence[WrapperRule]) -> None:
-        modules = [m for m in model.modules() if not is_torchs(m) and rule_of(m, rules) is None]
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any], str]] = []
         self._lists: list[tuple[list[Any], list[Any], str]] = []
-        for each in {id(o): o for o in (*modules, *attention_processors(modules))}.values():
-            self._note(each)
-        wrappers = [(rule_of(m, rules), m) for m in model.modules()] if rules else []
-        for rule, module in wrappers:
-            if rule is not None and (scales := rule.scales(module)):
+        own = []
+        for module in model.modules():
+            if (rule := rule_of(module, rules)) is not None:
+                scales = rule.scales(module)
                 self._dicts.append((scales, dict(scales), "scaling"))
+            elif not is_torchs(module):
+                own.append(module)
+        for each in {id(o): o for o in (*own, *attention_processors(own))}.values():
+            self._note(each)
 
     def _note(self, owner: object) -> None:
         fields: dict[str, Any] | None = getattr(owner, "__dict__", None)
@@ -111,7 +113,7 @@ class AttributeRollback:
         return found
 
 
-def scaled_wrappers(
+def scales_of_call(
     model: nn.Module, rules: Sequence[WrapperRule], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> ScaleRollback:
     """Return the scales that a forward with these arguments may change.

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError, ModelChangedError
 from onediff_ext.engine.class_methods import ClassForward
-from onediff_ext.engine.cuda_graphs.attribute_rollback import scaled_wrappers
+from onediff_ext.engine.cuda_graphs.attribute_rollback import scales_of_call
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph, CudaGraphCache
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, read_call
 from onediff_ext.engine.cuda_graphs.forward_recorder import ForwardRecorder
@@ -86,7 +86,7 @@ class CapturedForward:
         self._short_in: int | None = _NEVER
         eager = None if without_graphs is None else self._short_of_memory
         self._within_memory = OomFallback(
-            forward, cuda_graphs, self._retry, eager, partial(scaled_wrappers, model, trusted.rules)
+            forward, cuda_graphs, self._retry, eager, partial(scales_of_call, model, trusted.rules)
         )
         self.active = True
         self.variant: Hashable = None

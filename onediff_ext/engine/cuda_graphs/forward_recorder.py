@@ -13,11 +13,7 @@ from torch.utils import _pytree as pytree
 
 from onediff_ext.core.errors import CaptureError
 from onediff_ext.engine.blocks.weight_slots import WrapperRule
-from onediff_ext.engine.cuda_graphs.attribute_rollback import (
-    AttributeRollback,
-    ScaleRollback,
-    scaled_wrappers,
-)
+from onediff_ext.engine.cuda_graphs.attribute_rollback import AttributeRollback, scales_of_call
 from onediff_ext.engine.cuda_graphs.cache import CapturedGraph
 from onediff_ext.engine.cuda_graphs.forward_call import ForwardCall, tensors_of
 from onediff_ext.engine.cuda_graphs.memory_reads import (
@@ -120,10 +116,11 @@ class ForwardRecorder:
 
         # Nothing is computed while a recording is made: a tensor that it leaves in the model holds
         # nothing, and one that fails may leave scales changed.
-        before, scales = AttributeRollback(self._model, self._rules), self._scales_of(call)
+        before = AttributeRollback(self._model, self._rules)
+        scales = scales_of_call(self._model, self._rules, *call.arguments(call.tensors))
         reads = MemoryReads(call.device, streamed)
         try:
-            recording, _ = record_and_observe(recorder, forward, call.device, reads=reads)
+            recording = record_and_observe(recorder, forward, reads)
         except BaseException as exc:
             left = before.restore_tensors(reads.has_made)
             scales.restore()
@@ -141,9 +138,6 @@ class ForwardRecorder:
             owned_storages(reads, places, [*inputs, *outputs]),
             self._tracker.derived_places(),
         )
-
-    def _scales_of(self, call: ForwardCall) -> ScaleRollback:
-        return scaled_wrappers(self._model, self._rules, *call.arguments(call.tensors))
 
     def _text_kv_graph(
         self,

@@ -40,6 +40,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         streamed: Addresses of the storages of weights that are in main memory.
 
     Attributes:
+        device: As given.
         storages: By address, the storages that were read and were not allocated meanwhile.
         failure: The first refusal, or the first time that memory ran out, where weights are in main
             memory. A host's LoRA code goes on without the LoRA then, and so would the CUDA graph.
@@ -49,7 +50,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     def __init__(self, device: torch.device, streamed: Set[int] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._streamed = device, streamed
+        self.device, self._streamed = device, streamed
         self._stream: object = None
         # Weak references keep the addresses of freed storages from being used again.
         self._made: dict[int, StorageWeakRef] = {}
@@ -60,7 +61,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 
     def __enter__(self) -> MemoryReads:
         if self._stream is None:
-            self._stream = _current_stream(self._device)
+            self._stream = _current_stream(self.device)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -102,7 +103,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         Args:
             tensor: Any tensor.
         """
-        is_there = tensor.device == self._device and tensor.layout is torch.strided
+        is_there = tensor.device == self.device and tensor.layout is torch.strided
         return is_there and tensor.untyped_storage()._cdata in self._made
 
     def call(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -142,7 +143,7 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
         """Refuse an operator on a weight in main memory, unless a replay can do the same."""
         copy = _copy_of(func, args, kwargs)
         is_alike = copy is not None and copies_alike(copy.source, copy.dtype)
-        if copy is None or not is_alike or self._stream != _current_stream(self._device):
+        if copy is None or not is_alike or self._stream != _current_stream(self.device):
             raise CaptureError(f"{func} reads a weight in main memory")
         return copy
 
@@ -171,29 +172,22 @@ class MemoryReads(TorchDispatchMode, GraphObserver):  # type: ignore[no-untyped-
 def record_and_observe(
     recorder: Recorder,
     function: Callable[[], Any],
-    device: torch.device,
-    streamed: Set[int] = frozenset(),
+    reads: MemoryReads,
     *,
     lasting: bool = False,
-    reads: MemoryReads | None = None,
-) -> tuple[Recording, MemoryReads]:
+) -> Recording:
     """Record a function, and observe what it reads.
 
     Autocast caches the weights that it has cast until its ``with`` block ends. A recording would
     read these copies after they are gone, so the cache is off while it is made.
 
     Args:
-        recorder, function, device, lasting: As `Recorder.record` takes them.
-        streamed: As `MemoryReads` takes it.
-        reads: Observes, in the place of a new one.
-
-    Returns:
-        The recording, and what it reads.
+        recorder, function, lasting: As `Recorder.record` takes them.
+        reads: Observes the function, on its device.
 
     Raises:
         CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
     """
-    reads = MemoryReads(device, streamed) if reads is None else reads
 
     def watched() -> Any:
         cached = torch.is_autocast_cache_enabled()
@@ -207,7 +201,7 @@ def record_and_observe(
         finally:
             torch.set_autocast_cache_enabled(cached)
 
-    return recorder.record(watched, device, lasting), reads
+    return recorder.record(watched, reads.device, lasting)
 
 
 def owned_storages(

@@ -13,7 +13,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from onediff_ext.engine.cuda_graphs.memory_reads import owned_storages, record_and_observe
+from onediff_ext.engine.cuda_graphs.memory_reads import (
+    MemoryReads,
+    owned_storages,
+    record_and_observe,
+)
 from onediff_ext.engine.cuda_graphs.recorder import Recorder
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot
 from onediff_ext.engine.running.block_runner import BlockRunner
@@ -59,11 +63,11 @@ class TextKvGraph:
         self._weights = WeakTensors(
             weight for runner in self.runners for weight in runner.text_kv.layer_weights()
         )
-        self.recording, reads = record_and_observe(
+        reads = MemoryReads(device, streamed)
+        self.recording = record_and_observe(
             recorder,
             lambda: [runner.text_kv.compute(source) for runner in self.runners],
-            device,
-            streamed,
+            reads,
             lasting=True,
         )
         self._owned_storages = owned_storages(reads, snapshot.places(), [source])

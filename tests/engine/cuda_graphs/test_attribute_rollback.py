@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from onediff_ext.engine.cuda_graphs.attribute_rollback import (
     AttributeRollback,
     ScaleRollback,
-    scaled_wrappers,
+    scales_of_call,
 )
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.cuda_graphs.memory_reads import MemoryReads
@@ -261,7 +261,7 @@ def test_a_second_try_has_the_scale_of_one_call(
         forward,
         CudaGraphCache(FrozenRecorder(), limit=1),
         lambda args, kwargs: Retry.IN_HALVES,
-        scales=partial(scaled_wrappers, unet, [PeftLoraRule()]),
+        scales=partial(scales_of_call, unet, [PeftLoraRule()]),
     )
     fallback(torch.zeros(2, 4, 8, 8), cross_attention_kwargs={"scale": 0.5})
     assert seen == [0.5] * 4
@@ -271,7 +271,7 @@ def test_a_second_try_has_the_scale_of_one_call(
 def test_only_calls_with_a_scale_cost_anything(unet: Any) -> None:
     rules = [PeftLoraRule()]
     without = {"cross_attention_kwargs": None, "added_cond_kwargs": {"time_ids": torch.zeros(6)}}
-    assert scaled_wrappers(unet, rules, (), {"cross_attention_kwargs": {"scale": 0.5}})._scales
-    assert scaled_wrappers(unet, rules, (0, None, {"scale": 1}), {})._scales
-    assert not scaled_wrappers(unet, rules, (), without)._scales
-    assert not scaled_wrappers(unet, [], (), {"cross_attention_kwargs": {"scale": 0.5}})._scales
+    assert scales_of_call(unet, rules, (), {"cross_attention_kwargs": {"scale": 0.5}})._scales
+    assert scales_of_call(unet, rules, (0, None, {"scale": 1}), {})._scales
+    assert not scales_of_call(unet, rules, (), without)._scales
+    assert not scales_of_call(unet, [], (), {"cross_attention_kwargs": {"scale": 0.5}})._scales

@@ -126,4 +126,4 @@ def test_an_error_that_somebody_catches_ends_the_recording(cause: str) -> None:
     places = {weight.untyped_storage().data_ptr()}
     recorder: Any = SimpleNamespace(record=lambda function, *_: function())
     with pytest.raises(expected), Full():  # type: ignore[no-untyped-call]
-        record_and_observe(recorder, forward, GPU, places)
+        record_and_observe(recorder, forward, MemoryReads(GPU, places))
