@@ -185,6 +185,9 @@ def record_and_observe(
         recorder, function, lasting: As `Recorder.record` takes them.
         reads: Observes the function, on its device.
 
+    Returns:
+        The recording.
+
     Raises:
         CaptureError, torch.OutOfMemoryError: As `Recorder.record`.
     """
