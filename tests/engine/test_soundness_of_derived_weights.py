@@ -102,6 +102,30 @@ def test_the_scale_of_a_call_where_scales_are_tensors(session: Session) -> None:
     assert twins.captured.reason == ""
 
 
+@torch.no_grad()
+def test_a_lora_that_cannot_be_recorded_makes_room_for_one_that_can(session: Session) -> None:
+    twins = Twins(session, wrap_for_hotswap)
+
+    def run(seed: int) -> float:
+        inputs = unet_inputs(twins.unets[0], seed=seed)
+        scale = {"scale": 0.3}
+        found, expected = (
+            unet(**inputs, cross_attention_kwargs=dict(scale)).sample for unet in twins.unets
+        )
+        return float((found - expected).abs().max())
+
+    for seed in range(6):
+        assert run(seed) < 1e-4
+    assert "puts new tensors into the model (scaling)" in twins.captured.reason
+    for unet in twins.unets:
+        unet.unload_lora()
+        wrap(unet)
+    for seed in range(6, 14):
+        assert run(seed) < 1e-4
+    assert twins.captured.reason == ""
+    assert twins.captured.replayed
+
+
 def replace_in_place(layer: Any) -> None:
     """Another Parameter at the address of the old one, then a write that torch does not count."""
     layer.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)

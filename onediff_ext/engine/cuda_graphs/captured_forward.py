@@ -304,14 +304,15 @@ class CapturedForward:
         if not self._records:
             self.reason = "forwards like this one run once"
             return
-        refused = self._policy.refusal_reason(key)
+        epoch = epoch_of(self._runners)
+        origin = partial(self._tracker.origin, self.variant)
+        refused = self._policy.refusal_reason(key, epoch, origin)
         if refused is not None:
             self.reason = refused
             return
         if not self._policy.has_seen(key) and not self._checks.knows(form):
             self._note_new(key)
             return
-        epoch = epoch_of(self._runners)
         reason = self._gain.still_refused_reason(key, epoch)
         reason = reason or self._policy.pause_reason() or self._tracker.refusal_reason(self.variant)
         if reason is not None:
@@ -364,7 +365,7 @@ class CapturedForward:
             if isinstance(exc.__cause__, ModelChangedError):
                 self.reason = exc.__cause__.message
             else:
-                self._refuse(key, f"cannot be recorded: {exc.message}")
+                self._refuse(key, f"cannot be recorded: {exc.message}", frozen.snapshot.origin)
         except OutOfMemoryError:
             self._give_up(key)
         return None
@@ -377,8 +378,8 @@ class CapturedForward:
         self._cuda_graphs.drop_all("memory is short")
         self._refuse(key, "no memory for a CUDA graph of this size")
 
-    def _refuse(self, key: Hashable, reason: str) -> None:
-        self._policy.refuse(key, reason)
+    def _refuse(self, key: Hashable, reason: str, origin: object = None) -> None:
+        self._policy.refuse(key, reason, origin, epoch_of(self._runners))
         self.reason = reason
         logger.info("%s runs without a CUDA graph: %s", type(self.model).__name__, reason)
 

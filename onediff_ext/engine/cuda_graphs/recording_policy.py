@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 # A CUDA graph has paid for its recording after this many replays.
 _WORTH_REPLAYS = 3
@@ -11,6 +13,23 @@ _WORTH_REPLAYS = 3
 # a pause, and each pause is twice as long as the one before.
 _MAX_WASTED = 4
 _FIRST_PAUSE_CALLS = 32
+# So often a recording of one size may fail, each time with another model.
+_MAX_FAILED = 4
+
+
+@dataclass
+class _Refusal:
+    """Why a size is not recorded.
+
+    Args:
+        reason: In plain words.
+        origin: `Snapshot.origin` of the model that could not be recorded; None refuses for good.
+        epoch: In which the model was last found to be that one.
+    """
+
+    reason: str
+    origin: object | None
+    epoch: int | None
 
 
 class RecordingPolicy:
@@ -18,7 +37,8 @@ class RecordingPolicy:
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
-        self._refused: dict[Hashable, str] = {}
+        self._refused: dict[Hashable, _Refusal] = {}
+        self._failed: Counter[Hashable] = Counter()
         self._wasted = self._paused_calls = 0
         self._pause_calls = _FIRST_PAUSE_CALLS
 
@@ -38,22 +58,41 @@ class RecordingPolicy:
         """
         self._seen.add(key)
 
-    def refuse(self, key: Hashable, reason: str) -> None:
-        """Never record a size again, until `forget`.
+    def refuse(
+        self, key: Hashable, reason: str, origin: object = None, epoch: int | None = None
+    ) -> None:
+        """Do not record a size again.
 
         Args:
             key: As `has_seen` takes it.
             reason: In plain words; `refusal_reason` returns it.
+            origin: `Snapshot.origin` of a model that could not be recorded. Another model is
+                recorded, up to four times in all. None refuses until `forget`.
+            epoch: Of the call; see `KindRegistry.epoch`.
         """
-        self._refused[key] = reason
+        self._failed[key] += 1
+        is_final = self._failed[key] >= _MAX_FAILED
+        self._refused[key] = _Refusal(reason, None if is_final else origin, epoch)
 
-    def refusal_reason(self, key: Hashable) -> str | None:
-        """Return why a size is never recorded, or None.
+    def refusal_reason(
+        self, key: Hashable, epoch: int | None, origin_now: Callable[[], object]
+    ) -> str | None:
+        """Return why a size is not recorded, or None.
 
         Args:
             key: As `has_seen` takes it.
+            epoch: Of the call. The model is looked at once in each, or at each call without one.
+            origin_now: Returns `Snapshot.origin` of the model as it is.
         """
-        return self._refused.get(key)
+        refusal = self._refused.get(key)
+        if refusal is None:
+            return None
+        if refusal.origin is not None and (epoch is None or epoch != refusal.epoch):
+            refusal.epoch = epoch
+            if origin_now() is not refusal.origin:
+                del self._refused[key]
+                return None
+        return refusal.reason
 
     def pause_reason(self) -> str | None:
         """Why nothing is recorded at this call, or None. Counts the calls of a pause."""
@@ -88,3 +127,4 @@ class RecordingPolicy:
         """Drop what is known of all sizes."""
         self._seen.clear()
         self._refused.clear()
+        self._failed.clear()

@@ -59,7 +59,43 @@ def test_sizes_that_were_seen_or_refused_are_forgotten_together() -> None:
     policy.note_seen("a")
     policy.refuse("b", "no memory")
     assert policy.has_seen("a")
-    assert policy.refusal_reason("b") == "no memory"
+    assert policy.refusal_reason("b", 1, object) == "no memory"
     policy.forget()
     assert not policy.has_seen("a")
-    assert policy.refusal_reason("b") is None
+    assert policy.refusal_reason("b", 1, object) is None
+
+
+def test_a_model_that_could_not_be_recorded_is_looked_at_once_in_an_epoch() -> None:
+    policy, looked = RecordingPolicy(), []
+    models = {"first": object(), "second": object()}
+
+    def origin_now() -> object:
+        looked.append(model)
+        return models[model]
+
+    model = "first"
+    policy.refuse("a", "an operator waits", models[model], epoch=1)
+    reasons = [policy.refusal_reason("a", epoch, origin_now) for epoch in (1, 1, 2, 2)]
+    assert reasons == ["an operator waits"] * 4
+    assert looked == ["first"]
+    model = "second"
+    assert policy.refusal_reason("a", 2, origin_now) == "an operator waits"
+    assert policy.refusal_reason("a", 3, origin_now) is None
+    assert policy.refusal_reason("a", 3, origin_now) is None
+    assert looked == ["first", "second"]
+
+
+def test_without_an_epoch_the_model_is_looked_at_in_each_call() -> None:
+    policy, model = RecordingPolicy(), object()
+    policy.refuse("a", "an operator waits", model)
+    assert policy.refusal_reason("a", None, lambda: model) == "an operator waits"
+    assert policy.refusal_reason("a", None, object) is None
+
+
+def test_a_size_whose_recordings_fail_with_every_model_is_refused_for_good() -> None:
+    policy, attempts = RecordingPolicy(), 0
+    for epoch in range(10):
+        if policy.refusal_reason("a", epoch, object) is None:
+            attempts += 1
+            policy.refuse("a", "an operator waits", object(), epoch)
+    assert attempts == 4
