@@ -140,6 +140,7 @@ def with_tables(text: str, results: Path) -> str:
             [result(f"webui-{run}-h200") for run in ("a1111-sd1", "forge-sdxl", "reforge-sdxl")]
         ),
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h200")),
+        "neo compile sdxl lora": lambda: neo_compile_table(result("neo-compile-sdxl-lora-h200")),
         "neo compile flux": lambda: neo_compile_table(result("neo-compile-flux-h100")),
         "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h100")),
         "webui phases": lambda: phases_table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from tools.hosts.models import to_ldm_controlnet, vae, write_demo_models
 from tools.hosts.neo_forms import QWEN25, QWEN_IMAGE, WAN_VAE_WIDTH
 from tools.hosts.packages import requirements
 from tools.hosts.qwen_models import write_qwen_image
+from tools.hosts.taesd_models import write_taesd
 from tools.hosts.wan_vae_models import wan_vae
 from tools.hosts.webuis import WEBUIS, WebUI
 
@@ -206,6 +208,16 @@ def test_the_live_tests_are_run_here_with_further_arguments(
     assert everything[-3:] == ["tests/live", "-k", "xyz"]
     assert url == "http://127.0.0.1:9"  # what is set already stays
     assert one[-2:] == ["pytest", "tests/live/test_page.py::test_batch_tab"]
+
+
+def test_a_tiny_vae_is_no_archive(tmp_path: Path) -> None:
+    """A1111 looks through archives, and refuses those of PyTorch 2.13."""
+    write_taesd(tmp_path)
+    paths = sorted((tmp_path / "VAE-taesd").iterdir())
+    assert len(paths) == 6
+    for path in paths:
+        assert not zipfile.is_zipfile(path)
+        assert torch.load(path, weights_only=True)
 
 
 def test_a_controlnet_in_the_original_layout() -> None:

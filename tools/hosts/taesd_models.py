@@ -29,9 +29,14 @@ def write_taesd(folder: Path) -> None:
         decoder = random_weights(_decoder(channels), 51 + seed)
         last = max(int(key.split(".")[0]) for key in decoder)
         decoder[f"{last}.bias"] += 0.5  # pictures are from 0 to 1
-        torch.save(decoder, target / f"{name}_decoder.pth")
+        _save(decoder, target / f"{name}_decoder.pth")
         encoder = random_weights(_encoder(channels), 61 + seed)
-        torch.save(encoder, target / f"{name}_encoder.pth")
+        _save(encoder, target / f"{name}_encoder.pth")
+
+
+def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """As one pickle: A1111 refuses entries of archives that it does not know, as of torch 2.13."""
+    torch.save(weights, path, _use_new_zipfile_serialization=False)
 
 
 def _decoder(channels: int) -> Shapes:
