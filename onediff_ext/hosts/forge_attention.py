@@ -8,6 +8,8 @@ from types import ModuleType
 
 import torch
 
+from onediff_ext.engine.validity.foreign_code import defining_module
+
 # Functions whose result is that of PyTorch's kernel except for rounding. Functions that quantize
 # (sage) are left out: a graph would draw another image than the host.
 EXACT = frozenset(
@@ -49,6 +51,8 @@ def inexact_reason(
 ) -> str | None:
     """Why an attention function may differ from PyTorch's kernel, or None.
 
+    An extension may put a function of its own, under a known name, into every module of the host.
+
     Args:
         function: What the host calls.
         home: The host's Python module of attention.
@@ -56,7 +60,8 @@ def inexact_reason(
         advice: What to change to have another function, by the names of some.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    if name in exact and getattr(home, name, None) is function:
+    is_homes = getattr(home, name, None) is function and defining_module(function) == home.__name__
+    if name in exact and is_homes:
         return None
     change = (advice or {}).get(name)
     return f"attention by {name} is not known to be exact" + (f": {change}" if change else "")

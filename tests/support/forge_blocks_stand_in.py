@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.support.forge_lora_stand_in import lora_modules
 from tests.support.forge_transformers import import_transformers
-from tests.support.ldm_stand_in import live_in
+from tests.support.ldm_stand_in import live_in, written_in
 
 Namespace = dict[str, Any]
 
@@ -441,8 +441,12 @@ def installed(name: str) -> Iterator[SimpleNamespace]:
     known = homes["attention"]
     attention_module = contents.setdefault(known, {})
     names = _ATTENTION_NAMES[name]
-    attention_module[names.own] = _named(attention_in_slices, names.own)
-    attention_module[names.own_in_vae] = _named(spatial_attention, names.own_in_vae)
+    for own, function in (
+        (names.own, attention_in_slices),
+        (names.own_in_vae, spatial_attention),
+    ):
+        attention_module[own] = written_in(function, known)
+        attention_module[own].__name__ = own
     attention_module["get_attn_precision"] = names.precision
     attention_module[names.chosen] = attention_module[names.own]
     # Neo and reForge have these in their module of attention, too.
@@ -546,14 +550,6 @@ _REFORGE_HOMES = {
     "attention": "ldm_patched.ldm.modules.attention",
     "layers": "ldm_patched.modules.ops",
 }
-
-
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    call.__name__ = name
-    return call
 
 
 def _install(contents: dict[str, Namespace]) -> dict[str, ModuleType | None]:

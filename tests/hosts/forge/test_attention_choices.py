@@ -7,6 +7,7 @@ PyTorch's kernel by a flag of its command line.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.forge_attention import EXACT
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from tests.support.forge_stand_in import ForgeStandIn
+from tests.support.ldm_stand_in import written_in
 
 # Blocks of the stand-in's UNet that run as graphs: three residual ones and a transformer's.
 ALL, BUT_ATTENTION = 4, 3
@@ -60,7 +62,8 @@ def choose(host: ForgeStandIn, attention: Any, monkeypatch: pytest.MonkeyPatch) 
             variable = f"attention_function{IN_THE_VAE[host.name].removeprefix('attention')}"
         else:
             variable = "optimized_attention" if host.name == "reforge" else "attention_function"
-        function = named(getattr(home, variable), name)
+        function = written_in(named(getattr(home, variable), name), attention.__name__)
+        function.__name__ = name
         for module, attribute in ((attention, name), (attention, variable), (home, variable)):
             monkeypatch.setattr(module, attribute, function, raising=False)
 
@@ -84,11 +87,14 @@ def drawn(host: ForgeStandIn, graphs: GraphsForJobs, job: Any) -> Drawn:
     return draw
 
 
-def named(own: Callable[..., Any], name: str) -> Callable[..., Any]:
+def named(own: Callable[..., Any], name: str) -> FunctionType:
+    """A function of this module that calls another one, under its name."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
     function.__name__ = name
+    assert isinstance(function, FunctionType)
     return function
 
 
@@ -134,6 +140,26 @@ def test_another_extensions_function_of_a_known_name(
     monkeypatch.setattr(attention, name, named(getattr(attention, name), name))
     assert drawn().calls == BUT_ATTENTION
     assert any(f"attention by {name}" in reason for reason in reasons(graphs))
+
+
+def test_another_extensions_function_in_the_place_of_a_known_one_everywhere(
+    host: ForgeStandIn,
+    graphs: GraphsForJobs,
+    attention: Any,
+    drawn: Drawn,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = host.classes.modules[host.classes.BasicTransformerBlock.__module__]
+    variable = "optimized_attention" if host.name == "reforge" else "attention_function"
+    own = getattr(home, variable)
+    function = named(lambda *args, **kwargs: 2 * own(*args, **kwargs), own.__name__)
+    for module, name in ((attention, own.__name__), (attention, variable), (home, variable)):
+        monkeypatch.setattr(module, name, function)
+    expected = host.draw()
+    found = drawn()
+    assert found.calls == BUT_ATTENTION
+    assert any(f"attention by {own.__name__}" in reason for reason in reasons(graphs))
+    assert torch.allclose(found.step, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("library", ["normal", "pytorch", "xformers", "sage"])

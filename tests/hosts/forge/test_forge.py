@@ -26,6 +26,7 @@ from tests.support.forge_stand_in import (
     SDXLRefiner,
     running,
 )
+from tests.support.ldm_stand_in import written_in
 
 KINDS_OF_THE_UNET = 3  # ResBlock 16→16 (two blocks), ResBlock 16→32, BasicTransformerBlock
 
@@ -351,7 +352,7 @@ def test_an_attention_of_a_vaes_block(host: ForgeStandIn, graphs: GraphsForJobs,
     vae = host.engine.forge_objects.vae.first_stage_model
     blocks = [m for m in vae.modules() if type(m).__name__ == "AttnBlock"]
     home = host.classes.modules[host.classes.AttnBlock.__module__]
-    own = home.attention_function_single_head_spatial
+    own = written_in(home.attention_function_single_head_spatial, home.__name__)
     vars(home)[own.__name__] = own
     reasons = []
     for function in (own, lambda q, k, v: own(q * 2, k, v)):

@@ -18,6 +18,7 @@ from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
 from tests.support.forge_stand_in import FakeProcessing, ForgeStandIn, running
 from tests.support.forge_transformers.draws import TRANSFORMERS, Transformer
+from tests.support.ldm_stand_in import written_in
 from tests.support.strict_recorder import StrictRecorder
 
 SIZES: tuple[dict[str, int], ...] = (
@@ -237,7 +238,7 @@ def test_functions_of_attention_that_the_host_chooses_among(
     host: ForgeStandIn,
     transformer: Transformer,
     graphs: GraphsForJobs,
-    drawn: Any,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
@@ -246,11 +247,12 @@ def test_functions_of_attention_that_the_host_chooses_among(
     home = host.classes.modules[transformer.attends_in]
     own = home.attention_function
 
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
-    function.__name__ = name
     attention = host.classes.modules["backend.attention"]
+    function = written_in(call, attention.__name__)
+    function.__name__ = name
     for module, variable in (
         (attention, name),
         (attention, "attention_function"),
@@ -258,7 +260,7 @@ def test_functions_of_attention_that_the_host_chooses_among(
     ):
         monkeypatch.setattr(module, variable, function, raising=False)
     expected = transformer.draw(host.unet)
-    found, calls = drawn()
+    found, calls = request.getfixturevalue("drawn")()
     assert close(found, expected)
     assert calls == transformer.blocks
     assert graphs.session.fallbacks() == []
