@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from onediff_ext.engine.class_methods import ClassForward, forward_slot
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
+from onediff_ext.engine.forward_variants import variant_of
 from onediff_ext.engine.running.fp16_accumulation import accumulation
 from onediff_ext.engine.validity.foreign_code import transform_reason
 
@@ -107,6 +109,7 @@ class ModelForward:
                 [*runners, *([] if parallel is None else parallel.runners)]
             ),
             accumulation(session.precision),
+            self._as_told(component),
         ):
             first = component if component is not None and session.drew(component) else None
             if first is not None:
@@ -120,6 +123,19 @@ class ModelForward:
             first.foreign_blocks.after_first_forward(runners, replayed=replayed)
         self._session.after_forward()
         return output
+
+    @contextmanager
+    def _as_told(self, component: Component | None) -> Iterator[None]:
+        """Run one forward as the variant that a wrapper, such as DeepCache, has told."""
+        told = None if component is None else variant_of(component.model)
+        if told is None:
+            yield
+            return
+        self.variant, self.keeps = told
+        try:
+            yield
+        finally:
+            self.variant = self.keeps = None
 
     def _timed(
         self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -13,10 +15,11 @@ from torch import nn
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.class_methods import forward_of
+from onediff_ext.engine.class_methods import forward_slot, inner_forward_of
 from onediff_ext.engine.deepcache.features import Feature, Features
 from onediff_ext.engine.deepcache.schedule import is_full
 from onediff_ext.engine.deepcache.unet_adapter import Uncached, UNetAdapter, UNetCall
+from onediff_ext.engine.forward_variants import ForwardVariant, set_variant
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
@@ -27,13 +30,18 @@ IN_PARTS = "DeepCache is off: an extension draws the picture in parts"
 # Called before each call of the UNet is decided, so that a host can begin pictures and evaluations.
 Clock = Callable[["DeepCache", Sequence[Any], Mapping[str, Any]], None]
 
+# By id of the UNet. Each keeps its UNet, so no other one gets its id.
+_installed: weakref.WeakValueDictionary[int, DeepCache] = weakref.WeakValueDictionary()
+
 
 class DeepCache:
     """Decides for each call of one UNet whether it is a full or a shallow one, and runs it.
 
-    It has to be the outermost wrapper of the UNet's forward. A wrapper inside it, such as a CUDA
-    graph, is called after the decision and only needs `variant`: within one variant a forward
-    depends on its arguments and on the feature's tensor alone.
+    It has to be the outermost wrapper of the UNet's forward, but for hooks of accelerate. A wrapper
+    inside it, such as a CUDA graph, is called after the decision and only needs `variant`: within
+    one variant a forward depends on its arguments and on the feature's tensor alone.
+
+    Threads that draw with one UNet take turns, call by call: a call exchanges modules of the UNet.
 
     A *picture* is one run of a sampler; a hires pass is another one. An *evaluation* is one request
     of the sampler for a prediction; Heun makes two at each step. In one evaluation the UNet may be
@@ -62,17 +70,19 @@ class DeepCache:
         self.peak_bytes = 0
         self._features = Features()
         self._patches = Patches()
-        self._inner = forward_of(model)
+        self._inner = inner_forward_of(model)
         self._notes: dict[str, Hashable] = {}
         self._current: tuple[str, Feature] | None = None
         self._index, self._total = -1, None  # type: tuple[int, int | None]
         self._position, self._is_evaluation_begun = 0, False
         self._latents: dict[Hashable, torch.Tensor] = {}  # of this evaluation's calls, by kind
+        self._lock = threading.RLock()
 
     def install(self) -> None:
-        """Wrap the UNet's forward as it is now."""
-        self._inner = forward_of(self.model)
-        self._patches.set(self.model, "forward", self)
+        """Wrap the UNet's forward as it is now, under a hook of accelerate if there is one."""
+        self._inner = inner_forward_of(self.model)
+        self._patches.set(self.model, forward_slot(self.model), self)
+        _installed[id(self.model)] = self
 
     def remove(self) -> bool:
         """Leave the UNet as it was before `install`, and release all memory.
@@ -81,9 +91,13 @@ class DeepCache:
             Whether the UNet's forward was restored. If not, another extension has wrapped this:
             from now on it passes calls through, and must not be installed again.
         """
-        self.end_picture()
-        if not self._patches.undo():
-            return True
+        with self._lock:
+            self.end_picture()
+            if _installed.get(id(self.model)) is self:
+                del _installed[id(self.model)]
+            self._patches.follow(self.model, forward_slot(self.model), self)
+            if not self._patches.undo():
+                return True
         logger.warning("DeepCache: another extension has wrapped the UNet; now passing through")
         self.options = OFF
         return False
@@ -117,18 +131,19 @@ class DeepCache:
         Raises:
             OptionError: The depth leaves out no layer.
         """
-        if options is not None:
-            if options.is_on and options.depth > self.adapter.max_depth():
-                raise OptionError(
-                    f"A DeepCache depth of {options.depth} leaves nothing of this UNet out.",
-                    f"Choose 0 to {self.adapter.max_depth()}.",
-                )
-            self.options = options
-        self._features.release()
-        self._index, self._total, self._position = first - 1, evaluations, 0
-        self._is_evaluation_begun = False
-        self.counts.clear()
-        self.reason, self.peak_bytes = refusal_reason, 0
+        chosen = self.options if options is None else options
+        if options is not None and chosen.is_on and chosen.depth > self.adapter.max_depth():
+            raise OptionError(
+                f"A DeepCache depth of {chosen.depth} leaves nothing of this UNet out.",
+                f"Choose 0 to {self.adapter.max_depth()}.",
+            )
+        with self._lock:
+            self.options = chosen
+            self._features.release()
+            self._index, self._total, self._position = first - 1, evaluations, 0
+            self._is_evaluation_begun = False
+            self.counts.clear()
+            self.reason, self.peak_bytes = refusal_reason, 0
 
     def begin_evaluation(self) -> None:
         """The sampler asks for the next prediction; it lasts until this is called again."""
@@ -144,7 +159,8 @@ class DeepCache:
             name: What has this value.
             value: From now on, until the picture ends.
         """
-        self._notes[name] = value
+        with self._lock:
+            self._notes[name] = value
 
     def refuse(self, reason: str) -> None:
         """Run the rest of this picture without DeepCache.
@@ -157,21 +173,22 @@ class DeepCache:
 
     def invalidate(self) -> None:
         """Let no feature be used: weights have changed, for instance by a LoRA."""
-        self._features.invalidate()
+        with self._lock:
+            self._features.invalidate()
 
     def end_picture(self) -> None:
         """Release the features' memory, except what CUDA graphs hold."""
-        self._features.release()
-        self._latents.clear()
-        self._notes.clear()
+        with self._lock:
+            self._features.release()
+            self._latents.clear()
+            self._notes.clear()
 
     @property
     def variant(self) -> Hashable:
         """The state that distinguishes the present forward from others with equal arguments.
 
         A CUDA graph of a forward belongs to one variant. It has to hold `feature`, whose address is
-        frozen in it. DeepCache sets both on an inner forward that has an attribute `variant`; the
-        feature becomes its `keeps`.
+        frozen in it. `engine/forward_variants.py` tells both to the forward that is recorded.
 
         Returns:
             ("full" or "shallow", depth, serial number of the feature), or None while DeepCache
@@ -195,6 +212,11 @@ class DeepCache:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.options.is_on:
             return self._inner(*args, **kwargs)
+        with self._lock:
+            return self._decided(args, kwargs)
+
+    def _decided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call as a full, a shallow or a plain one."""
         if self.clock is not None:
             self.clock(self, args, kwargs)
         if not self._is_evaluation_begun:
@@ -239,11 +261,10 @@ class DeepCache:
             return Uncached(f"a call cannot be looked at: {type(exc).__name__}: {exc}")
 
     def _set_current(self, current: tuple[str, Feature] | None) -> None:
-        """Set what runs now, also on a captured forward inside."""
+        """Set what runs now, also for a captured forward inside."""
         self._current = current
-        inner: Any = self._inner
-        if hasattr(inner, "variant"):
-            inner.variant, inner.keeps = self.variant, self.feature
+        told = None if current is None else ForwardVariant(self.variant, self.feature)
+        set_variant(self.model, told)
 
     def _is_of_one_picture(self, call: UNetCall) -> bool:
         """Whether calls of one kind in one evaluation draw the same latent, such as CFG's two.
@@ -289,5 +310,15 @@ def deepcache_of(model: nn.Module) -> DeepCache | None:
     Args:
         model: The host's UNet.
     """
-    forward = vars(model).get("forward")
+    forward = vars(model).get(forward_slot(model))
     return forward if isinstance(forward, DeepCache) else None
+
+
+def installed_deepcache(model: nn.Module) -> DeepCache | None:
+    """Return the DeepCache of a UNet, also where another extension has wrapped it since, or None.
+
+    Args:
+        model: The host's UNet.
+    """
+    found = _installed.get(id(model))
+    return found if found is not None and found.model is model else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,7 +14,11 @@ from torch import nn
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions, few_steps_reason
 from onediff_ext.core.errors import OptionError
-from onediff_ext.engine.deepcache.deepcache_forward import DeepCache, deepcache_of
+from onediff_ext.engine.deepcache.deepcache_forward import (
+    DeepCache,
+    deepcache_of,
+    installed_deepcache,
+)
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.timesteps import are_of_one_tensor, is_element, value_of
 from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
@@ -35,7 +40,8 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
 
     Works on any pipeline with a `UNet2DConditionModel` of SD 1.x, SD 2.x or SDXL: compiled or
     eager, with ControlNet, LoRA, image to image or inpainting. Pipelines that share the UNet share
-    its DeepCache too. Pictures differ from those without it.
+    its DeepCache too; call this for each of them, so that their own schedulers and ControlNets
+    count. Pictures differ from those without it.
 
     Args:
         pipe: The pipeline.
@@ -55,6 +61,9 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
             "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
         )
     switch = _switch_of(unet)
+    if switch is not None and deepcache_of(switch.cache.model) is not switch.cache:
+        switch.remove()  # another extension has wrapped it, or has taken it away
+        switch = None
     if switch is None:
         switch = _Switch(unet)
         switch.cache.begin_picture(chosen)  # raises before anything is patched
@@ -76,7 +85,7 @@ def disable_deepcache(pipe: Pipe) -> Pipe:
 def deepcache_state(pipe: object) -> DeepCache | None:
     """The DeepCache of a pipeline's UNet, with counts and reasons; None if it has none."""
     unet = getattr(pipe, "unet", None)
-    return deepcache_of(unet) if isinstance(unet, nn.Module) else None
+    return installed_deepcache(unet) if isinstance(unet, nn.Module) else None
 
 
 def distilled_reason(unet: Any) -> str | None:
@@ -148,17 +157,19 @@ class _Switch:
     def __init__(self, unet: Any) -> None:
         self._unet = unet
         self.cache = DeepCache(unet, DiffusersUNet(unet), self)
-        self._scheduler: Callable[[], Any] = lambda: None
         self._last: Any = None  # kept, so that no other tensor gets its memory
-        self._patches, self._pipes = Patches(), Patches()
-        self._hooks: list[Any] = []
+        self._patches = Patches()
+        self._latest: _FollowedPipe | None = None
+        self._followed: weakref.WeakSet[_FollowedPipe] = weakref.WeakSet()  # each pipeline has its
 
     def __call__(self, cache: DeepCache, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
         last, self._last = self._last, timestep
         if last is None or not _same_picture(last, timestep):
+            for each in list(self._followed):
+                each.follow_controlnets()
             cache.begin_picture(
-                evaluations=_evaluations(timestep), refusal_reason=self._refusal_reason()
+                evaluations=_evaluations(timestep), refusal_reason=self._refusal_reason(timestep)
             )
         elif _same_evaluation(last, timestep):
             return
@@ -173,39 +184,92 @@ class _Switch:
 
     def use(self, pipe: Any) -> None:
         """Follow a pipeline's scheduler, its ControlNets and the end of its pictures."""
-        self._leave_pipe()
-        self._scheduler = lambda: getattr(pipe, "scheduler", None)
+        for each in list(self._followed):
+            if each.pipe is pipe:
+                each.leave()
+                self._followed.discard(each)
         self._last = None
-        if hasattr(pipe, "maybe_free_model_hooks"):
-            ended = _EndingPicture(pipe.maybe_free_model_hooks, self)
-            self._pipes.set(pipe, "maybe_free_model_hooks", ended)
-        controlnet = getattr(pipe, "controlnet", None)
-        for index, net in enumerate(getattr(controlnet, "nets", None) or [controlnet]):
-            if isinstance(net, nn.Module):
-                hook = _NoteControl(str(ComponentId(Role.CONTROLNET, index)), self.cache)
-                self._hooks.append(net.register_forward_pre_hook(hook, with_kwargs=True))
+        self._latest = _FollowedPipe(pipe, self)
+        self._followed.add(self._latest)
 
     def end_picture(self) -> None:
         self._last = None
         self.cache.end_picture()
 
     def remove(self) -> None:
-        self._leave_pipe()
+        for each in list(self._followed):
+            each.leave()
+        self._followed.clear()
+        self._latest = None
         self._patches.undo()
         self.cache.remove()
 
-    def _leave_pipe(self) -> None:
-        self._pipes.undo()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _refusal_reason(self) -> str | None:
-        scheduler = self._scheduler()
+    def _refusal_reason(self, timestep: Any) -> str | None:
+        scheduler = self._scheduler_of(timestep)
         name = type(scheduler).__name__.removesuffix("Scheduler")
         return distilled_reason(self._unet) or few_steps_reason(
             name, getattr(scheduler, "num_inference_steps", None)
         )
+
+    def _scheduler_of(self, timestep: Any) -> Any:
+        """The scheduler that a timestep comes from; the latest pipeline's where nothing tells."""
+        for each in list(self._followed):
+            timesteps = getattr(each.scheduler, "timesteps", None)
+            if (
+                isinstance(timesteps, torch.Tensor)
+                and isinstance(timestep, torch.Tensor)
+                and are_of_one_tensor(timesteps, timestep)
+            ):
+                return each.scheduler
+        return None if self._latest is None else self._latest.scheduler
+
+
+class _FollowedPipe:
+    """What one of the pipelines with this UNet tells. The pipeline keeps it alive.
+
+    Args:
+        pipe: The pipeline.
+        switch: Of its UNet.
+    """
+
+    def __init__(self, pipe: Any, switch: _Switch) -> None:
+        self.pipe, self._cache = pipe, switch.cache
+        self._patches = Patches()
+        self._nets: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        if hasattr(pipe, "maybe_free_model_hooks"):
+            ended = _EndingPicture(pipe.maybe_free_model_hooks, switch, self)
+            self._patches.set(pipe, "maybe_free_model_hooks", ended)
+        self.follow_controlnets()
+
+    @property
+    def scheduler(self) -> Any:
+        """The pipeline's scheduler now."""
+        return getattr(self.pipe, "scheduler", None)
+
+    def follow_controlnets(self) -> None:
+        """Note when the ControlNets that the pipeline has now begin and end."""
+        controlnet = getattr(self.pipe, "controlnet", None)
+        nets = getattr(controlnet, "nets", None) or [controlnet]
+        nets = [net for net in nets if isinstance(net, nn.Module)]
+        if nets == self._nets:
+            return
+        self._unhook()
+        self._nets = nets
+        for index, net in enumerate(nets):
+            hook = _NoteControl(str(ComponentId(Role.CONTROLNET, index)), self._cache)
+            self._hooks.append(net.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def leave(self) -> None:
+        """Leave the pipeline as it was."""
+        self._patches.undo()
+        self._unhook()
+        self._nets = []
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 class _Invalidating:
@@ -226,10 +290,12 @@ class _Invalidating:
 
 
 class _EndingPicture:
-    """The pipeline's method that ends each of its pictures."""
+    """The pipeline's method that ends each of its pictures. Keeps what follows the pipeline."""
 
-    def __init__(self, method: Callable[..., Any], switch: _Switch) -> None:
-        self._method, self._switch = method, switch
+    def __init__(
+        self, method: Callable[..., Any], switch: _Switch, followed: _FollowedPipe
+    ) -> None:
+        self._method, self._switch, self._followed = method, switch, followed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self._method, memo)
@@ -253,7 +319,7 @@ class _NoteControl:
 
 
 def _switch_of(unet: Any) -> _Switch | None:
-    cache = deepcache_of(unet) if isinstance(unet, nn.Module) else None
+    cache = installed_deepcache(unet) if isinstance(unet, nn.Module) else None
     return cache.clock if cache is not None and isinstance(cache.clock, _Switch) else None
 
 
