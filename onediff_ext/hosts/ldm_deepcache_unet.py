@@ -19,6 +19,7 @@ from torch import nn
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.features import Feature
+from onediff_ext.engine.deepcache.known_layers import KnownLayers
 from onediff_ext.engine.deepcache.unet_adapter import (
     Replay,
     Uncached,
@@ -27,6 +28,7 @@ from onediff_ext.engine.deepcache.unet_adapter import (
     keeping,
     replaced,
 )
+from onediff_ext.engine.torch_versions import autocast_dtype
 
 _LATENT_CHANNELS = 4
 _ORDER = ("x", "timesteps", "context", "y")
@@ -77,6 +79,7 @@ class LdmUNet(UNetAdapter):
             )
         self._unet = unet
         self._blocks = len(unet.output_blocks)
+        self._known = KnownLayers()
 
     def describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> UNetCall | Uncached:
         given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
@@ -90,8 +93,12 @@ class LdmUNet(UNetAdapter):
                 return Uncached("an extension changes what goes from block to block")
         # Forge marks its calls as those for the prompt and those for the negative prompt.
         parts = tuple(options.get("cond_or_uncond") or ())
-        kind = (x.shape, x.dtype, x.device, getattr(context, "shape", None), parts)
+        dtypes = (x.dtype, autocast_dtype(x.device.type))
+        kind = (x.shape, dtypes, x.device, getattr(context, "shape", None), parts)
+        unet = self._unet
+        self._known.look([*unet.input_blocks, unet.middle_block, *unet.output_blocks])
         state = (
+            self._known.version,
             _lengths(given.get("control")),
             _lengths(options.get("patches")),
             _lengths(options.get("patches_replace")),
@@ -105,7 +112,7 @@ class LdmUNet(UNetAdapter):
     @contextmanager
     def full(self, depth: int, feature: Feature) -> Iterator[None]:
         boundary = _last(self._unet.output_blocks[self._blocks - depth - 2])
-        shapes = feature.parts.setdefault("shapes", {})
+        shapes = self._parts_of(feature).setdefault("shapes", {})
         hooks = []
         if not shapes:
             for place, block in self._skipped(depth):
@@ -113,14 +120,19 @@ class LdmUNet(UNetAdapter):
         try:
             with keeping(boundary, feature):
                 yield
+        except BaseException:
+            if hooks:
+                shapes.clear()  # those of some blocks only
+            raise
         finally:
             for hook in hooks:
                 hook.remove()
 
     def shallow(self, depth: int, feature: Feature) -> AbstractContextManager[None]:
-        stand_ins = feature.parts.get("stand-ins")
+        parts = self._parts_of(feature)
+        stand_ins = parts.get("stand-ins")
         if stand_ins is None:
-            stand_ins = feature.parts["stand-ins"] = self._make_stand_ins(depth, feature)
+            stand_ins = parts["stand-ins"] = self._make_stand_ins(depth, parts["shapes"], feature)
         return replaced(stand_ins)
 
     def shallow_arguments(
@@ -151,11 +163,19 @@ class LdmUNet(UNetAdapter):
         for index in range(self._blocks - depth - 1):
             yield ("output_blocks", index), unet.output_blocks[index]
 
+    def _parts_of(self, feature: Feature) -> dict[str, Any]:
+        """What this adapter has made for a feature and the blocks that the UNet has now."""
+        version, parts = feature.parts.get("ldm", (None, {}))
+        if version != self._known.version:
+            parts = {}
+            feature.parts["ldm"] = self._known.version, parts
+        made: dict[str, Any] = parts
+        return made
+
     def _make_stand_ins(
-        self, depth: int, feature: Feature
+        self, depth: int, shapes: Mapping[Hashable, torch.Size], feature: Feature
     ) -> tuple[tuple[nn.Module, str, nn.Module | None], ...]:
         unet = self._unet
-        shapes = feature.parts["shapes"]
         stand_ins = {place: _StandIn(_Zeros(shapes[place])) for place, _ in self._skipped(depth)}
         stand_ins["output_blocks", self._blocks - depth - 2] = _StandIn(_Feature(feature))
 

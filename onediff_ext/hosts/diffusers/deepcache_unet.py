@@ -18,6 +18,7 @@ from torch import nn
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.features import Feature
+from onediff_ext.engine.deepcache.known_layers import KnownLayers
 from onediff_ext.engine.deepcache.unet_adapter import (
     Replay,
     Uncached,
@@ -26,6 +27,7 @@ from onediff_ext.engine.deepcache.unet_adapter import (
     keeping,
     replaced,
 )
+from onediff_ext.engine.torch_versions import autocast_dtype
 
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
 _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
@@ -66,16 +68,13 @@ class DiffusersUNet(UNetAdapter):
     """
 
     def __init__(self, unet: Any) -> None:
-        down, up = getattr(unet, "down_blocks", ()), getattr(unet, "up_blocks", ())
-        known = all(type(b).__name__ in _DOWN for b in down) and all(
-            type(b).__name__ in _UP for b in up
-        )
-        if not known or not up or unet.mid_block is None:
+        if not _has_known_blocks(unet):
             raise OptionError(
                 f"DeepCache does not know the blocks of this {type(unet).__name__}.",
                 "It works with the UNets of SD 1.x, SD 2.x and SDXL.",
             )
         self._unet = unet
+        self._known = KnownLayers()
         self._cuts: dict[int, _Cut] = {}
         # Added to the feature, which contains a ControlNet's residual for the middle already.
         self._zero: torch.Tensor | None = None
@@ -86,11 +85,17 @@ class DiffusersUNet(UNetAdapter):
         sample, context = given.get("sample"), given.get("encoder_hidden_states")
         if not isinstance(sample, torch.Tensor) or len(args) > len(_ORDER):
             return Uncached("the UNet was called in a way that is not known")
+        if not _has_known_blocks(self._unet):
+            return Uncached("the UNet has a block that is not known")
+        if self._known.look(_layers(self._unet)):
+            self._cuts.clear()
         if (keeper := _keeper_in(self._unet.mid_block)) is not None:
             return Uncached(f"the attention processor {keeper.__name__} may keep what it computes")
         extra = given.get("added_cond_kwargs") or {}
-        kind = (sample.shape, sample.dtype, sample.device, getattr(context, "shape", None))
+        dtypes = (sample.dtype, autocast_dtype(sample.device.type))
+        kind = (sample.shape, dtypes, sample.device, getattr(context, "shape", None))
         state = (
+            self._known.version,
             tuple(sorted(k for k, v in given.items() if v is not None and k not in _ORDER)),
             tuple(sorted(extra)),
             _plain_values(given.get("cross_attention_kwargs")),
@@ -172,6 +177,23 @@ class DiffusersUNet(UNetAdapter):
         children.append((unet, "down_blocks", nn.ModuleList(kept_down)))
         children.append((unet, "up_blocks", nn.ModuleList(kept_up)))
         return _Cut(boundary, tuple(children), residuals)
+
+
+def _has_known_blocks(unet: Any) -> bool:
+    down, up = getattr(unet, "down_blocks", ()), getattr(unet, "up_blocks", ())
+    known = all(type(b).__name__ in _DOWN for b in down) and all(
+        type(b).__name__ in _UP for b in up
+    )
+    return bool(known and up and unet.mid_block is not None)
+
+
+def _layers(unet: Any) -> list[nn.Module]:
+    """All modules that the lists of a shallow forward are made of."""
+    layers: list[nn.Module] = [unet.mid_block]
+    for block in (*unet.down_blocks, *unet.up_blocks):
+        layers += [block, *block.resnets]
+        layers += [*getattr(block, "attentions", ()), *(getattr(block, "downsamplers", None) or ())]
+    return layers
 
 
 def _keeper_in(middle: Any) -> type | None:
