@@ -25,6 +25,7 @@ from onediff_ext.hosts.diffusers.step_cache import (
     disable_step_cache,
     enable_step_cache,
     lifted_step_cache,
+    reset_step_cache,
 )
 from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
 from onediff_ext.hosts.pinned_moves import PinnedMoves, use_pinned_memory
@@ -96,6 +97,9 @@ class CompiledPipe:
         try:
             with self.session.picture():
                 yield
+        except BaseException:
+            reset_step_cache(self._pipe)
+            raise
         finally:
             PINNED_MEMORY.settle()
         if self._kinds is not None:

@@ -55,6 +55,20 @@ def disable_step_cache(pipe: Pipe) -> Pipe:
     return pipe
 
 
+def reset_step_cache(pipe: object) -> None:
+    """Let the next picture begin with an empty step cache.
+
+    diffusers does so at the end of a pipeline's call, which an exception leaves out. The next
+    picture would take what the last one kept, or fail if it has another size.
+
+    Args:
+        pipe: A pipeline whose call has failed.
+    """
+    for model in _models(pipe):
+        if getattr(model, "is_cache_enabled", False):
+            model._reset_stateful_cache()
+
+
 @contextmanager
 def step_cache_for(pipe: Any, options: StepCacheOptions, steps: int) -> Iterator[None]:
     """Draw one batch with a step cache within this ``with`` block.

@@ -134,3 +134,27 @@ def test_where_there_is_none(make: Callable[[], Any], cache: str, message: str) 
         enable_step_cache(pipe, cache)
     assert caught.value.hint
     assert not getattr(pipe.transformer, "is_cache_enabled", False)
+
+
+@pytest.mark.parametrize("cache", ["first-block:0.9", "taylorseer-lite:3"])
+def test_a_picture_that_fails_leaves_nothing_to_the_next(
+    cache: str, make_session: Callable[..., Session]
+) -> None:
+    pipe = enable_step_cache(compiled_flux(make_session), cache, STEPS)
+    expected = draw(pipe)
+
+    class StoppedError(Exception):
+        """Raised in the middle of a picture."""
+
+    def stop(_pipe: Any, step: int, _timestep: Any, kept: Any) -> Any:
+        if step == 4:
+            raise StoppedError
+        return kept
+
+    for width in (64, 96):
+        with pytest.raises(StoppedError):
+            pipe(
+                **models.flux_embeddings(20, seed=1), width=width, height=64,
+                num_inference_steps=STEPS, callback_on_step_end=stop,
+            )  # fmt: skip
+        assert torch.equal(draw(pipe), expected)
