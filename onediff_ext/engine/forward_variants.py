@@ -33,7 +33,7 @@ def set_variant(model: nn.Module, variant: ForwardVariant | None) -> None:
     """Tell how a model's forward is computed from now on.
 
     Args:
-        model: The model.
+        model: Whose forward it is.
         variant: None for the model as it is.
     """
     if variant is None:
@@ -46,6 +46,6 @@ def variant_of(model: nn.Module) -> ForwardVariant | None:
     """Return how a model's forward is computed now; None for the model as it is.
 
     Args:
-        model: The model.
+        model: Whose forward it is.
     """
     return _now.get(model)
