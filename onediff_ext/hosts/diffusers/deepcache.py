@@ -205,23 +205,23 @@ class _Switch:
         self.cache.remove()
 
     def _refusal_reason(self, timestep: Any) -> str | None:
-        scheduler = self._scheduler_of(timestep)
+        known, steps = self._scheduler_of(timestep), _whole_schedule(timestep)
+        latest = None if self._latest is None else self._latest.scheduler
+        scheduler = latest if known is None else known
+        # The latest scheduler's steps may be those of another picture.
+        if known is not None or latest is None or steps is None:
+            steps = getattr(scheduler, "num_inference_steps", None)
         name = type(scheduler).__name__.removesuffix("Scheduler")
-        return distilled_reason(self._unet) or few_steps_reason(
-            name, getattr(scheduler, "num_inference_steps", None)
-        )
+        return distilled_reason(self._unet) or few_steps_reason(name, steps)
 
     def _scheduler_of(self, timestep: Any) -> Any:
-        """The scheduler that a timestep comes from; the latest pipeline's where nothing tells."""
-        for each in list(self._followed):
-            timesteps = getattr(each.scheduler, "timesteps", None)
-            if (
-                isinstance(timesteps, torch.Tensor)
-                and isinstance(timestep, torch.Tensor)
-                and are_of_one_tensor(timesteps, timestep)
-            ):
-                return each.scheduler
-        return None if self._latest is None else self._latest.scheduler
+        """The scheduler whose tensor a timestep is an element of, or None."""
+        if isinstance(timestep, torch.Tensor):
+            for each in list(self._followed):
+                timesteps = getattr(each.scheduler, "timesteps", None)
+                if isinstance(timesteps, torch.Tensor) and are_of_one_tensor(timesteps, timestep):
+                    return each.scheduler
+        return None
 
 
 class _FollowedPipe:
@@ -345,7 +345,12 @@ def _same_evaluation(last: Any, now: Any) -> bool:
 
 def _evaluations(timestep: Any) -> int | None:
     """How many timesteps are left in the scheduler's tensor, including this one."""
+    whole = _whole_schedule(timestep)
+    return None if whole is None else whole - int(timestep.storage_offset())
+
+
+def _whole_schedule(timestep: Any) -> int | None:
+    """How many timesteps the scheduler's tensor has."""
     if not isinstance(timestep, torch.Tensor) or not is_element(timestep):
         return None
-    storage = timestep.untyped_storage().nbytes() // timestep.element_size()
-    return int(storage - timestep.storage_offset())
+    return int(timestep.untyped_storage().nbytes() // timestep.element_size())

@@ -163,3 +163,15 @@ def test_each_pipeline_has_its_scheduler_and_its_controlnets() -> None:
     disable_deepcache(base)
     assert "maybe_free_model_hooks" not in vars(controlled)
     assert not controlled.controlnet._forward_pre_hooks
+
+
+def test_a_pipeline_that_was_not_told_is_not_judged_by_anothers_last_picture() -> None:
+    base = models.sd15()
+    other = sharing(base)
+    enable_deepcache(base, 3)
+    cached = draw(base)
+    draw(base, steps=6)
+    assert torch.equal(draw(other), cached)
+    draw(base)
+    draw(other, steps=6)
+    assert counts(other) == {"plain": 6}
