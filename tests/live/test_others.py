@@ -241,7 +241,7 @@ def test_exception_under_a_controlnet(
     same(scripts=scripts)
 
 
-def test_weights_in_8_bits(webui: WebUI, plain: Drawn, eager: Any) -> None:
+def test_weights_in_8_bits(webui: WebUI, checkpoints: list[str], plain: Drawn, eager: Any) -> None:
     """The setting "FP8 weight", which Forge and reForge have too and leave unread."""
     if webui.host() != "a1111" or webui.option("fp8_storage") is None:
         pytest.skip("this WebUI has no such setting")
@@ -250,3 +250,6 @@ def test_weights_in_8_bits(webui: WebUI, plain: Drawn, eager: Any) -> None:
         eager("weights are stored as fp8")
     finally:
         webui.set_options(fp8_storage="Disable")
+        # A1111 goes on with weights that it has rounded to 16 bits, until it loads them again.
+        for title in reversed(checkpoints[:2]):
+            webui.set_options(sd_model_checkpoint=title)
