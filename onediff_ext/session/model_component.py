@@ -21,6 +21,7 @@ from onediff_ext.engine.cuda_graphs.captured_parts import CapturedParts, parts_o
 from onediff_ext.engine.cuda_graphs.oom_fallback import OomFallback, Retry, retry_of
 from onediff_ext.engine.cuda_graphs.staleness import Snapshot, foreign_forward
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
+from onediff_ext.engine.forward_variants import variant_of
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.engine.running.block_runner import BlockRunner
@@ -335,7 +336,7 @@ class Component:
     @property
     def keeps_features(self) -> bool:
         """Whether DeepCache takes part in the present forward."""
-        return self._forward is not None and self._forward.keeps is not None
+        return variant_of(self.model) is not None
 
     def _retry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Retry:
         return retry_of(Snapshot(self.model, self.known), args, kwargs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -36,7 +36,6 @@ class ModelForward:
         eager: As given.
         captured: The forward as a CUDA graph, or None.
         prompt_work: Does the prompt's part of a forward ahead of it; None where nothing is known.
-        variant, keeps: Those of `captured`, whichever it is at the next call.
     """
 
     def __init__(self, eager: Callable[..., Any], component: Component) -> None:
@@ -46,8 +45,6 @@ class ModelForward:
         self._forward = eager
         self.captured: CapturedForward | None = None
         self.prompt_work: PromptWork | None = None
-        self._variant: Hashable = None
-        self._keeps: object = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
@@ -58,33 +55,8 @@ class ModelForward:
         Args:
             forward: The callable; it takes the same arguments as the model.
         """
-        if self.captured is not None:
-            self.captured.keeps = None
         self._forward = forward
         self.captured = forward if isinstance(forward, CapturedForward) else None
-        self.variant, self.keeps = self._variant, self._keeps
-
-    @property
-    def variant(self) -> Hashable:
-        """See `CapturedForward`."""
-        return self._variant
-
-    @variant.setter
-    def variant(self, value: Hashable) -> None:
-        self._variant = value
-        if self.captured is not None:
-            self.captured.variant = value
-
-    @property
-    def keeps(self) -> object:
-        """See `CapturedForward`."""
-        return self._keeps
-
-    @keeps.setter
-    def keeps(self, value: object) -> None:
-        self._keeps = value
-        if self.captured is not None:
-            self.captured.keeps = value
 
     @property
     def component(self) -> Component | None:
@@ -109,7 +81,6 @@ class ModelForward:
                 [*runners, *([] if parallel is None else parallel.runners)]
             ),
             accumulation(session.precision),
-            self._as_told(component),
         ):
             first = component if component is not None and session.drew(component) else None
             if first is not None:
@@ -123,19 +94,6 @@ class ModelForward:
             first.foreign_blocks.after_first_forward(runners, replayed=replayed)
         self._session.after_forward()
         return output
-
-    @contextmanager
-    def _as_told(self, component: Component | None) -> Iterator[None]:
-        """Run one forward as the variant that a wrapper, such as DeepCache, has told."""
-        told = None if component is None else variant_of(component.model)
-        if told is None:
-            yield
-            return
-        self.variant, self.keeps = told
-        try:
-            yield
-        finally:
-            self.variant = self.keeps = None
 
     def _timed(
         self, component: Component | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,14 +115,28 @@ class ModelForward:
         Returns:
             The output of the forward.
         """
-        if self.prompt_work is None or self.captured is None:
+        captured = self.captured
+        if captured is None:
             return self._forward(*args, **kwargs)
-        return self.prompt_work(self._run, self.captured.unrecorded, self.eager, args, kwargs)
+        captured.variant, captured.keeps = variant_of(captured.model) or (None, None)
+        try:
+            if self.prompt_work is None:
+                return captured(*args, **kwargs)
+            run = partial(_run, captured)
+            return self.prompt_work(run, captured.unrecorded, self.eager, args, kwargs)
+        finally:
+            captured.variant = captured.keeps = None
 
-    def _run(self, prompt_is_done: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward; with its prompt's part done it is another one for CUDA graphs."""
-        self.variant = _PROMPT_IS_DONE if prompt_is_done else None
-        return self._forward(*args, **kwargs)
+
+def _run(
+    captured: CapturedForward,
+    prompt_is_done: bool,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a forward; with its prompt's part done it is another one for CUDA graphs."""
+    captured.variant = _PROMPT_IS_DONE if prompt_is_done else None
+    return captured(*args, **kwargs)
 
 
 def serving(model: nn.Module) -> Component | None:

@@ -305,8 +305,9 @@ class CapturedForward:
             self.reason = "forwards like this one run once"
             return
         epoch = epoch_of(self._runners)
-        origin = partial(self._tracker.origin, self.variant)
-        refused = self._policy.refusal_reason(key, epoch, origin)
+        refused = self._policy.refusal_reason(
+            key, epoch, lambda: self._tracker.snapshot(self.variant).origin
+        )
         if refused is not None:
             self.reason = refused
             return

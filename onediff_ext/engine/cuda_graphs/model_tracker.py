@@ -100,14 +100,6 @@ class ModelTracker:
                 return moved
         return self._new_snapshot(variant)
 
-    def origin(self, variant: Hashable) -> object:
-        """Return `Snapshot.origin` of what the model is now.
-
-        Args:
-            variant: As `CapturedForward.variant`.
-        """
-        return self.snapshot(variant).origin
-
     def frozen(self, variant: Hashable) -> FrozenState:
         """Return the state that a CUDA graph recorded now would freeze.
 

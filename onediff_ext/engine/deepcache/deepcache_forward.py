@@ -320,5 +320,4 @@ def installed_deepcache(model: nn.Module) -> DeepCache | None:
     Args:
         model: The host's UNet.
     """
-    found = _installed.get(id(model))
-    return found if found is not None and found.model is model else None
+    return _installed.get(id(model))

@@ -205,11 +205,11 @@ class _Switch:
         self.cache.remove()
 
     def _refusal_reason(self, timestep: Any) -> str | None:
-        known, steps = self._scheduler_of(timestep), _whole_schedule(timestep)
-        latest = None if self._latest is None else self._latest.scheduler
-        scheduler = latest if known is None else known
-        # The latest scheduler's steps may be those of another picture.
-        if known is not None or latest is None or steps is None:
+        scheduler, steps = self._scheduler_of(timestep), None
+        if scheduler is None and self._latest is not None:
+            # Its own number of steps may be that of another picture.
+            scheduler, steps = self._latest.scheduler, _whole_schedule(timestep)
+        if scheduler is None or steps is None:
             steps = getattr(scheduler, "num_inference_steps", None)
         name = type(scheduler).__name__.removesuffix("Scheduler")
         return distilled_reason(self._unet) or few_steps_reason(name, steps)

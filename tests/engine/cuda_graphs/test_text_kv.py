@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
+from onediff_ext.engine.forward_variants import ForwardVariant, set_variant
 from onediff_ext.hosts.diffusers.blocks import TransformerFamily
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.session.session import Session
@@ -260,10 +261,12 @@ def test_what_was_recorded_later_outlasts_a_replay_of_what_was_recorded_before(
     captured_pipe: Any, session: Session, recorder: FrozenRecorder
 ) -> None:
     """Two forwards take turns within one picture, with one prompt: DeepCache's, or two models'."""
-    step, forward = inputs(captured_pipe.unet, seed=4), captured(captured_pipe)
+    unet, forward = captured_pipe.unet, captured(captured_pipe)
+    step = inputs(unet, seed=4)
     with session.picture():
         for turn in range(12):
-            forward.variant = ("deep", "shallow")[turn % 2]
+            set_variant(unet, ForwardVariant(("deep", "shallow")[turn % 2], keeps=None))
             assert_right(captured_pipe, next_step(step, turn))
             assert turn < 8 or forward.reason == ""
+    set_variant(unet, None)
     assert len(recorder.prompts) == 3
