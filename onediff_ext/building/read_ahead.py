@@ -243,15 +243,22 @@ class ReadAhead:
             found = [each for each in found if each not in self._graphs]
             self._coming = set(found)
         try:
-            for step in self._context.backend.loading_steps(device):
-                if not self._goes_on():
-                    break
-                with TORCH_LOCK:  # a fork in the middle of an import would never end
-                    step()
+            # With an empty store, the first picture would only be slowed down: `GraphLoader` takes
+            # the same steps later, in turns that pictures allow.
+            entries = self._context.library.entries()
+            if any(self._fits(stored, device) for stored in entries):
+                self._prepare(device)
         finally:
             self._read_each(found, device)
             if self._next is None:
                 self.load_s = time.monotonic() - self._began_at - self._paused_s
+
+    def _prepare(self, device: torch.device) -> None:
+        for step in self._context.backend.loading_steps(device):
+            if not self._goes_on():
+                break
+            with TORCH_LOCK:  # a fork in the middle of an import would never end
+                step()
 
     def _read_each(self, digests: Sequence[str], device: torch.device) -> None:
         try:

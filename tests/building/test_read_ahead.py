@@ -267,3 +267,35 @@ def test_a_closed_session_keeps_no_graphs(loading: Loading) -> None:
     assert loads.count == 1  # the one in work
     session.read_ahead.start(lambda: pytest.fail("it is closed"), CPU)
     assert not session.read_ahead.is_reading
+
+
+def test_what_loads_need_is_imported_ahead_only_where_there_is_a_graph_to_load(
+    open_session: Callable[..., Session],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The imports take three seconds of Python, from the first picture of an empty store."""
+    taken: list[str] = []
+
+    def steps_of(name: str, digests: list[str], *, is_safe: bool = True) -> list[str]:
+        session = open_session()
+        if not is_safe:
+            trust = session.build_context.graph_trust
+            monkeypatch.setattr(trust, "is_load_safe_on", lambda *_: None)
+        monkeypatch.setattr(
+            session.backend, "loading_steps", lambda _: [lambda: taken.append(name)], raising=False
+        )
+        session.read_ahead.start(lambda: digests, CPU)
+        session.read_ahead.wait(TIMEOUT_S)
+        session.close()
+        return taken
+
+    assert steps_of("empty store", []) == []
+    used: list[str] = request.getfixturevalue("used")
+    taken.clear()  # builds take them too
+    assert steps_of("graphs of another machine", used, is_safe=False) == []
+    assert steps_of("a checkpoint that was never drawn with", []) == [
+        "a checkpoint that was never drawn with"
+    ]
+    taken.clear()
+    assert steps_of("used before", used) == ["used before"]
