@@ -146,10 +146,34 @@ def attributes():
     return {"modules": found, "classes": classes}
 
 
+WATCH = {"is on": False, "most": 0}
+
+
 def features():
-    """Memory of the features that the tested extension keeps just now, in bytes: of all, and of
-    those that no CUDA graph reads."""
+    """Memory of the features that the tested extension keeps just now, in bytes: of all, of those
+    that no CUDA graph reads, and the most that a watch has seen, which ends."""
+    WATCH["is on"] = False
     gc.collect()  # the traceback of an error holds what its frames held, until then
+    return {**feature_sizes(), "most": WATCH["most"]}
+
+
+def watch_features():
+    """Look at them at each step from now on, in the thread that draws.
+
+    While another thread collects garbage, Forge Neo changes the list of loaded models that a job
+    runs through (`weakref.finalize(model, cleanup_models)`).
+    """
+    gc.collect()
+    WATCH.update({"is on": True, "most": 0})
+    return feature_sizes()
+
+
+def note_features(_):
+    if WATCH["is on"]:
+        WATCH["most"] = max(WATCH["most"], feature_sizes()["all"])
+
+
+def feature_sizes():
     objects = gc.get_objects()
     found = [one for one in objects if type(one).__name__ == "Feature"]
     read = {id(one.keeps) for one in objects if type(one).__name__ == "CapturedGraph"}
@@ -163,6 +187,7 @@ def features():
 def add_routes(_, app):
     app.add_api_route("/onediff-probe/attributes", attributes, methods=["GET"])
     app.add_api_route("/onediff-probe/features", features, methods=["GET"])
+    app.add_api_route("/onediff-probe/watch-features", watch_features, methods=["POST"])
     app.add_api_route("/onediff-probe/functions", functions, methods=["GET"])
     app.add_api_route("/onediff-probe/conditions", conditions, methods=["GET"])
     app.add_api_route("/onediff-probe/remove-hypertile", remove_hypertile, methods=["POST"])
@@ -239,3 +264,4 @@ def conditions():
 
 
 script_callbacks.on_app_started(add_routes)
+script_callbacks.on_cfg_denoiser(note_features)
