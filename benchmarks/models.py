@@ -127,6 +127,11 @@ def _text_encoder(
     cls = CLIPTextModelWithProjection if number else CLIPTextModel
     with torch.device(device):
         made: Any = cls(CLIPTextConfig(**config))
+    # With default initialisation the mean of the embeddings is zero but for rounding. WebUIs scale
+    # a prompt with weights by a ratio of such means, which is NaN in fp16.
+    for name, layer in made.named_modules():
+        if name.endswith("final_layer_norm"):
+            torch.nn.init.normal_(layer.bias, mean=0.1, std=0.1)
     return made.to(dtype).eval().requires_grad_(False)
 
 
