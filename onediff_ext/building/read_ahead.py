@@ -136,6 +136,26 @@ class ReadAhead:
         with quick_switches(), without_collection():
             self._read_each(digests, device)
 
+    def begin_picture(self, patience_s: float, expected_s: float) -> None:
+        """Decide at the begin of a picture whether it waits for its graphs, before `defer` does.
+
+        A host may load its model then, which takes Python too. Where the picture is drawn eager,
+        loading pauses until `end_picture`. It goes on beside the pictures after that.
+
+        Args:
+            patience_s, expected_s: As for `start`.
+        """
+        with self._changed:
+            if self._is_deferred is not None:
+                self._end_pause()
+            elif self._is_busy:
+                self._patience_s, self._expected_s = patience_s, expected_s
+                self._decide(is_coming=True)
+
+    def end_picture(self) -> None:
+        """Go on after a picture that `begin_picture` has begun."""
+        self._end_pause()
+
     def defer(self, kind: BlockKind) -> bool:
         """Have a graph come into use after the present picture, if a wait for it does not pay.
 
@@ -154,16 +174,12 @@ class ReadAhead:
                 return False
             if digest not in self._coming and digest not in self._graphs:
                 return False
-            if self._is_deferred is None:
-                left_s = self._began_at + self._expected_s - time.monotonic()
-                self._is_deferred = bool(self._coming) and left_s > self._patience_s
-                if self._is_deferred:
-                    self._is_paused = True
-                    self._context.foreground.between_pictures(self._end_pause)
+            if self._is_deferred is None and self._decide(bool(self._coming)):
+                self._context.foreground.between_pictures(self._end_pause)
             if self._is_deferred:
                 self._deferred.append(kind)
                 kind.is_coming, kind.reason = True, "its stored graph is being loaded"
-            return self._is_deferred
+            return bool(self._is_deferred)
 
     def take(self, digest: str, device: torch.device) -> Graph | None:
         """Hand over a graph, once; waits up to 10 s for one that is about to be loaded.
@@ -210,6 +226,11 @@ class ReadAhead:
         self._patience_s, self._expected_s = request.patience_s, request.expected_s
         self._began_at, self._paused_s = time.monotonic(), 0.0
 
+    def _decide(self, is_coming: bool) -> bool:
+        left_s = self._began_at + self._expected_s - time.monotonic()
+        self._is_deferred = self._is_paused = is_coming and left_s > self._patience_s
+        return self._is_deferred
+
     def _read(self, request: _Request) -> None:
         following: _Request | None = request
         try:
@@ -250,7 +271,7 @@ class ReadAhead:
                 self._prepare(device)
         finally:
             self._read_each(found, device)
-            if self._next is None:
+            if self._next is None and found:
                 self.load_s = time.monotonic() - self._began_at - self._paused_s
 
     def _prepare(self, device: torch.device) -> None:

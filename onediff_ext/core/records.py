@@ -196,3 +196,12 @@ def number(fields: Mapping[str, object], name: str) -> float:
     if not math.isfinite(finite):
         raise StoreError(f"Field {name!r} is not a finite number.")
     return finite
+
+
+def seconds(value: object) -> float:
+    """Return a duration in seconds; 0 for a missing one and for anything that is none."""
+    try:
+        found = number({"": value}, "")
+    except StoreError:
+        return 0.0
+    return max(0.0, found)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from onediff_ext.core.records import items, mapping
+from onediff_ext.core.records import items, mapping, seconds
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.shared_record import SharedRecord
 from onediff_ext.store.stored_graph import is_digest
@@ -89,13 +88,7 @@ def _use(record: object) -> LastUse:
     digests = items(fields.get("kinds"))
     return LastUse(
         tuple(digest for digest in digests if isinstance(digest, str) and is_digest(digest)),
-        _seconds(fields.get("saved_s")),
-        _seconds(fields.get("load_s")),
-        round(min(_seconds(fields.get("pictures")), COUNTED_PICTURES)),
+        seconds(fields.get("saved_s")),
+        seconds(fields.get("load_s")),
+        round(min(seconds(fields.get("pictures")), COUNTED_PICTURES)),
     )
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, (int, float)) and math.isfinite(value) and value > 0:
-        return float(value)
-    return 0.0

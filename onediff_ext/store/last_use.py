@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from onediff_ext.core.records import mapping, text
+from onediff_ext.core.records import mapping, seconds, text
 from onediff_ext.store.folder import StoreFolder
 from onediff_ext.store.json_records import RecordError
 from onediff_ext.store.shared_record import SharedRecord
@@ -27,6 +27,9 @@ class WebUIUse:
         choices: The user's, by name, as JSON has them.
         content_hash, name, path, architecture: Of the checkpoint, as in `CheckpointRecords.record`.
         device: Where its models were, such as ``"cuda:0"``.
+        saved_s: Estimate of what graphs save in a step of a megapixel, in seconds; 0 where that is
+            not known.
+        load_s: How long it took to load the graphs ahead, in seconds; 0 where that is not known.
     """
 
     choices: Mapping[str, object]
@@ -35,6 +38,8 @@ class WebUIUse:
     path: str
     architecture: str
     device: str
+    saved_s: float = 0.0
+    load_s: float = 0.0
 
 
 class WebUIUses:
@@ -87,7 +92,12 @@ def _parse(fields: Mapping[str, object]) -> _Uses:
 def _use(fields: dict[str, object]) -> WebUIUse:
     names = ("content_hash", "name", "path", "architecture", "device")
     choices = mapping(fields.get("choices"), "choices")
-    use = WebUIUse(choices, **{name: text(fields, name) for name in names})
+    use = WebUIUse(
+        choices,
+        **{name: text(fields, name) for name in names},
+        saved_s=seconds(fields.get("saved_s")),
+        load_s=seconds(fields.get("load_s")),
+    )
     if not is_digest(use.content_hash):
         raise RecordError("Its content hash is none.")
     return use

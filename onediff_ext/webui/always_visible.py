@@ -67,6 +67,10 @@ class OneDiffScript(scripts.Script):
         ]
         return panel.inputs
 
+    def before_process(self, p: Any, *args: Any) -> None:  # noqa: ARG002
+        """The host calls this before it loads the job's checkpoint."""
+        extension.current().before_load(p)
+
     def process(self, p: Any, *args: Any) -> None:
         """Start the job: the host calls this before it encodes or samples."""
         state = extension.current()

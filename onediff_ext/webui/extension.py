@@ -19,9 +19,12 @@ from onediff_ext.hosts.base import HostCheckpoint, WebUIHost
 from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.fields import DRAW_WITHOUT, STOP
 from onediff_ext.panel.presets import CUSTOM
+from onediff_ext.session.graph_savings import USUAL_LOAD_S, saved_by_graphs_s
+from onediff_ext.session.session import Session
 from onediff_ext.session.substitutes import Substitute
 from onediff_ext.store import GraphLibrary, default_root
 from onediff_ext.store.last_use import WebUIUse, WebUIUses
+from onediff_ext.webui.first_picture import job_shapes, work_of
 from onediff_ext.webui.graphs_for_jobs import GraphsForJobs
 from onediff_ext.webui.settings import Settings
 from onediff_ext.webui.warm_up_jobs import WarmUpJobs
@@ -51,9 +54,11 @@ class Extension:
         self._notes: tuple[str, ...] = ()
         self._substitutes: Sequence[Substitute] = ()
         self._was_ever_on = self._is_off = False
+        self._is_first_job = True
         # Of the jobs that have graphs, by id. A job that failed may never end.
         self._choices: dict[int, Choices] = {}
         self._last_use: WebUIUse | None = None
+        self._use_before: WebUIUse | None = None  # of the process before this one
         self._writing: threading.Thread | None = None
 
     def compile_options(self, choices: Choices) -> CompileOptions:
@@ -69,6 +74,19 @@ class Extension:
             store_limit_bytes=self.settings.store_limit_bytes,
             build=self.settings.build,
         )
+
+    def before_load(self, job: Any) -> None:
+        """Called before the host loads a job's model, which takes seconds in Forge.
+
+        Args:
+            job: The host's processing object ``p``.
+        """
+        use = self._use_before
+        if use is None or not use.saved_s or not self._is_first_job:
+            return
+        if torch.device(use.device).type == "cpu":  # steps take longer there than loading does
+            return
+        self.graphs.before_load(use.saved_s * work_of(job), use.load_s or USUAL_LOAD_S)
 
     def begin(self, job: Any, choices: Choices, notes: tuple[str, ...] = ()) -> str | None:
         """Start a job.
@@ -115,10 +133,11 @@ class Extension:
             job: The host's processing object ``p``.
         """
         self.graphs.end(job)
+        self._is_first_job = False
         choices = self._choices.pop(id(job), None)
         if choices is not None:
             try:
-                self._note_use(choices)
+                self._note_use(choices, work_of(job))
             except Exception:  # the picture is there: nothing may end it
                 logger.debug("The last use is not known", exc_info=True)
 
@@ -185,7 +204,7 @@ class Extension:
         if self._writing is not None:
             self._writing.join(_WRITE_S)
 
-    def _note_use(self, choices: Choices) -> None:
+    def _note_use(self, choices: Choices, work: float) -> None:
         session, checkpoint, device = (
             self.graphs.session,
             self.host.checkpoint(),
@@ -202,10 +221,22 @@ class Extension:
             checkpoint.path,
             checkpoint.architecture,
             str(device),
+            *self._seconds(session, checkpoint.content_hash, work),
         )
         if use != self._last_use:
             self._last_use = use
             self._write(WebUIUses(session.library.folder).note, self.host.name, use)
+
+    def _seconds(self, session: Session, content_hash: str, work: float) -> tuple[float, float]:
+        """`WebUIUse.saved_s` and `load_s`, measured once for a checkpoint in this process."""
+        known = self._last_use or self._use_before
+        if known is not None and known.content_hash != content_hash:
+            known = None
+        saved_s, load_s = (known.saved_s, known.load_s) if known else (0.0, 0.0)
+        if known is None or known is self._use_before or not saved_s:
+            saved_s = saved_by_graphs_s(session.kinds, session.timer.steps_s) / work or saved_s
+            load_s = session.read_ahead.load_s or load_s
+        return round(saved_s, 4), round(load_s, 3)
 
     def _forget_use(self) -> None:
         """The first picture after a start is drawn without graphs: load none at the next start."""
@@ -223,6 +254,7 @@ class Extension:
         try:
             use = WebUIUses(self.library().folder).of(self.host.name)
             if use is not None and use.path == self.host.chosen_path():
+                self._use_before = use
                 options = self.compile_options(Choices.parse(use.choices))
                 checkpoint = HostCheckpoint(
                     use.name, "", use.architecture, use.content_hash, use.path
@@ -248,22 +280,6 @@ class Extension:
         self.graphs.eager.clear()
         if reason:
             self.graphs.eager.add(reason)
-
-
-def job_shapes(job: Any) -> list[tuple[int, int, int]]:
-    """(width, height, batch) of a job's passes, in pixels; hires-fix has a second pass."""
-    width, height = int(job.width), int(job.height)
-    batch = int(getattr(job, "batch_size", 1) or 1)
-    shapes = [(width, height, batch)]
-    if getattr(job, "enable_hr", False):
-        scale = float(getattr(job, "hr_scale", 1) or 1)
-        second = (
-            int(getattr(job, "hr_resize_x", 0) or 0) or round(width * scale),
-            int(getattr(job, "hr_resize_y", 0) or 0) or round(height * scale),
-            batch,
-        )
-        shapes.append(second)
-    return shapes
 
 
 _current: Extension | None = None

@@ -65,6 +65,17 @@ class GraphsForJobs:
 
     # ------------------------------------------------------------------ the life of a job
 
+    def before_load(self, patience_s: float, expected_s: float) -> None:
+        """Decide whether the first picture waits for graphs: called before the host loads a model.
+
+        Args:
+            patience_s: The seconds that they are likely to save in the job.
+            expected_s: Estimate of how long they take to load, in seconds.
+        """
+        session = self.expected
+        if session is not None:
+            session.read_ahead.begin_picture(patience_s, expected_s)
+
     def begin(
         self,
         host_job: Any,
@@ -161,6 +172,8 @@ class GraphsForJobs:
                 self._memory.undo()
                 PINNED_MEMORY.settle()
             self._finish_ended(host_job)
+            if self.session is not None:
+                self.session.read_ahead.end_picture()
 
     def model_loaded(self) -> None:
         """Forget checkpoints that are gone: called from ``on_model_loaded``."""

@@ -160,6 +160,50 @@ def test_loading_pauses_while_that_picture_is_drawn(
     assert states(session) == {KindState.READY}
 
 
+def test_loading_pauses_from_the_begin_of_a_picture_that_does_not_wait(
+    loading: Loading,
+    used: list[str],
+    expected: torch.Tensor,
+) -> None:
+    """A host loads its model in between, in Python."""
+    small, session, loads = loading(patience_s=math.inf)
+    session.read_ahead.begin_picture(patience_s=1.0, expected_s=1000.0)
+    loads.go_on.set()
+    time.sleep(PAUSE_S)
+    assert loads.count == 1  # the one that had begun
+    assert torch.equal(draw(small, 2), expected)
+    assert {kind.reason for kind in session.kinds} == {IS_LOADING}
+    time.sleep(PAUSE_S)
+    assert loads.count == 1
+    session.read_ahead.end_picture()
+    session.read_ahead.wait(TIMEOUT_S)
+    assert loads.count == len(used)
+    assert relative_error(draw(small, 2), expected) < 1e-4
+    assert states(session) == {KindState.READY}
+
+
+def test_only_one_picture_pauses_loading(loading: Loading, used: list[str]) -> None:
+    _, session, loads = loading()
+    session.read_ahead.begin_picture(patience_s=1.0, expected_s=1000.0)
+    session.read_ahead.begin_picture(patience_s=1.0, expected_s=1000.0)  # the first one failed
+    loads.go_on.set()
+    thread = session.read_ahead._thread
+    assert thread is not None
+    thread.join(TIMEOUT_S)
+    assert loads.count == len(used)
+
+
+def test_a_picture_that_saves_more_than_the_rest_takes_pauses_nothing(
+    loading: Loading, used: list[str]
+) -> None:
+    small, session, loads = loading()
+    session.read_ahead.begin_picture(patience_s=10.0, expected_s=5.0)
+    loads.go_on.set()
+    draw(small, 2)
+    assert states(session) == {KindState.READY}
+    assert loads.count == len(used)
+
+
 def test_the_pause_is_no_part_of_the_loading_time(
     loading: Loading,
 ) -> None:

@@ -63,6 +63,20 @@ def test_a_record_that_cannot_be_used_is_none(
     assert uses.of("forge") == USE
 
 
+@pytest.mark.parametrize("value", [None, "2", True, [], -1, 10**400, float("inf"), float("nan")])
+def test_a_time_that_is_none_is_not_known(library: GraphLibrary, value: object) -> None:
+    uses = WebUIUses(library.folder)
+    uses.note("forge", replace(USE, saved_s=0.02, load_s=2.5))
+    path = library.folder.home / LAST_USE_FILE
+    record = json.loads(path.read_text(encoding="ascii"))
+    record["hosts"]["forge"].update(saved_s=value)
+    path.write_text(json.dumps(record), encoding="ascii")
+    assert uses.of("forge") == replace(USE, load_s=2.5)
+    record["hosts"]["forge"].pop("load_s")  # of an earlier version
+    path.write_text(json.dumps(record), encoding="ascii")
+    assert uses.of("forge") == USE
+
+
 def test_verify_finds_a_damaged_record(library: GraphLibrary) -> None:
     WebUIUses(library.folder).note("forge", USE)
     path = library.folder.home / LAST_USE_FILE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,4 +197,71 @@ def test_a_job_within_a_job_is_not_the_last_use(
     extension.end(outer)
     extension.wait_for_writes()
     assert WebUIUses(folder).of("forge") is not None
+    extension.close()
+
+
+def test_what_graphs_save_is_known_at_the_next_start(
+    host: ForgeStandIn, options: StandInOptions, folder: StoreFolder
+) -> None:
+    options.onediff_build = "after the first step"  # type: ignore[attr-defined]
+    first = started(options)
+    for _ in range(3):
+        draw(first, host)
+    first.close()
+    used = WebUIUses(folder).of("forge")
+    assert used is not None
+    assert used.saved_s > 0
+    assert used.load_s == 0  # nothing was loaded
+    second = started(options)
+    second.read_ahead().join()
+    assert second.graphs.session is not None
+    second.graphs.session.read_ahead.wait()
+    draw(second, host)
+    second.close()
+    again = WebUIUses(folder).of("forge")
+    assert again is not None
+    assert again.load_s > 0
+    assert again.saved_s > 0
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_the_first_job_says_how_long_it_would_wait(
+    device: str, options: StandInOptions, folder: StoreFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WebUIUses(folder).note("forge", replace(use_on(device), saved_s=0.02, load_s=2.5))
+    extension, asked = started(options), []
+    monkeypatch.setattr(extension.graphs, "before_load", lambda *arguments: asked.append(arguments))
+    job = StandInJob()
+    job.width, job.height, job.batch_size, job.n_iter, job.steps = 1000, 500, 2, 3, 20
+    extension.before_load(job)
+    assert asked == []  # nothing is loaded yet
+    extension.read_ahead().join()
+    extension.before_load(job)
+    assert asked == ([] if device == "cpu" else [(pytest.approx(0.02 * 3 * 20), 2.5)])
+    extension.end(job)
+    asked.clear()
+    extension.before_load(job)
+    assert asked == []
+    extension.close()
+
+
+def test_a_first_picture_that_does_not_wait_pauses_loading_until_its_end(
+    host: ForgeStandIn, options: StandInOptions
+) -> None:
+    first = started(options)
+    expected = draw(first, host)
+    first.close()
+    extension = started(options)
+    extension.read_ahead().join()
+    session = extension.graphs.expected
+    assert session is not None
+    session.read_ahead.wait()
+    calls: list[str] = []
+    read_ahead: Any = session.read_ahead
+    read_ahead.begin_picture = lambda *_: calls.append("begin")
+    read_ahead.end_picture = lambda: calls.append("end")
+    extension.graphs.before_load(0.1, 3.0)
+    assert calls == ["begin"]
+    torch.testing.assert_close(draw(extension, host), expected)
+    assert calls == ["begin", "end"]
     extension.close()

@@ -11,14 +11,10 @@ from typing import Any
 from torch import nn
 
 from onediff_ext.core.components import ComponentId
-from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
+from onediff_ext.engine.blocks.block_kind import KindState
+from onediff_ext.session.graph_savings import USUAL_LOAD_S, saved_by_graphs_s
 from onediff_ext.session.session import Session
 from onediff_ext.store import COUNTED_PICTURES, LastKinds, LastUse
-
-# Until it was measured: 31 graphs of Stable Diffusion 1.5 on an H100.
-_USUAL_LOAD_S = 3.0
-# What graphs save, as a share of the steps' time without them and with them. An estimate.
-_SAVED_OF_EAGER, _SAVED_OF_COMPILED = 0.55, 1.2
 
 
 class PipelineKinds:
@@ -50,7 +46,7 @@ class PipelineKinds:
             lambda: last.kinds,
             parameter.device,
             patience_s=math.inf if waits else last.saved_s * max(1, last.pictures),
-            expected_s=last.load_s or _USUAL_LOAD_S,
+            expected_s=last.load_s or USUAL_LOAD_S,
         )
 
     def record(self) -> None:
@@ -58,7 +54,8 @@ class PipelineKinds:
         self._pictures += 1
         kinds = [k for k in self._session.kinds if k.state is not KindState.FAILED]
         digests = tuple(kind.key.digest for kind in kinds)
-        saved_s = self._saved_s(kinds) if self._pictures == 1 else 0.0
+        steps_s = self._session.timer.steps_s
+        saved_s = saved_by_graphs_s(kinds, steps_s) if self._pictures == 1 else 0.0
         load_s = self._session.read_ahead.load_s
         use = LastUse(
             digests,
@@ -69,14 +66,6 @@ class PipelineKinds:
         if digests and use != self._last:
             self._last = use
             self._records.record(self._form, use)
-
-    def _saved_s(self, kinds: Sequence[BlockKind]) -> float:
-        """Estimate what graphs save in such a picture, in seconds; 0 where nothing is known."""
-        served = {kind.state is KindState.READY for kind in kinds}  # new ones serve the next one
-        if len(served) != 1:
-            return 0.0
-        share = _SAVED_OF_COMPILED if served == {True} else _SAVED_OF_EAGER
-        return round(share * self._session.timer.steps_s, 3)
 
 
 def form_of(session: Session, models: Sequence[tuple[ComponentId, nn.Module]]) -> str:
