@@ -15,6 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 _WHITE = (255, 255, 255)
 _MAX_16_BIT = 65535
+_GREY = 128
+_MOST_LEVELS_OFF = 16
+"""The middle grey of sRGB's own profiles is off by less; that of a linear one is off by 60."""
 _FROM_16_BIT = [(value * 255 + _MAX_16_BIT // 2) // _MAX_16_BIT for value in range(65536)]
 
 
@@ -118,7 +121,11 @@ def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
 
 
 def _is_srgb(profile: ImageCms.ImageCmsProfile) -> bool:
-    return "srgb" in ImageCms.getProfileDescription(profile).lower()
+    """Whether a profile is sRGB by its name and its tone curve: "Linear sRGB" is not."""
+    if "srgb" not in ImageCms.getProfileDescription(profile).lower():
+        return False
+    grey = _through_profile(Image.new("RGB", (1, 1), (_GREY, _GREY, _GREY)), profile)
+    return all(abs(level - _GREY) <= _MOST_LEVELS_OFF for level in grey.tobytes())
 
 
 def _through_profile(image: Image.Image, source: ImageCms.ImageCmsProfile) -> Image.Image:
