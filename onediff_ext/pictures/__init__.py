@@ -9,6 +9,7 @@ canvas_images    an image on its canvas, and a result cut out of its canvas
 captions         an image's own prompt
 naming           templates → file names
 writing          PNG files, whole or not at all, with infotext and the job's digest
+new_files        a result in a file of its own, beside other processes
 infotext_format  the WebUI's text of how an image was made: read and written
 png_chunks       the text chunks of PNG files
 skipped          inputs that were left out, with the reasons

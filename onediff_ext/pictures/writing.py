@@ -44,6 +44,10 @@ _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.tmp")
 _STALE_AGE_S = 120.0
 
 
+class NameTakenError(PictureError):
+    """A file that was to be a new one has come from elsewhere meanwhile."""
+
+
 def write_png(
     path: Path,
     image: Image.Image,
@@ -52,6 +56,7 @@ def write_png(
     digest: str,
     alpha: Image.Image | None = None,
     compress_level: int = 4,
+    replaces: bool = True,
 ) -> None:
     """Write a PNG file with its infotext and its job's digest.
 
@@ -65,8 +70,10 @@ def write_png(
         digest: From `resume.job_digest`, for the ``onediff_job`` chunk.
         alpha: "L" image of the same size, written as transparency.
         compress_level: 0 (fast, large) to 9.
+        replaces: An existing file is replaced. At a URL it always is.
 
     Raises:
+        NameTakenError: Another process has written a file there, which stays.
         PictureError: The file cannot be written; no partial file stays.
     """
     chunks = PngInfo()
@@ -88,7 +95,10 @@ def write_png(
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             _write_through(unfinished, image, chunks, compress_level)
-            os.replace(unfinished, path)
+            if replaces:
+                os.replace(unfinished, path)
+            else:
+                _publish_new(unfinished, path)
             reached("replaced")
         except BaseException:
             with contextlib.suppress(OSError):
@@ -98,6 +108,17 @@ def write_png(
         reached("folder synced")
     except OSError as exc:
         raise _not_written(path, exc) from exc
+
+
+def _publish_new(unfinished: Path, path: Path) -> None:
+    try:
+        os.link(unfinished, path)  # a rename would replace what another process has written
+    except OSError as exc:
+        if os.path.lexists(path):
+            raise NameTakenError(f"{path} is there already.", "Choose another name.") from exc
+        os.replace(unfinished, path)  # a disk without links
+    else:
+        unfinished.unlink()
 
 
 def make_folder(folder: Path) -> None:

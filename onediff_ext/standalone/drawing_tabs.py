@@ -17,10 +17,9 @@ from onediff_ext.panel.choices import Choices
 from onediff_ext.panel.infotext_entries import infotext_entries
 from onediff_ext.pictures.canvas_images import from_canvas, to_canvas
 from onediff_ext.pictures.canvas_sizes import fit_size
-from onediff_ext.pictures.naming import free_path
+from onediff_ext.pictures.new_files import write_new_png
 from onediff_ext.pictures.reading import read_picture
 from onediff_ext.pictures.size_rules import parse_size_rule
-from onediff_ext.pictures.writing import write_png
 from onediff_ext.standalone.app import StandaloneApp
 
 MAX_SEED = 2**32 - 1
@@ -146,9 +145,8 @@ def _keep(
             image.size,
             {**extra, **lora_field(standalone_app.identity), **used},
         )
-        path = free_path(output_dir / f"{seed:010d}-{image.width}x{image.height}.png")
-        write_png(path, image, infotext=text, digest="")
-        paths.append(path)
+        path = output_dir / f"{seed:010d}-{image.width}x{image.height}.png"
+        paths.append(write_new_png(path, image, infotext=text, digest=""))
     count = counted(len(paths), "picture")
     took, step = f"{drawn.seconds:.1f}", f"{drawn.seconds_per_step:.3f}"
     said = f"{count} in {took} s, {step} s a step. Seed {seeds[0]}."

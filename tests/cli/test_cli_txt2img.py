@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
+from onediff_ext.hosts.diffusers.jobs import txt2img_results
 from onediff_ext.pictures.infotext_format import parse_infotext
+from onediff_ext.pictures.writing import write_png
 from tests.support.command_line import KINDS
 from tests.support.sample_pictures import difference, infotext_of
 
@@ -52,6 +54,24 @@ def test_sizes_and_seeds(draw: Callable[..., dict[str, Any]], tmp_path: Path) ->
     drawn = Path(alone["pictures"][0]["output"])
     assert difference(drawn, tmp_path / "out" / names[2]) <= 1
     assert difference(drawn, tmp_path / "out" / names[1]) > 8
+
+
+def test_two_runs_into_one_folder_at_the_same_time(
+    draw: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other run's picture appears when this one has chosen its names and not yet written them.
+    compose = txt2img_results.compose_infotext
+    other = tmp_path / "out" / "00000-64x64.png"
+
+    def other_run_is_first(*arguments: Any) -> str:
+        write_png(other, Image.new("RGB", (64, 64)), infotext="a dog", digest="another run")
+        return compose(*arguments)
+
+    monkeypatch.setattr(txt2img_results, "compose_infotext", other_run_is_first)
+    report = draw(other.parent, "--sizes", "64x64", "-p", "a fox", "--eager")
+    [ours] = [Path(picture["output"]) for picture in report["pictures"]]
+    assert infotext_of(other) == "a dog"
+    assert infotext_of(ours).startswith("a fox")
 
 
 def test_nothing_is_overwritten(draw: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

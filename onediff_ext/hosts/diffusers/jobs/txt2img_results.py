@@ -10,8 +10,7 @@ from onediff_ext.core.errors import PictureError
 from onediff_ext.hosts.diffusers.jobs.compose_infotext import compose_infotext, lora_field
 from onediff_ext.hosts.diffusers.jobs.run_report import PictureResult
 from onediff_ext.pictures.naming import free_path
-from onediff_ext.pictures.urls import exists
-from onediff_ext.pictures.writing import write_png
+from onediff_ext.pictures.new_files import write_new_png
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
@@ -30,6 +29,7 @@ def write_results(
     drawn: Drawn,
     seeds: Sequence[int],
     paths: Sequence[Path],
+    run: str,
 ) -> list[PictureResult | PictureError]:
     """Write the pictures of one batch.
 
@@ -38,7 +38,9 @@ def write_results(
         settings: What was drawn.
         identity: Checkpoint and LoRAs, for the infotext.
         drawn: The batch.
-        seeds, paths: Seed and file of each picture. A file that exists stays.
+        seeds, paths: Seed and file of each picture. A file that another run has written there
+            meanwhile stays, and the picture gets the next name.
+        run: Different in each run. What a lost worker of this run wrote is not written again.
 
     Returns:
         For each picture its result, or why there is none.
@@ -52,12 +54,11 @@ def write_results(
             results.append(drawn.error(index))
             continue
         text = compose_infotext(image_generator, settings, seed, image.size, lora_field(identity))
-        if not exists(path):  # else a worker of this run wrote it before it was lost
-            write_png(path, image, infotext=text, digest="")
+        written = write_new_png(path, image, infotext=text, digest=f"{run}-{seed}")
         results.append(
             PictureResult(
                 input="",
-                output=str(path),
+                output=str(written),
                 width=image.width,
                 height=image.height,
                 seconds=drawn.seconds / len(seeds),
