@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import logging
+import math
+from array import array
 
 from PIL import Image, ImageCms
 
@@ -47,12 +49,24 @@ def _to_8_bit(image: Image.Image) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;"):
         return _from_integers(image)
     if image.mode == "F":
+        image = _finite(image)
         brightest = float(_brightest(image))
         # Floats have no standard white: take the smallest usual one that no pixel exceeds.
         white = next((white for white in (1.0, 255.0, 65535.0) if brightest <= white), brightest)
         scale = 255 / white
         return image.point(lambda value: value * scale + 0.5).convert("L")
     return image
+
+
+def _finite(image: Image.Image) -> Image.Image:
+    """Make NaN, which marks pixels without data, black, and infinity as bright as the brightest."""
+    if math.isfinite(_brightest(image)):
+        return image
+    values = array("f", image.tobytes())
+    brightest = max(filter(math.isfinite, values), default=1.0)
+    # NaN is neither above nor below.
+    repaired = (v if v <= brightest else brightest if v > brightest else 0.0 for v in values)
+    return Image.frombytes("F", image.size, array("f", repaired).tobytes())
 
 
 def _from_integers(image: Image.Image) -> Image.Image:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 from pathlib import Path
 
+import pytest
 from PIL import Image, ImageCms
 
 from onediff_ext.pictures.reading import read_picture
@@ -38,3 +40,13 @@ def _grey_at(path: Path, x: int) -> int:
     red, green, blue = read_picture(path).image.getpixel((x, 0))  # type: ignore[misc]
     assert red == green == blue
     return int(red)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_floats_that_are_no_numbers_spoil_no_other_pixel(tmp_path: Path, bad: float) -> None:
+    image = Image.new("F", (3, 1), 0.5)
+    image.putpixel((0, 0), bad)
+    image.putpixel((2, 0), 1.0)
+    image.save(tmp_path / "a.tif")
+    expected = 255 if bad == math.inf else 0
+    assert [_grey_at(tmp_path / "a.tif", x) for x in range(3)] == [expected, 128, 255]
