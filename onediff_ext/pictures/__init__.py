@@ -3,6 +3,7 @@
 finding          files and folders → images, in natural order
 picture_header   an image's size and format, from its header
 reading          an image's pixels: upright, 8-bit sRGB, first frame
+stored_pixels    what Pillow leaves as the file has it
 size_rules       rules such as ``longest:1024`` → the size of a result
 canvas_sizes     the size that the model generates for it
 canvas_images    an image on its canvas, and a result cut out of its canvas

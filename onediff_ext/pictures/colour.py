@@ -100,7 +100,7 @@ def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     if image.mode in ("LA", "La"):
         grey_alpha = image.convert("LA")
         return grey_alpha.getchannel("L"), grey_alpha.getchannel("A")
-    rgba = _with_8_bit_key(image).convert("RGBA")
+    rgba = image.convert("RGBA")
     return rgba.convert("RGB"), rgba.getchannel("A")
 
 
@@ -110,15 +110,6 @@ def _has_transparency(image: Image.Image) -> bool:
     if image.mode == "P" and image.palette is not None and image.palette.mode.endswith("A"):
         return True
     return "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
-
-
-def _with_8_bit_key(image: Image.Image) -> Image.Image:
-    """Scale a transparent colour of 16 bits to 8, like the pixels."""
-    key = image.info.get("transparency")
-    if isinstance(key, tuple) and max(key) > 255:
-        image = image.copy()
-        image.info["transparency"] = tuple(part >> 8 for part in key)
-    return image
 
 
 def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:

@@ -10,6 +10,7 @@ from PIL import Image
 from onediff_ext.pictures.colour import to_rgb
 from onediff_ext.pictures.formats import open_picture
 from onediff_ext.pictures.picture_header import PictureHeader, header_of, orientation_of
+from onediff_ext.pictures.stored_pixels import as_meant, stored_as
 
 # EXIF orientation → the operation that makes the image upright. CIPA DC-008, tag 0x0112.
 _TURNS = {
@@ -52,8 +53,9 @@ def read_picture(path: Path) -> Picture:
     with open_picture(path) as opened:
         header = header_of(path, opened)
         turn = _TURNS.get(orientation_of(path, opened))
+        stored = stored_as(opened)
         opened.load()
-        image, alpha = to_rgb(opened)
+        image, alpha = to_rgb(as_meant(opened, stored))
         if image is opened:
             image = opened.copy()
         image.info = {}
