@@ -81,3 +81,23 @@ def test_a_sheet_holds_all_pictures(tmp_path: Path):
     assert sheet.width >= 80 + 80 + 40
     assert sheet.height >= 2 * 40
     assert (255, 0, 0) in {color for _, color in sheet.getcolors(10**6)}
+
+
+def test_a_caption_in_capitals_is_used(tmp_path: Path):
+    # Cameras and Windows programs write CAT.JPG and CAT.TXT.
+    Image.new("RGB", (64, 64)).save(tmp_path / "CAT.JPG")
+    (tmp_path / "CAT.TXT").write_text("a cat")
+    report = SkipReport()
+    job = BatchJob([tmp_path], tmp_path / "out", OwnSize(), seed=0, captions=True)
+    plan = plan_batch(job, lambda one: {"prompt": one.caption}, report)
+    assert [result.planned.caption for result in plan.todo] == ["a cat"]
+    assert report.skipped == []
+
+
+def test_a_text_that_is_not_read_as_a_caption_is_reported(tmp_path: Path):
+    Image.new("RGB", (64, 64)).save(tmp_path / "cat.jpg")
+    (tmp_path / "cat.tXt").write_text("a cat")
+    report = SkipReport()
+    find_pictures([tmp_path], report=report)
+    read = read_caption(tmp_path / "cat.jpg")  # on a disk that ignores case
+    assert read == "a cat" or [entry.path.name for entry in report.skipped] == ["cat.tXt"]
