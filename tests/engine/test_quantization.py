@@ -245,3 +245,20 @@ def test_accumulation_is_as_it_was_afterwards_on_errors_too() -> None:
 def _fail_within(matmul: object) -> None:
     assert matmul.allow_fp16_accumulation  # type: ignore[attr-defined]
     raise ValueError("drawn")
+
+
+@pytest.mark.skipif(RELEASE < (2, 7), reason=f"torch {torch.__version__} has no such setting")
+def test_accumulation_of_two_threads_ends_with_the_last_one() -> None:
+    """Forwards of two threads begin and end in any order."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_accumulation
+    first, second = accumulation("fp16-accumulation"), accumulation("fp16-accumulation")
+    try:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert matmul.allow_fp16_accumulation  # the second forward still runs
+        second.__exit__(None, None, None)
+        assert matmul.allow_fp16_accumulation == before
+    finally:
+        matmul.allow_fp16_accumulation = before
