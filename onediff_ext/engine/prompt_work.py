@@ -36,6 +36,7 @@ from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
 from onediff_ext.engine.running.text_kv import stamp_of
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.foreign_code import replaced_methods
 from onediff_ext.engine.validity.model_state import ModelState
@@ -94,7 +95,7 @@ class _Result(NamedTuple):
         )
 
 
-class PassThrough:
+class PassThrough(StandIn):
     """Stands in place of a layer's forward, and returns its input where its work is done.
 
     Args:

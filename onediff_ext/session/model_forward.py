@@ -14,6 +14,7 @@ from onediff_ext.engine.class_methods import ClassForward, forward_slot
 from onediff_ext.engine.cuda_graphs.captured_forward import CapturedForward
 from onediff_ext.engine.forward_variants import variant_of
 from onediff_ext.engine.running.fp16_accumulation import accumulation
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.validity.foreign_code import transform_reason
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _PROMPT_IS_DONE = "the prompt's part is done"  # a variant of the forward
 
 
-class ModelForward:
+class ModelForward(StandIn):
     """A model's forward that builds missing graphs after its result is computed.
 
     So a forward never switches from eager to graphs halfway.

@@ -28,6 +28,7 @@ from onediff_ext.engine.cuda_graphs.recording_policy import RecordingPolicy
 from onediff_ext.engine.cuda_graphs.replay_checks import UNDECIDED, ReplayChecks
 from onediff_ext.engine.cuda_graphs.trusted_modules import TrustedModules
 from onediff_ext.engine.running.block_runner import BlockRunner, epoch_of
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 _NEVER = -1  # no epoch
 
 
-class CapturedForward:
+class CapturedForward(StandIn):
     """Replaces a model's own forward, and calls it whenever no CUDA graph can be replayed.
 
     The first call of a shape runs in Python. The second runs in Python and is then recorded. Later
@@ -91,8 +92,7 @@ class CapturedForward:
         self.active = True
         self.variant: Hashable = None
         self.keeps: object = None
-        self.reason = ""
-        self.replayed, self._records = False, True
+        self.reason, self.replayed, self._records = "", False, True
         self._replayed_from: weakref.ref[CapturedGraph] | None = None
 
     @property

@@ -21,6 +21,7 @@ from onediff_ext.engine.deepcache.schedule import is_full
 from onediff_ext.engine.deepcache.unet_adapter import Uncached, UNetAdapter, UNetCall
 from onediff_ext.engine.forward_variants import ForwardVariant, set_variant
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ Clock = Callable[["DeepCache", Sequence[Any], Mapping[str, Any]], None]
 _installed: weakref.WeakValueDictionary[int, DeepCache] = weakref.WeakValueDictionary()
 
 
-class DeepCache:
+class DeepCache(StandIn):
     """Decides for each call of one UNet whether it is a full or a shallow one, and runs it.
 
     It has to be the outermost wrapper of the UNet's forward, but for hooks of accelerate. A wrapper

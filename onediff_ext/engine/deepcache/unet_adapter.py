@@ -15,6 +15,7 @@ from torch import nn
 
 from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.deepcache.features import Feature
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 
 
@@ -122,7 +123,7 @@ class Replay:
         return feature.tensor.clone()  # hosts change hidden states in place (FreeU)
 
 
-class Keeping:
+class Keeping(StandIn):
     """A module's forward that also copies its output into a feature.
 
     Args:

@@ -33,6 +33,7 @@ from onediff_ext.engine.running.graph_check import GraphCheck
 from onediff_ext.engine.running.kind_lookup import find_kind
 from onediff_ext.engine.running.streamed_weights import KeptRefusal, StreamedWeights, tree_refusal
 from onediff_ext.engine.running.text_kv import BlockTextKv
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.torch_versions import OutOfMemoryError
 from onediff_ext.engine.validity.left_wrappers import LeftWrapper
 from onediff_ext.engine.validity.surroundings import Surroundings
@@ -56,7 +57,7 @@ class _Prepared(NamedTuple):
     copied_from: BlockTree | None  # whose weights the graph gets copies of, made for this call
 
 
-class BlockRunner:
+class BlockRunner(StandIn):
     """Runs one block of a host's model.
 
     It is an instance attribute of the block, in place of ``forward`` or of the method that the

@@ -20,6 +20,7 @@ from onediff_ext.engine.deepcache.deepcache_forward import (
     installed_deepcache,
 )
 from onediff_ext.engine.patches import Patches
+from onediff_ext.engine.stand_in import StandIn
 from onediff_ext.engine.timesteps import are_of_one_tensor, is_element, value_of
 from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
 
@@ -272,7 +273,7 @@ class _FollowedPipe:
         self._hooks = []
 
 
-class _Invalidating:
+class _Invalidating(StandIn):
     """A method of the UNet that changes its weights."""
 
     def __init__(self, method: Callable[..., Any], cache: DeepCache) -> None:
@@ -289,7 +290,7 @@ class _Invalidating:
             self._cache.invalidate()
 
 
-class _EndingPicture:
+class _EndingPicture(StandIn):
     """The pipeline's method that ends each of its pictures. Keeps what follows the pipeline."""
 
     def __init__(

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers import StableDiffusionImg2ImgPipeline
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -228,3 +229,21 @@ def test_the_end_of_a_with_block_is_an_undo(make_session):
     with pytest.raises(KeyError), compiled(pipe, session=make_session()):
         raise KeyError
     assert everything(pipe) == before
+
+
+def _under_hooks(pipe):
+    for module in [pipe.unet, *pipe.unet.modules()]:
+        if module is pipe.unet or type(module).__name__ == "ResnetBlock2D":
+            add_hook_to_module(module, ModelHook())
+
+
+def test_a_model_under_hooks_that_came_later_is_copied(pipe):
+    """A hook takes over the attributes of the forward that it wraps."""
+    enable_deepcache(pipe)
+    _under_hooks(pipe)
+    copied = copy.deepcopy(pipe)
+    assert compiled_state(copied) is None
+    assert relative_error(draw_latents(copied), pipe.test_expected) < 1e-4
+    assert relative_error(draw_latents(pipe), pipe.test_expected) < 1e-4
+    for forward in (pipe.unet.forward, pipe.unet.down_blocks[0].resnets[0].forward):
+        assert {"_session", "_registry", "model"}.isdisjoint(vars(forward))

@@ -1,0 +1,20 @@
+"""What stands in place of a host's method, under hooks and wrappers of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StandIn:
+    """Base of callables that stand in place of a method of a host's object.
+
+    `functools.wraps` gives a wrapper all attributes of what it wraps. Hooks of accelerate and
+    diffusers' step caches are such wrappers: a copy of the model would copy the session, which
+    cannot be copied, and a wrapper that outlives a compilation would keep all of it alive. So
+    wrappers find no attributes.
+    """
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """No attributes, for `vars` and `functools.wraps`; each by its name is there."""
+        return {}
