@@ -13,6 +13,7 @@ from torch import nn
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
+from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lifted_from
@@ -22,8 +23,7 @@ from onediff_ext.hosts.diffusers.offloading import offloaded_models
 from onediff_ext.hosts.diffusers.pipeline_calls import leave_calls, watch_calls
 from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds
 from onediff_ext.hosts.diffusers.step_cache import (
-    disable_step_cache,
-    enable_step_cache,
+    ChosenStepCache,
     lifted_step_cache,
     reset_step_cache,
 )
@@ -52,7 +52,8 @@ class CompiledPipe:
     Attributes:
         session, owns_session: As passed in.
         components: The models that run compiled.
-        has_step_cache: The options asked for a step cache, which ends with the compilation.
+        step_cache: The step cache that the options ask for, which ends with the compilation; None
+            for none.
 
     Raises:
         OptionError: The pipeline has nothing to compile.
@@ -64,7 +65,7 @@ class CompiledPipe:
         self.session, self.owns_session = session, owns_session
         self.components: list[Component] = []
         self._pipe, self._ignored = pipe, ignored
-        self.has_step_cache = False
+        self.step_cache: ChosenStepCache | None = None
         self._patches = Patches()
         self._moves, self._move_patches = PinnedMoves(), Patches()
         self._offloaded: list[weakref.ref[nn.Module]] = []
@@ -118,15 +119,17 @@ class CompiledPipe:
         """Install on models that replaced others in the pipeline, and remove from the old ones."""
         models = find_models(self._pipe, self._ignored)
         served = [(c.identity, id(c.model)) for c in self.components]
-        if served == [(identity, id(model)) for identity, model in models]:
-            return
-        with lifted(self._pipe), lifted_step_cache(self._pipe):
-            kept = {(identity, id(model)) for identity, model in models}
-            for component in [c for c in self.components if (c.identity, id(c.model)) not in kept]:
-                with lifted_from(component.model):
-                    component.remove()
-                self.components.remove(component)
-            self._serve(models)
+        kept = {(identity, id(model)) for identity, model in models}
+        if served != [(identity, id(model)) for identity, model in models]:
+            gone = [c for c in self.components if (c.identity, id(c.model)) not in kept]
+            with lifted(self._pipe), lifted_step_cache(self._pipe, [c.model for c in gone]):
+                for component in gone:
+                    with lifted_from(component.model):
+                        component.remove()
+                    self.components.remove(component)
+                self._serve(models)
+        if self.step_cache is not None:
+            self.step_cache.follow(self._pipe)
 
     def remove(self) -> None:
         """Restore modules and weights, and stop builds for them."""
@@ -222,12 +225,12 @@ def compile_pipe(
     with lifted(pipe), lifted_step_cache(pipe):
         compiled.install()
     if session.options.step_cache != "off":
+        compiled.step_cache = ChosenStepCache(StepCacheOptions.parse(session.options.step_cache))
         try:
-            enable_step_cache(pipe, session.options.step_cache)
+            compiled.step_cache.install(pipe)
         except OptionError:
             undo_compile(pipe)
             raise
-        compiled.has_step_cache = True
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
 
 
@@ -238,8 +241,9 @@ def undo_compile(pipe: Pipe) -> Pipe:
     """
     state = vars(pipe).get(COMPILED_ATTRIBUTE)
     if state is not None:
-        if getattr(state, "has_step_cache", False):
-            disable_step_cache(pipe)
+        step_cache: ChosenStepCache | None = getattr(state, "step_cache", None)
+        if step_cache is not None:
+            step_cache.remove()
         with lifted(pipe), lifted_step_cache(pipe):
             state.remove()
     return pipe

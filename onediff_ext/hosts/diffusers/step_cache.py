@@ -7,17 +7,26 @@ graph of the whole forward is impossible meanwhile: the cache decides in Python 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch import nn
+
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.step_cache_options import StepCacheOptions
+
+logger = logging.getLogger(__name__)
 
 Pipe = TypeVar("Pipe")
 
 DEFAULT_STEPS = 28
 _NAMES = ("transformer", "transformer_2")
+# Of transformers with a step cache of a compile option: the config from before (the user's own, or
+# None), then those of the pipelines, in the order in which they were compiled.
+_configs: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def enable_step_cache(pipe: Pipe, options: object, steps: int = DEFAULT_STEPS) -> Pipe:
@@ -69,6 +78,80 @@ def reset_step_cache(pipe: object) -> None:
             model._reset_stateful_cache()
 
 
+class ChosenStepCache:
+    """The step cache of a pipeline's compile option, on the transformers that the pipeline has.
+
+    A transformer has one step cache at a time. Where pipelines share it, it is that of the pipeline
+    that was compiled last; then that of the one before it; at last the user's own.
+
+    Args:
+        options: Which cache.
+    """
+
+    def __init__(self, options: StepCacheOptions) -> None:
+        self._options = options
+        self._ours: list[tuple[weakref.ref[nn.Module], Any]] = []
+
+    def install(self, pipe: object) -> None:
+        """Set it up on the transformers of a pipeline, and take it back from others.
+
+        Args:
+            pipe: The pipeline.
+
+        Raises:
+            OptionError: diffusers has no such cache for this pipeline.
+        """
+        models = _models(pipe)
+        if [model() for model, _ in self._ours] == models:
+            return
+        _check(pipe, models, self._options)
+        self._remove_from_others(models)
+        served = [model() for model, _ in self._ours]
+        for model in models:
+            if model not in served:
+                config = _config(self._options, DEFAULT_STEPS)
+                _configs.setdefault(model, [model._cache_config]).append(config)
+                self._ours.append((weakref.ref(model), config))
+                _use(model, config)
+
+    def follow(self, pipe: object) -> None:
+        """As `install`, for a pipeline that may have got other transformers, without an error."""
+        try:
+            self.install(pipe)
+        except OptionError as exc:
+            self.remove()
+            logger.warning("The pipeline has other models now: %s", exc.message)
+
+    def remove(self) -> None:
+        """Leave every transformer with the step cache that it has without this one."""
+        self._remove_from_others([])
+
+    def _remove_from_others(self, models: Sequence[nn.Module]) -> None:
+        for entry in list(self._ours):
+            reference, config = entry
+            model: Any = reference()
+            if model is not None and model in models:
+                continue
+            self._ours.remove(entry)
+            if model is None:
+                continue
+            configs = _configs[model]
+            was_last = configs[-1] is config
+            configs[:] = [each for each in configs if each is not config]
+            if was_last:
+                _use(model, configs[-1])
+            if len(configs) == 1:
+                del _configs[model]
+
+
+def _use(model: Any, config: Any) -> None:
+    """Give a transformer a step cache in place of the one that it has; None for none."""
+    if model.is_cache_enabled:
+        model.disable_cache()
+    if config is not None:
+        model.enable_cache(config)
+
+
 @contextmanager
 def step_cache_for(pipe: Any, options: StepCacheOptions, steps: int) -> Iterator[None]:
     """Draw one batch with a step cache within this ``with`` block.
@@ -93,14 +176,18 @@ def step_cache_for(pipe: Any, options: StepCacheOptions, steps: int) -> Iterator
 
 
 @contextmanager
-def lifted_step_cache(pipe: Any) -> Iterator[None]:
+def lifted_step_cache(pipe: Any, others: Sequence[Any] = ()) -> Iterator[None]:
     """A context without a pipeline's step cache, which is set up again at the end.
 
     A cache's hooks have to be outside of the runners of the blocks.
+
+    Args:
+        pipe: The pipeline.
+        others: Models that were the pipeline's before.
     """
     lifted = [
         (model, model._cache_config)
-        for model in _models(pipe)
+        for model in [*_models(pipe), *others]
         if getattr(model, "is_cache_enabled", False)
     ]
     for model, _ in lifted:

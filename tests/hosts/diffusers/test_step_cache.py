@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -158,3 +159,78 @@ def test_a_picture_that_fails_leaves_nothing_to_the_next(
                 num_inference_steps=STEPS, callback_on_step_end=stop,
             )  # fmt: skip
         assert torch.equal(draw(pipe), expected)
+
+
+def has_forwards_of_others(model: Any) -> bool:
+    """Whether a model has forwards that are not its class's, which diffusers' hooks leave."""
+    own = [
+        (module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)
+    ]
+    return any(
+        getattr(forward, "__func__", None) is not type(module).forward for module, forward in own
+    )
+
+
+@pytest.mark.parametrize("ignores", [("vae",), ("vae", "transformer")])
+def test_a_transformer_that_replaces_another_gets_the_options_cache(
+    ignores: tuple[str, ...], make_session: Callable[..., Session]
+) -> None:
+    """And the old one is left without it, and without graphs."""
+    pipe, twin = models.flux(), models.flux()
+    if "transformer" in ignores:  # something has to be compiled
+        ignores = ("vae_encoder", "transformer")
+    compile_pipe(pipe, session=make_session(step_cache="first-block:0.5"), ignores=ignores)
+    old, twin.transformer = pipe.transformer, models.flux(seed=5).transformer
+    draw(pipe)
+    pipe.transformer = models.flux(seed=5).transformer
+    enable_step_cache(twin, "first-block:0.5")
+    for seed in range(2):
+        torch.testing.assert_close(draw(pipe, seed), draw(twin, seed), rtol=1e-4, atol=1e-5)
+    assert not old.is_cache_enabled
+    assert not has_forwards_of_others(old)
+    undo_compile(pipe)
+    assert not pipe.transformer.is_cache_enabled
+    assert not has_forwards_of_others(pipe.transformer)
+
+
+def test_a_users_own_cache_leaves_no_graphs_in_a_replaced_transformer(
+    make_session: Callable[..., Session],
+) -> None:
+    pipe = enable_step_cache(compiled_flux(make_session), "first-block:0.5")
+    old, pipe.transformer = pipe.transformer, models.flux(seed=5).transformer
+    draw(pipe)
+    assert old.is_cache_enabled
+    old.disable_cache()
+    assert not has_forwards_of_others(old)
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+@pytest.mark.parametrize("own", [None, "taylorseer-lite:3"])
+def test_pipelines_that_share_a_transformer(
+    first_out: int, own: str | None, make_session: Callable[..., Session]
+) -> None:
+    """Who is undone leaves the other's cache, and both leave the user's own, which was before."""
+    pipes = [models.flux()]
+    if own is not None:
+        enable_step_cache(pipes[0], own)
+    pipes.append(type(pipes[0])(**pipes[0].components))
+    before = pipes[0].transformer._cache_config
+    for pipe, cache in zip(pipes, ("first-block:0.5", "first-block:0.9"), strict=True):
+        compile_pipe(pipe, session=make_session(step_cache=cache), ignores=("vae",))
+    assert pipes[0].transformer._cache_config.threshold == 0.9
+    undo_compile(pipes[first_out])
+    twin = enable_step_cache(models.flux(), ("first-block:0.9", "first-block:0.5")[first_out])
+    for seed in range(2):
+        found = draw(pipes[1 - first_out], seed)
+        torch.testing.assert_close(found, draw(twin, seed), rtol=1e-4, atol=1e-5)
+    undo_compile(pipes[1 - first_out])
+    assert pipes[0].transformer._cache_config is before
+    assert has_forwards_of_others(pipes[0].transformer) == (own is not None)
+
+
+def test_a_compiled_pipeline_with_a_cache_is_copied(make_session: Callable[..., Session]) -> None:
+    pipe = compiled_flux(make_session, step_cache="first-block:0.5")
+    expected = draw(pipe)
+    copied = copy.deepcopy(pipe)
+    assert compiled_state(copied) is None
+    assert torch.equal(draw(pipe), expected)
