@@ -16,7 +16,12 @@ from onediff_ext.core.options import CompileOptions, parse_ignores
 from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
-from onediff_ext.hosts.diffusers.deepcache import enable_deepcache, lifted, lifted_from
+from onediff_ext.hosts.diffusers.deepcache import (
+    enable_deepcache,
+    follow_unet,
+    lifted,
+    lifted_from,
+)
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 from onediff_ext.hosts.diffusers.offloading import offloaded_models
@@ -117,6 +122,7 @@ class CompiledPipe:
 
     def refresh(self) -> None:
         """Install on models that replaced others in the pipeline, and remove from the old ones."""
+        follow_unet(self._pipe)
         models = find_models(self._pipe, self._ignored)
         served = [(c.identity, id(c.model)) for c in self.components]
         kept = {(identity, id(model)) for identity, model in models}

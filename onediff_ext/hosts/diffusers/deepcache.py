@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,16 @@ from onediff_ext.engine.deepcache.deepcache_forward import (
 )
 from onediff_ext.engine.patches import Patches
 from onediff_ext.engine.stand_in import StandIn
-from onediff_ext.engine.timesteps import are_of_one_tensor, is_element, value_of
+from onediff_ext.engine.timesteps import are_of_one_tensor
+from onediff_ext.hosts.diffusers.deepcache_timesteps import (
+    evaluations_left,
+    is_same_evaluation,
+    is_same_picture,
+    whole_schedule,
+)
 from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
+
+logger = logging.getLogger(__name__)
 
 Pipe = TypeVar("Pipe")
 
@@ -61,6 +70,7 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
             f"{type(pipe).__name__} has no UNet that DeepCache knows.",
             "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
         )
+    _leave_other_unet(pipe)
     switch = _switch_of(unet)
     if switch is not None and deepcache_of(switch.cache.model) is not switch.cache:
         switch.remove()  # another extension has wrapped it, or has taken it away
@@ -77,10 +87,43 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
 
 def disable_deepcache(pipe: Pipe) -> Pipe:
     """Leave a pipeline as it was before `enable_deepcache`; does nothing if it is not enabled."""
+    _leave_other_unet(pipe)
     switch = _switch_of(getattr(pipe, "unet", None))
     if switch is not None:
         switch.remove()
     return pipe
+
+
+def follow_unet(pipe: Any) -> None:
+    """Put a pipeline's DeepCache on a UNet that has replaced another one in the pipeline.
+
+    The old UNet is left without it, unless another pipeline with this UNet has it too.
+
+    Args:
+        pipe: The pipeline, with or without DeepCache.
+    """
+    left = _leave_other_unet(pipe)
+    if left is None:
+        return
+    there = _switch_of(getattr(pipe, "unet", None))
+    if there is not None:  # with the options of the pipelines that have this UNet
+        there.use(pipe)
+        return
+    try:
+        enable_deepcache(pipe, left.cache.options)
+    except OptionError as exc:
+        logger.warning("DeepCache is off: the pipeline has another UNet. %s", exc.message)
+
+
+def _leave_other_unet(pipe: object) -> _Switch | None:
+    """Let a pipeline leave the DeepCache of a UNet that it has no more, and return that one."""
+    ending = vars(pipe).get("maybe_free_model_hooks")
+    if not isinstance(ending, _EndingPicture):
+        return None
+    if ending.switch.cache.model is getattr(pipe, "unet", None):
+        return None
+    ending.switch.leave(pipe)
+    return ending.switch
 
 
 def deepcache_state(pipe: object) -> DeepCache | None:
@@ -107,6 +150,7 @@ def deepcache_for(pipe: Any, options: DeepCacheOptions) -> Iterator[None]:
     Raises:
         OptionError: As `enable_deepcache`.
     """
+    follow_unet(pipe)
     cache = deepcache_state(pipe)
     before = OFF if cache is None else cache.options
     if options.is_on:
@@ -166,13 +210,14 @@ class _Switch:
     def __call__(self, cache: DeepCache, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         timestep = args[1] if len(args) > 1 else kwargs.get("timestep")
         last, self._last = self._last, timestep
-        if last is None or not _same_picture(last, timestep):
+        if last is None or not is_same_picture(last, timestep):
             for each in list(self._followed):
                 each.follow_controlnets()
             cache.begin_picture(
-                evaluations=_evaluations(timestep), refusal_reason=self._refusal_reason(timestep)
+                evaluations=evaluations_left(timestep),
+                refusal_reason=self._refusal_reason(timestep),
             )
-        elif _same_evaluation(last, timestep):
+        elif is_same_evaluation(last, timestep):
             return
         cache.begin_evaluation()
 
@@ -185,13 +230,24 @@ class _Switch:
 
     def use(self, pipe: Any) -> None:
         """Follow a pipeline's scheduler, its ControlNets and the end of its pictures."""
+        self._forget(pipe)
+        self._last = None
+        self._latest = _FollowedPipe(pipe, self)
+        self._followed.add(self._latest)
+
+    def leave(self, pipe: object) -> None:
+        """Follow a pipeline no more, and end after the last one."""
+        self._forget(pipe)
+        if self._latest is not None and self._latest.pipe is pipe:
+            self._latest = None
+        if not self._followed:
+            self.remove()
+
+    def _forget(self, pipe: object) -> None:
         for each in list(self._followed):
             if each.pipe is pipe:
                 each.leave()
                 self._followed.discard(each)
-        self._last = None
-        self._latest = _FollowedPipe(pipe, self)
-        self._followed.add(self._latest)
 
     def end_picture(self) -> None:
         self._last = None
@@ -209,7 +265,7 @@ class _Switch:
         scheduler, steps = self._scheduler_of(timestep), None
         if scheduler is None and self._latest is not None:
             # Its own number of steps may be that of another picture.
-            scheduler, steps = self._latest.scheduler, _whole_schedule(timestep)
+            scheduler, steps = self._latest.scheduler, whole_schedule(timestep)
         if scheduler is None or steps is None:
             steps = getattr(scheduler, "num_inference_steps", None)
         name = type(scheduler).__name__.removesuffix("Scheduler")
@@ -291,18 +347,22 @@ class _Invalidating(StandIn):
 
 
 class _EndingPicture(StandIn):
-    """The pipeline's method that ends each of its pictures. Keeps what follows the pipeline."""
+    """The pipeline's method that ends each of its pictures. Keeps what follows the pipeline.
+
+    Attributes:
+        switch: Of the UNet that the pipeline had at `enable_deepcache`.
+    """
 
     def __init__(
         self, method: Callable[..., Any], switch: _Switch, followed: _FollowedPipe
     ) -> None:
-        self._method, self._switch, self._followed = method, switch, followed
+        self._method, self.switch, self._followed = method, switch, followed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self._method, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._switch.end_picture()
+        self.switch.end_picture()
         return self._method(*args, **kwargs)
 
 
@@ -322,36 +382,3 @@ class _NoteControl:
 def _switch_of(unet: Any) -> _Switch | None:
     cache = installed_deepcache(unet) if isinstance(unet, nn.Module) else None
     return cache.clock if cache is not None and isinstance(cache.clock, _Switch) else None
-
-
-def _same_picture(last: Any, now: Any) -> bool:
-    if isinstance(last, torch.Tensor) and isinstance(now, torch.Tensor):
-        if now is last:
-            return True
-        same_memory = are_of_one_tensor(last, now)
-        if same_memory or is_element(last) or is_element(now):
-            # A loop of one's own may go through the scheduler's tensor again.
-            return same_memory and now.storage_offset() >= last.storage_offset()
-    return value_of(now) <= value_of(last)
-
-
-def _same_evaluation(last: Any, now: Any) -> bool:
-    if isinstance(now, torch.Tensor) and isinstance(last, torch.Tensor):
-        if now is last:
-            return True
-        if is_element(now):
-            return now.storage_offset() == last.storage_offset()
-    return value_of(now) == value_of(last)
-
-
-def _evaluations(timestep: Any) -> int | None:
-    """How many timesteps are left in the scheduler's tensor, including this one."""
-    whole = _whole_schedule(timestep)
-    return None if whole is None else whole - int(timestep.storage_offset())
-
-
-def _whole_schedule(timestep: Any) -> int | None:
-    """How many timesteps the scheduler's tensor has."""
-    if not isinstance(timestep, torch.Tensor) or not is_element(timestep):
-        return None
-    return int(timestep.untyped_storage().nbytes() // timestep.element_size())

@@ -175,3 +175,44 @@ def test_a_pipeline_that_was_not_told_is_not_judged_by_anothers_last_picture() -
     draw(base)
     draw(other, steps=6)
     assert counts(other) == {"plain": 6}
+
+
+@pytest.mark.parametrize("ignores", [("vae",), ("unet",)])
+def test_a_unet_that_replaces_another_in_a_compiled_pipeline(
+    ignores: tuple[str, ...], make_session: Any
+) -> None:
+    """It is drawn with DeepCache too; the old one is left without, but for other pipelines."""
+    twin: Any = models.sd15(0)
+    twin.unet = models.unet(seed=5)
+    expected = draw(enable_deepcache(twin, 2))
+    pipe: Any = compile_pipe(models.sd15(0), session=make_session(), ignores=ignores, deepcache=2)
+    draw(pipe)
+    old, pipe.unet = pipe.unet, models.unet(seed=5)
+    other: Any = models.sd15(0)
+    other.unet = old
+    for _ in range(2):
+        assert relative_error(draw(pipe), expected) < 1e-4
+        assert counts(pipe)["shallow"] == counts(twin)["shallow"]
+    assert deepcache_state(other) is None
+    assert not [name for name, module in old.named_modules() if "forward" in vars(module)]
+    enable_deepcache(other, 3)
+    pipe.unet, own = old, pipe.unet
+    assert counts(pipe) == {}
+    draw(pipe)
+    state = deepcache_state(pipe)
+    assert state is not None
+    assert state.options.interval == 3  # the UNet's, as with pipelines that share it
+    pipe.unet = own
+    draw(pipe)
+    disable_deepcache(undo_compile(pipe))
+    assert deepcache_state(other) is not None
+    assert "maybe_free_model_hooks" not in vars(pipe)
+    assert not [name for name, module in own.named_modules() if "forward" in vars(module)]
+
+
+def test_an_eager_pipeline_whose_unet_was_replaced_ends_it_there_too() -> None:
+    pipe: Any = enable_deepcache(models.sd15(0), 2)
+    old, pipe.unet = pipe.unet, models.unet(seed=5)
+    disable_deepcache(pipe)
+    assert "forward" not in vars(old)
+    assert "maybe_free_model_hooks" not in vars(pipe)
