@@ -20,6 +20,7 @@ from onediff_ext.hosts.diffusers.compile import (
     undo_compile,
 )
 from onediff_ext.hosts.diffusers.deepcache import lifted_from
+from onediff_ext.session.cfg_parallel import CfgParallel
 from onediff_ext.session.model_component import Component, known_blocks
 from onediff_ext.session.session import Session
 
@@ -62,6 +63,9 @@ class CompiledModule:
         with lifted_from(self._module):
             for component in self.components:
                 component.install()
+                wanted = self.session.options.cfg_parallel
+                if component.role.is_denoiser and wanted != "off":
+                    component.cfg_parallel = CfgParallel(component, wanted)
 
     def remove(self) -> None:
         """Restore modules and weights; stop builds if nothing else needs them."""
@@ -108,7 +112,7 @@ def compile_module(
         The same module.
 
     Raises:
-        OptionError: An option is unknown, or it is no module.
+        OptionError: An option is unknown or for pipelines only (`step_cache`), or it is no module.
     """
     if not isinstance(module, nn.Module):
         raise OptionError(
@@ -119,7 +123,7 @@ def compile_module(
     if not use_graph:
         return module
     shared = session is None
-    session = session or _shared_session(parse_options(options, backend))
+    session = session or _shared_session(_for_modules(parse_options(options, backend)))
     compiled = CompiledModule(module, session)
     if not compiled.components:
         logger.warning("%s stays eager: it has no known blocks", type(module).__name__)
@@ -132,6 +136,15 @@ def compile_module(
 
 # OneDiff's name.
 oneflow_compile = compile_module
+
+
+def _for_modules(options: CompileOptions) -> CompileOptions:
+    """Return the options; raise OptionError for a step cache, whose calls a pipeline names."""
+    if options.step_cache != "off":
+        raise OptionError(
+            "A step cache is for pipelines.", "Call compile_pipe(pipe) with this option."
+        )
+    return options
 
 
 def _shared_session(options: CompileOptions) -> Session:

@@ -16,6 +16,7 @@ from diffusers import LCMScheduler, StableDiffusionXLImg2ImgPipeline
 from PIL import Image
 
 from onediff_ext import compile_module, compile_pipe, load_pipe, oneflow_compile, save_pipe
+from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers import compile_module as modules
 from onediff_ext.hosts.diffusers.compile import compiled_state, undo_compile
@@ -162,3 +163,27 @@ def test_a_module_and_its_pipeline_may_both_be_compiled(
     assert compiled_state(pipe.unet) is not None
     undo_compile(pipe.unet)
     assert {name: id(value) for name, value in vars(pipe.unet).items()} == before
+
+
+@torch.no_grad()
+def test_a_modules_forwards_run_on_two_devices(make_session: Callable[..., Session]) -> None:
+    unet = models.unet()
+    inputs = models.unet_inputs(unet)
+    expected = unet(**inputs).sample
+    compile_module(unet, session=make_session(cfg_parallel="cpu", spot_checks=False))
+    for _ in range(4):
+        assert relative_error(unet(**inputs).sample, expected) < 1e-4
+    state = compiled_state(unet)
+    assert state is not None
+    parallel = state.components[0].cfg_parallel
+    assert parallel is not None
+    assert parallel.comparisons
+    undo_compile(unet)
+    assert parallel.replica is None
+
+
+def test_a_step_cache_is_for_pipelines() -> None:
+    unet = models.unet()
+    with pytest.raises(OptionError, match="for pipelines"):
+        compile_module(unet, options={"step_cache": "first-block"})
+    assert compiled_state(unet) is None
