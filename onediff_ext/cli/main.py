@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import difflib
 import gc
 import io
 import logging
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from onediff_ext import __version__
 from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, ui, warmup
@@ -28,8 +29,22 @@ _STOPPED = 128  # the shell's convention: 128 + the signal's number
 class Parser(argparse.ArgumentParser):
     """Reports a wrong argument in two lines, like every other error of the command line."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}\n  See `{self.prog} --help`.\n")
+    def error(self, message: str, hint: str = "") -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message)}\n  {hint}See `{self.prog} --help`.\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown words here, where the command's options are known.
+
+        argparse collects those of all commands, and names the help of the whole program.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0].lstrip("-")
+            known = [name[2:] for name in self._option_string_actions if name.startswith("--")]
+            nearest = difflib.get_close_matches(option, known, 1)
+            hint = f"Did you mean --{nearest[0]}? " if nearest else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}", hint)
+        return found, unknown
 
 
 class PrintableFormatter(logging.Formatter):

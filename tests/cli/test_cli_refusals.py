@@ -161,6 +161,29 @@ def test_no_such_input(command_line: CommandLine, tmp_path: Path) -> None:
     ended.refused(f"There is no {tmp_path / 'nowhere'}", "Check the name")
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["img2img", "in", "--sise", "own"], "img2img: unrecognized", "Did you mean --size? See"),
+        (["img2img", "in", "--stpes=4"], "img2img: unrecognized", "Did you mean --steps? See"),
+        (
+            ["doctor", "zzz"],
+            "onediff-ext doctor: unrecognized",
+            "  See `onediff-ext doctor --help`",
+        ),
+        (
+            ["graphs", "list", "--jsno"],
+            "graphs list: unrecognized",
+            "onediff-ext graphs list --help",
+        ),
+    ],
+)
+def test_an_unknown_option_leads_to_the_help_of_its_command(
+    command_line: CommandLine, words: list[str], message: str, hint: str
+) -> None:
+    command_line(*words).refused(message, hint)
+
+
 def test_no_command(command_line: CommandLine) -> None:
     command_line("nonsense").refused("invalid choice: 'nonsense'", "onediff-ext --help")
 
