@@ -264,7 +264,6 @@ class _OpenTxt2Img(_OpenModel):
 
         unfinished_names.run = program.run
         self._settings, self._identity = program.settings, program.identity
-        self._run = program.run
         super().__init__(program.arguments, program.identity, name, exchange, prepared)
         self._model.image_generator.check_txt2img()
         self._model.image_generator.check(program.settings)
@@ -290,7 +289,7 @@ class _OpenTxt2Img(_OpenModel):
             return UnitOutcome()
         written = write_results(
             self._model.image_generator, self._settings, self._identity, pictures,
-            task.seeds, task.paths, self._run,
+            task.seeds, task.paths,
         )  # fmt: skip
         outcome = UnitOutcome(
             reused=reused,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -98,10 +97,10 @@ def _run(arguments: argparse.Namespace, ahead: WorkersAhead | None) -> int:
     report.warnings = image_generator.ignored_text(settings)
     reuse = ReuseCounter(model.session)
     progress = Progress("pictures", sum(shape.batch for shape in shapes))
-    seed, run_name = arguments.seed, secrets.token_hex(8)
+    seed = arguments.seed
 
     def write(shape: BatchShape, seeds: Sequence[int], drawn: Drawn) -> None:
-        _write(arguments.output, shape, model, settings, drawn, seeds, run_name, report)
+        _write(arguments.output, shape, model, settings, drawn, seeds, report)
         note = f"{shape.width_px}x{shape.height_px}, {drawn.seconds_per_step:.3f} s/step"
         progress.advance(shape.batch, note)
         model.times.mark("first picture")
@@ -163,15 +162,12 @@ def _write(
     settings: DrawSettings,
     drawn: Drawn,
     seeds: Sequence[int],
-    run_name: str,
     report: RunReport,
 ) -> None:
     from onediff_ext.hosts.diffusers.jobs.txt2img_results import result_path, write_results
 
     paths = [result_path(folder, seed, shape.width_px, shape.height_px) for seed in seeds]
-    written = write_results(
-        model.image_generator, settings, model.identity, drawn, seeds, paths, run_name
-    )
+    written = write_results(model.image_generator, settings, model.identity, drawn, seeds, paths)
     for seed, result in zip(seeds, written, strict=True):
         if isinstance(result, Exception):
             report.skipped.append({"input": f"seed {seed}", "reason": str(result)})

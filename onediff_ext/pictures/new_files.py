@@ -21,8 +21,8 @@ def write_new_png(path: Path, image: Image.Image, *, infotext: str, digest: str)
         path: The PNG file. If it is there already, the name becomes ``a-2.png``, ``a-3.png`` and so
             on.
         image, infotext: As for `write_png`.
-        digest: Of this one result, different in each run. A file that has it is this result,
-            written by a worker that was lost afterwards, and is not written again. May be empty.
+        digest: Of all that decides this result. A file that has it is this result, written by a
+            worker that was lost afterwards, and is not written again. May be empty.
 
     Returns:
         The file.

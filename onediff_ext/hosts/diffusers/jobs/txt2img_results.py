@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,6 @@ def write_results(
     drawn: Drawn,
     seeds: Sequence[int],
     paths: Sequence[Path],
-    run: str,
 ) -> list[PictureResult | PictureError]:
     """Write the pictures of one batch.
 
@@ -39,8 +39,8 @@ def write_results(
         identity: Checkpoint and LoRAs, for the infotext.
         drawn: The batch.
         seeds, paths: Seed and file of each picture. A file that another run has written there
-            meanwhile stays, and the picture gets the next name.
-        run: Different in each run. What a lost worker of this run wrote is not written again.
+            meanwhile stays, and the picture gets the next name. One with the same infotext is the
+            same picture, written by a worker that was lost afterwards.
 
     Returns:
         For each picture its result, or why there is none.
@@ -54,7 +54,8 @@ def write_results(
             results.append(drawn.error(index))
             continue
         text = compose_infotext(image_generator, settings, seed, image.size, lora_field(identity))
-        written = write_new_png(path, image, infotext=text, digest=f"{run}-{seed}")
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        written = write_new_png(path, image, infotext=text, digest=digest)
         results.append(
             PictureResult(
                 input="",
