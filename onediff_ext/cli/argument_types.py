@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,13 @@ def picture_path(text: str) -> Path:
         return parse_path(text)
     except OptionError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def folder_path(text: str) -> Path:
+    """Read the path of a folder that exists or will be made, for argparse."""
+    if os.path.isfile(text):  # Path.is_file raises for a name that is too long
+        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+    return Path(text)
 
 
 def required_sizes(text: str) -> list[BatchShape]:

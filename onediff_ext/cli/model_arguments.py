@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onediff_ext.cli.argument_types import positive_amount, positive_count
+from onediff_ext.cli.argument_types import folder_path, positive_amount, positive_count
 from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.options import (
     BACKENDS,
@@ -25,7 +25,7 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("graph store")
     group.add_argument(
         "--store",
-        type=Path,
+        type=folder_path,
         help="folder of the graph store (default: $ONEDIFF_STORE, or the user's cache)",
     )
     group.add_argument(

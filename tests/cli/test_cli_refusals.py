@@ -213,6 +213,19 @@ def test_output_folder_that_cannot_be_made(
         assert "graphs" not in ended.err  # said before anything is loaded or built
 
 
+def test_a_store_that_is_a_file(command_line: CommandLine, folder: Path) -> None:
+    file = folder / "a.png"
+    for command in (
+        ["img2img", folder, "-o", folder.parent / "out"],
+        ["txt2img", "--sizes", "64x64", "-o", folder.parent / "out"],
+        ["graphs", "list"],
+        ["doctor"],
+    ):
+        ended = command_line(*command, "--store", file)
+        ended.refused(f"argument --store: {file} is a file, not a folder", f"{command[0]}")
+    assert not (folder.parent / "out").exists()
+
+
 def test_reports_that_cannot_be_written(command_line: CommandLine, folder: Path) -> None:
     for command, option in (
         (["img2img", folder], "--report"),
