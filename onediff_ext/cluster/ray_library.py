@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import site
+import socket
 import sysconfig
 import tempfile
 import threading
@@ -16,6 +18,8 @@ from typing import Any
 import onediff_ext
 from onediff_ext.core.errors import ClusterError, OneDiffError, OptionError
 
+_CONNECT_LIMIT_S = 5.0
+_HOST_AND_PORT = re.compile(r"(?P<host>[^/]+):(?P<port>[0-9]{1,5})")
 _STORE_BYTES = 100 * 2**20  # pictures never travel through Ray; graphs do, some 10 MB each
 
 
@@ -92,7 +96,9 @@ class BackgroundRay:
         """End Ray if it was started here, or leave the cluster."""
         self._is_over.set()
         self._is_wanted.set()
-        self._thread.join()
+        # A cluster that is not joined yet has nothing of ours, and may never answer.
+        is_joining = self._address is not None and not self._is_ready.is_set()
+        self._thread.join(_CONNECT_LIMIT_S if is_joining else None)
 
     def _own(self) -> None:
         self._is_wanted.wait(self._delay_s)
@@ -136,6 +142,8 @@ def connected(address: str | None, workers: int | None = None) -> Iterator[Any]:
 
 
 def _start(ray: Any, address: str | None, workers: int | None, empty: str) -> None:
+    if address is not None:
+        _check_that_somebody_answers(address)
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if address is None:
         # A reachable dashboard would let others run code; nothing here needs it.
@@ -165,6 +173,21 @@ def _start(ray: Any, address: str | None, workers: int | None, empty: str) -> No
         ) from exc
     finally:
         log.setLevel(level)
+
+
+def _check_that_somebody_answers(address: str) -> None:
+    """Raise ClusterError if an address is wrong. Ray itself would try it for many minutes."""
+    parts = _HOST_AND_PORT.fullmatch(address)
+    if parts is None:
+        return  # "auto", and forms that only Ray reads
+    try:
+        host, port = parts["host"].strip("[]"), int(parts["port"])
+        socket.create_connection((host, port), _CONNECT_LIMIT_S).close()
+    except (OSError, OverflowError, UnicodeError) as exc:
+        raise ClusterError(
+            f"No Ray cluster answers at {address} ({getattr(exc, 'strerror', None) or exc}).",
+            "`ray status` shows a cluster; `ray start --head` starts one.",
+        ) from exc
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -206,6 +208,34 @@ def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OptionError, match="need Ray") as raised:
         ray_library.import_ray()
     assert 'pip install "onediff-ext[cluster]"' in raised.value.hint
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "no-such-host.invalid:6379"])
+def test_an_address_where_nobody_listens_is_refused_at_once(address: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = address.format(port=free.getsockname()[1])  # bound, and not listened to
+        with pytest.raises(ClusterError, match=f"No Ray cluster answers at {address}") as raised:
+            ray_library.BackgroundRay(address).ready()
+    assert "ray start --head" in raised.value.hint
+
+
+def test_a_cluster_that_never_answers_can_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, answered = threading.Event(), threading.Event()
+
+    def init(**options: object) -> None:
+        begun.set()
+        answered.wait()
+
+    silent = types.SimpleNamespace(init=init, shutdown=lambda: None)
+    monkeypatch.setattr(ray_library, "import_ray", lambda: silent)
+    monkeypatch.setattr(ray_library, "_CONNECT_LIMIT_S", 0.1)
+    background = ray_library.BackgroundRay("auto")
+    assert begun.wait(10)
+    background.close()
+    assert background._thread.is_alive()
+    answered.set()
+    background._thread.join()  # the current folder is the one from before again
 
 
 def test_importing_the_cluster_package_loads_no_ray() -> None:
