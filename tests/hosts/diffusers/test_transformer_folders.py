@@ -153,6 +153,13 @@ def test_other_pipelines_and_classes_are_refused(folders: Any, tmp_path: Path) -
         load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("index", ["{}", '{"_class_name": null}', '{"_class_name": ["damaged"]}'])
+def test_an_index_without_a_pipeline_is_called_so(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="names no pipeline"):
+        load_checkpoint(tmp_path)
+
+
 def test_a_lora_file_changes_the_picture(folders: Any, tmp_path: Path) -> None:
     """Loaded by the same option as those of UNets, at a strength."""
     image_generator = generator(folders("flux"))

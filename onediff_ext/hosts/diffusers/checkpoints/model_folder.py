@@ -61,6 +61,10 @@ def checked_index(folder: Path) -> dict[str, Any]:
     _refuse_other_files(folder)
     index = _read_index(folder)
     class_name = index.get("_class_name")
+    if not isinstance(class_name, str):
+        raise CheckpointError(
+            f"The model_index.json of {folder} names no pipeline (_class_name).", _AGAIN
+        )
     if class_name not in PIPELINES:
         raise CheckpointError(
             f"{folder} holds a {class_name}, which cannot be drawn with.",
