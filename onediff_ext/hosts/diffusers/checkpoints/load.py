@@ -96,6 +96,9 @@ def load_checkpoint(
             encoders, tokenizers, VAE and configuration.
         read_ahead: Has weights of the same file, dtype and device; it is closed here.
 
+    Returns:
+        The checkpoint. Its ``pipeline`` is a diffusers pipeline, which `compile_pipe` takes.
+
     Raises:
         CheckpointError: The checkpoint cannot be loaded; message and hint say why and what to do.
     """
