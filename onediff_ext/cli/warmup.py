@@ -126,12 +126,19 @@ def _run_in_workers(
 
 
 def _shapes(arguments: argparse.Namespace) -> list[BatchShape]:
+    from onediff_ext.core.errors import OptionError
     from onediff_ext.core.shapes import parse_sizes
     from onediff_ext.pictures.sizes_used import sizes_used
 
     shapes = parse_sizes(" ".join(arguments.sizes))
     if arguments.from_folders:
         shapes += sizes_used(arguments.from_folders, arguments.most)
+        if not shapes:
+            folders = ", ".join(str(path) for path in arguments.from_folders)
+            raise OptionError(
+                f"There is no picture in {folders}.",
+                'Name another folder, or sizes such as "512x768, 720x960@2".',
+            )
     return list(dict.fromkeys(shapes)) or required_sizes("")
 
 

@@ -99,7 +99,11 @@ def _read_users(path: Path) -> list[tuple[str, str]]:
         lines = content.decode("utf-8-sig").splitlines()
     except UnsafeFileError as exc:
         raise OptionError(exc.message, _FORM_HINT) from exc
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
+        raise OptionError(
+            f"{path} cannot be read ({exc.strerror or exc}).", "Check the file's name and rights."
+        ) from exc
+    except ValueError as exc:
         raise OptionError(f"{path} cannot be read.", "Save it as UTF-8 text.") from exc
     users = [_parse_user(line) for line in lines if line.strip()]
     if not users:

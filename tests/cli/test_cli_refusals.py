@@ -57,6 +57,9 @@ def folder(tmp_path: Path) -> Path:
         (["--store-limit-gb", "0"], "argument --store-limit-gb: '0' is not above zero", "--help"),
         (["--vae-tiling", "much"], "argument --vae-tiling: invalid choice: 'much'", "--help"),
         (["--backend", "magic"], "argument --backend: invalid choice: 'magic'", "--help"),
+        (["--config", "no"], "There is no folder no", "diffusers folder"),
+        (["--lora", ":0.5"], "':0.5' names no LoRA file", "FILE.safetensors:0.8"),
+        (["--lora", ""], "'' names no LoRA file", "FILE.safetensors:0.8"),
         (["--lora", "no.safetensors"], "There is no file no.safetensors", "nothing is downloaded"),
         (["-m", "no.safetensors"], "There is no file no.safetensors", "nothing is downloaded"),
         (["--report", "/no/such/report.json"], "/no/such/report.json cannot be written", "folder"),
@@ -316,6 +319,8 @@ def test_other_commands(command_line: CommandLine, folder: Path, tmp_path: Path)
         command_line(*command).refused(message, hint)
 
     refused("nothing to warm up", "--eager", "warmup", "64x64", "--eager")
+    (tmp_path / "empty").mkdir()
+    refused("no picture in", "another folder", "warmup", "--from", tmp_path / "empty")
     refused("compares eager with compiled", "--eager", "bench", "--eager")
     refused("argument --rounds: '0'", "bench --help", "bench", "--rounds", "0")
     refused("No graph begins with 'zzz'", "graphs list", "graphs", "explain", "zzz")

@@ -83,6 +83,12 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
             serving(auth_file=path)
 
 
+def test_a_missing_file_is_called_missing(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="No such file") as caught:
+        serving(auth_file=tmp_path / "none")
+    assert "name" in caught.value.hint
+
+
 def test_passwords_or_none() -> None:
     with pytest.raises(OptionError, match="exclude each other"):
         serving(auth=["a:b"], no_auth=True)

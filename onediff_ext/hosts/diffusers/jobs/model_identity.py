@@ -6,10 +6,12 @@ began. This module loads no torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onediff_ext.core.errors import CheckpointError
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.store.content_hash import model_folder
@@ -42,7 +44,7 @@ def model_identity(
         config: A folder with all that a transformer's single file has not.
 
     Raises:
-        CheckpointError: A file cannot be read.
+        CheckpointError: A file cannot be read, or `config` is no folder.
     """
     identity: dict[str, object] = {
         "checkpoint": hashes.content_hash(model),
@@ -51,6 +53,10 @@ def model_identity(
         "dtype": dtype,
     }
     if config is not None:
+        if not os.path.isdir(model_folder(config)):
+            raise CheckpointError(
+                f"There is no folder {config}.", "Name the diffusers folder of the same model."
+            )
         identity["config"] = hashes.content_hash(config)
     hints = model.with_suffix(".yaml")
     if not model.is_dir() and hints.is_file():

@@ -20,9 +20,11 @@ def parse_lora(text: str) -> tuple[Path, float]:
         (file, weight); the weight is 1 unless it is given.
 
     Raises:
-        OptionError: The weight is not a number.
+        OptionError: The weight is not a number, or no file is named.
     """
     path, colon, weight = text.rpartition(":")
+    if not path and (colon or not text):
+        raise OptionError(f"{text!r} names no LoRA file.", "Write FILE.safetensors:0.8.")
     # os.path.exists: Path.exists raises for a name that is too long. C:\file and \\?\C:\file are
     # paths of Windows.
     if not colon or len(path) == 1 or weight[:1] in ("\\", "/") or os.path.exists(text):
