@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ _NEVER_COMPILED = ("text_encoder", "text_encoder_2", "text_encoder_3", "safety_c
 BACKENDS = ("inductor", "oneflow", "eager")
 PRECISIONS = ("exact", "fp8", "int8", "fp16-accumulation")
 BUILD_POLICIES = ("background", "wait", "never")
+_OPTIONAL_NUMBERS = ("workers", "capture_limit_bytes")
+_NUMBERS = (
+    *_OPTIONAL_NUMBERS, "store_limit_bytes", "build_timeout_s", "build_attempts", "capture_limit",
+)  # fmt: skip
 _DEVICE = re.compile(r"off|auto|cpu|cuda:\d+")
 
 
@@ -79,12 +83,19 @@ class CompileOptions:
         _one_of("build", self.build, BUILD_POLICIES)
         _one_of("precision", self.precision, PRECISIONS)
         object.__setattr__(self, "step_cache", str(StepCacheOptions.parse(self.step_cache)))
-        if not _DEVICE.fullmatch(self.cfg_parallel):
+        if not isinstance(self.cfg_parallel, str) or not _DEVICE.fullmatch(self.cfg_parallel):
             raise OptionError(
                 f"CFG parallel cannot use {self.cfg_parallel!r}.", "Choose auto, off or cuda:1."
             )
         if self.store is not None:
             object.__setattr__(self, "store", Path(self.store).expanduser())
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            may_be_left_out = value is None and name in _OPTIONAL_NUMBERS
+            if not isinstance(value, int | float) and not may_be_left_out:
+                raise OptionError(
+                    f"{name} must be a number, not {value!r}.", "Leave it out for the default."
+                )
         if self.store_limit_bytes <= 0:
             raise OptionError(
                 "The store's size limit must be above zero.", "Leave it out for 8 GB."
@@ -106,6 +117,10 @@ class CompileOptions:
             return cls()
         if isinstance(options, CompileOptions):
             return options
+        if not isinstance(options, Mapping):
+            raise OptionError(
+                f"{options!r} are no options.", 'Write for example {"precision": "fp8"}.'
+            )
         check_names(options, [f.name for f in fields(cls)], "compile option")
         return replace(cls(), **dict(options))
 
@@ -119,7 +134,10 @@ def parse_ignores(ignores: object) -> frozenset[str]:
     Raises:
         OptionError: A name is not a component.
     """
-    names = [ignores] if isinstance(ignores, str) else list(ignores)  # type: ignore[call-overload]
+    names = [ignores] if isinstance(ignores, str) else ignores
+    if not isinstance(names, Iterable):
+        raise OptionError(f"{ignores!r} names no components.", 'Write for example ("vae",).')
+    names = list(names)
     for name in names:
         if name not in (*COMPONENTS, *_NEVER_COMPILED):
             raise OptionError(f"Unknown component {name!r}.", f"Known: {', '.join(COMPONENTS)}.")

@@ -224,10 +224,11 @@ def compile_pipe(
     Raises:
         OptionError: An option is unknown, or the pipeline has nothing to compile.
     """
-    undo_compile(pipe)
     owns_session, chosen = session is None, parse_options(options, backend)
+    ignored = parse_ignores(ignores)
+    undo_compile(pipe)
     session = session or new_session(chosen)
-    compiled = CompiledPipe(pipe, session, parse_ignores(ignores), owns_session=owns_session)
+    compiled = CompiledPipe(pipe, session, ignored, owns_session=owns_session)
     with lifted(pipe), lifted_step_cache(pipe):
         compiled.install()
     if session.options.step_cache != "off":

@@ -14,6 +14,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers import StableDiffusionImg2ImgPipeline
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.compile import (
     compile_pipe,
     compiled,
@@ -62,6 +63,15 @@ def pipe(make_session):
     assert relative_error(draw_latents(pipe), expected) < 1e-4
     pipe.test_expected = expected
     return pipe
+
+
+@pytest.mark.parametrize("wrong", [{"ignores": ("uent",)}, {"options": {"precison": "fp8"}}])
+def test_refused_arguments_leave_a_compiled_pipe_as_it_is(pipe, wrong):
+    before = compiled_state(pipe)
+    with pytest.raises(OptionError, match="Unknown"):
+        compile_pipe(pipe, **wrong)
+    assert compiled_state(pipe) is before
+    assert relative_error(draw_latents(pipe), pipe.test_expected) < 1e-4
 
 
 def through_pickle(value):
