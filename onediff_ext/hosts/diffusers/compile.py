@@ -215,16 +215,17 @@ def compile_pipe(
             call ``pipe.fuse_qkv_projections()``.
         deepcache: Reuse deep features of the UNet, as `enable_deepcache` does: 3, "medium", or
             `DeepCacheOptions`. Faster, but pictures differ. None does not change it (off).
-        session: Share the graphs of this session; the caller closes it. Without one, the pipeline
-            gets its own session, which builds until `undo_compile`.
+        session: Share the graphs of this session, which has options of its own; the caller closes
+            it. Without one, the pipeline gets its own session, which builds until `undo_compile`.
 
     Returns:
         The same pipeline.
 
     Raises:
-        OptionError: An option is unknown, or the pipeline has nothing to compile.
+        OptionError: An option is unknown or differs from the session's, or the pipeline has nothing
+            to compile.
     """
-    owns_session, chosen = session is None, parse_options(options, backend)
+    owns_session, chosen = session is None, chosen_options(options, backend, session)
     ignored = parse_ignores(ignores)
     undo_compile(pipe)
     session = session or new_session(chosen)
@@ -239,6 +240,26 @@ def compile_pipe(
             undo_compile(pipe)
             raise
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
+
+
+def chosen_options(
+    options: CompileOptions | Mapping[str, Any] | None,
+    backend: str | None,
+    session: Session | None,
+) -> CompileOptions:
+    """Return the options of a call: the session's, if there is one.
+
+    Raises:
+        OptionError: An option is unknown, or differs from the session's.
+    """
+    chosen = parse_options(options, backend)
+    if session is None:
+        return chosen
+    if (options is not None or backend is not None) and chosen != session.options:
+        raise OptionError(
+            "The session has other options.", "Leave them out, or give them to the session."
+        )
+    return session.options
 
 
 def undo_compile(pipe: Pipe) -> Pipe:

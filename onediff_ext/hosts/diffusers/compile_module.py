@@ -15,8 +15,8 @@ from onediff_ext.core.options import CompileOptions
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.compile import (
     COMPILED_ATTRIBUTE,
+    chosen_options,
     new_session,
-    parse_options,
     undo_compile,
 )
 from onediff_ext.hosts.diffusers.deepcache import lifted_from
@@ -112,18 +112,20 @@ def compile_module(
         The same module.
 
     Raises:
-        OptionError: An option is unknown or for pipelines only (`step_cache`), or it is no module.
+        OptionError: An option is unknown, differs from the session's or is for pipelines only
+            (`step_cache`), or it is no module.
     """
     if not isinstance(module, nn.Module):
         raise OptionError(
             f"A {type(module).__name__} is no module.",
             "Pass a model such as pipe.unet, or call compile_pipe(pipe).",
         )
+    chosen = chosen_options(options, backend, session)
     undo_compile(module)
     if not use_graph:
         return module
     shared = session is None
-    session = session or _shared_session(_for_modules(parse_options(options, backend)))
+    session = session or _shared_session(_for_modules(chosen))
     compiled = CompiledModule(module, session)
     if not compiled.components:
         logger.warning("%s stays eager: it has no known blocks", type(module).__name__)

@@ -414,7 +414,7 @@ def test_it_stays_outermost_whatever_is_compiled_when(make_session):
     draw(pipe, steps=1)
     with unchanged(pipe):
         enable_deepcache(pipe, 3)
-        compile_pipe(pipe, session=make_session(), options={"channels_last": False})
+        compile_pipe(pipe, session=make_session(channels_last=False))
         cache = state_of(pipe)
         assert cache.options == DeepCacheOptions(3)
         compiled = draw(pipe)

@@ -187,3 +187,23 @@ def test_a_step_cache_is_for_pipelines() -> None:
     with pytest.raises(OptionError, match="for pipelines"):
         compile_module(unet, options={"step_cache": "first-block"})
     assert compiled_state(unet) is None
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_options_beside_a_session_are_those_of_the_session(
+    backend: str | None, make_session: Callable[..., Session]
+) -> None:
+    """They would change nothing."""
+    session, pipe = make_session(), models.sd15()
+    other = {"precision": "int8"} if backend is None else None
+    for compile_it in (
+        lambda **more: compile_pipe(pipe, **more),
+        lambda **more: compile_module(pipe.unet, **more),
+    ):
+        with pytest.raises(OptionError, match="The session has other options"):
+            compile_it(session=session, options=other, backend=backend)
+        assert compiled_state(pipe) is None
+        compile_it(session=session, options=session.options)
+        undo_compile(pipe)
+        undo_compile(pipe.unet)
+    session.close()
