@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli.model_arguments import add_store_arguments
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("doctor", help="say what works here and what to do about the rest")
-    add_store_arguments(parser)
+    add_store_arguments(parser, path=Path)
     parser.set_defaults(run=run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from onediff_ext.cli.argument_types import folder_path, positive_amount, positive_count
@@ -20,12 +21,19 @@ _DTYPES = ("auto", "fp32", "fp16", "bf16")
 _VAE_TILING = ("auto", "on", "off")
 
 
-def add_store_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the graph store."""
+def add_store_arguments(
+    parser: argparse.ArgumentParser, *, path: Callable[[str], Path] = folder_path
+) -> None:
+    """Add the options of the graph store.
+
+    Args:
+        parser: Of a command.
+        path: Reads the folder's path; `doctor` takes any and says what is wrong with it.
+    """
     group = parser.add_argument_group("graph store")
     group.add_argument(
         "--store",
-        type=folder_path,
+        type=path,
         help="folder of the graph store (default: $ONEDIFF_STORE, or the user's cache)",
     )
     group.add_argument(

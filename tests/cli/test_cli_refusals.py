@@ -217,12 +217,12 @@ def test_output_folder_that_cannot_be_made(
 
 
 def test_a_store_that_is_a_file(command_line: CommandLine, folder: Path) -> None:
+    """`doctor` takes it, and says what is wrong with it (`test_cli_graphs.py`)."""
     file = folder / "a.png"
     for command in (
         ["img2img", folder, "-o", folder.parent / "out"],
         ["txt2img", "--sizes", "64x64", "-o", folder.parent / "out"],
         ["graphs", "list"],
-        ["doctor"],
     ):
         ended = command_line(*command, "--store", file)
         ended.refused(f"argument --store: {file} is a file, not a folder", f"{command[0]}")
