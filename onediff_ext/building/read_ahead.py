@@ -264,18 +264,19 @@ class ReadAhead:
             found = [each for each in found if each not in self._graphs]
             self._coming = set(found)
         try:
+            steps = self._context.backend.loading_steps(device)
             # With an empty store, the first picture would only be slowed down: `GraphLoader` takes
             # the same steps later, in turns that pictures allow.
-            entries = self._context.library.entries()
+            entries = self._context.library.entries() if steps else ()
             if any(self._fits(stored, device) for stored in entries):
-                self._prepare(device)
+                self._prepare(steps)
         finally:
             self._read_each(found, device)
             if self._next is None and found:
                 self.load_s = time.monotonic() - self._began_at - self._paused_s
 
-    def _prepare(self, device: torch.device) -> None:
-        for step in self._context.backend.loading_steps(device):
+    def _prepare(self, steps: Sequence[Callable[[], object]]) -> None:
+        for step in steps:
             if not self._goes_on():
                 break
             with TORCH_LOCK:  # a fork in the middle of an import would never end

@@ -66,6 +66,16 @@ def expecting(options: StandInOptions, folder: StoreFolder) -> tuple[Extension, 
     return extension, session
 
 
+def loaded(options: StandInOptions) -> tuple[Extension, Session]:
+    """An extension that has just started and has loaded its last graphs, and their session."""
+    extension = started(options)
+    extension.read_ahead().join()
+    session = extension.graphs.expected
+    assert session is not None
+    session.read_ahead.wait()
+    return extension, session
+
+
 def draw(extension: Extension, host: ForgeStandIn, choices: Choices = CHOICES) -> torch.Tensor:
     p = StandInJob()
     extension.begin(p, choices)
@@ -83,11 +93,7 @@ def test_graphs_are_there_before_the_first_picture(
     first = started(options)
     expected = draw(first, host)
     first.close()
-    second = started(options)
-    second.read_ahead().join()
-    session = second.graphs.session
-    assert session is not None
-    session.read_ahead.wait()
+    second, session = loaded(options)
     assert session.read_ahead._graphs
     torch.testing.assert_close(draw(second, host), expected)
     assert second.graphs.session is session
@@ -212,10 +218,7 @@ def test_what_graphs_save_is_known_at_the_next_start(
     assert used is not None
     assert used.saved_s > 0
     assert used.load_s == 0  # nothing was loaded
-    second = started(options)
-    second.read_ahead().join()
-    assert second.graphs.session is not None
-    second.graphs.session.read_ahead.wait()
+    second, _ = loaded(options)
     draw(second, host)
     second.close()
     again = WebUIUses(folder).of("forge")
@@ -251,11 +254,7 @@ def test_a_first_picture_that_does_not_wait_pauses_loading_until_its_end(
     first = started(options)
     expected = draw(first, host)
     first.close()
-    extension = started(options)
-    extension.read_ahead().join()
-    session = extension.graphs.expected
-    assert session is not None
-    session.read_ahead.wait()
+    extension, session = loaded(options)
     calls: list[str] = []
     read_ahead: Any = session.read_ahead
     read_ahead.begin_picture = lambda *_: calls.append("begin")
