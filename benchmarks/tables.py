@@ -142,7 +142,10 @@ def with_tables(text: str, results: Path) -> str:
         "neo compile sdxl": lambda: neo_compile_table(result("neo-compile-sdxl-h200")),
         "neo compile sdxl lora": lambda: neo_compile_table(result("neo-compile-sdxl-lora-h200")),
         "neo compile flux": lambda: neo_compile_table(result("neo-compile-flux-h100")),
-        "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h100")),
+        "neo compile sd15": lambda: neo_compile_table(result("neo-compile-sd15-h200")),
+        "neo compile sd15 at once": lambda: neo_compile_table(
+            result("neo-compile-sd15-at-once-h200")
+        ),
         "webui phases": lambda: phases_table(
             [result(f"webui-phases-{host}-sdxl-h100") for host in ("a1111", "forge", "neo")]
         ),
