@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
-from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.class_methods import forward_slot, inner_forward_of
 from onediff_ext.engine.deepcache.features import Feature, Features
 from onediff_ext.engine.deepcache.schedule import is_full
@@ -133,11 +132,8 @@ class DeepCache(StandIn):
             OptionError: The depth leaves out no layer.
         """
         chosen = self.options if options is None else options
-        if options is not None and chosen.is_on and chosen.depth > self.adapter.max_depth():
-            raise OptionError(
-                f"A DeepCache depth of {chosen.depth} leaves nothing of this UNet out.",
-                f"Choose 0 to {self.adapter.max_depth()}.",
-            )
+        if options is not None:
+            self.adapter.check(chosen)
         with self._lock:
             self.options = chosen
             self._features.release()

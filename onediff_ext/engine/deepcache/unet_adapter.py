@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.deepcache_options import DeepCacheOptions
+from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.class_methods import forward_of
 from onediff_ext.engine.deepcache.features import Feature
 from onediff_ext.engine.stand_in import StandIn
@@ -64,6 +66,21 @@ class UNetAdapter(ABC):
     @abstractmethod
     def max_depth(self) -> int:
         """The largest depth at which a shallow forward still leaves out layers."""
+
+    def check(self, options: DeepCacheOptions) -> None:
+        """Check that a shallow forward leaves out layers.
+
+        Args:
+            options: With the depth.
+
+        Raises:
+            OptionError: The depth leaves out no layer.
+        """
+        if options.is_on and options.depth > self.max_depth():
+            raise OptionError(
+                f"A DeepCache depth of {options.depth} leaves nothing of this UNet out.",
+                f"Choose 0 to {self.max_depth()}.",
+            )
 
     @abstractmethod
     def full(self, depth: int, feature: Feature) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,10 +14,10 @@ from torch import nn
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
-from onediff_ext.core.step_cache_options import StepCacheOptions
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import (
+    check_deepcache,
     enable_deepcache,
     follow_unet,
     lifted,
@@ -25,12 +26,18 @@ from onediff_ext.hosts.diffusers.deepcache import (
 from onediff_ext.hosts.diffusers.lora.exact_fusing import ExactFusing
 from onediff_ext.hosts.diffusers.lora.peft_layers import PeftLoraRule
 from onediff_ext.hosts.diffusers.offloading import offloaded_models
-from onediff_ext.hosts.diffusers.pipeline_calls import leave_calls, watch_calls
+from onediff_ext.hosts.diffusers.pipeline_calls import (
+    leave_calls,
+    sampling_steps,
+    watch_calls,
+)
 from onediff_ext.hosts.diffusers.pipeline_kinds import PipelineKinds
 from onediff_ext.hosts.diffusers.step_cache import (
     ChosenStepCache,
+    check_step_cache,
     lifted_step_cache,
     reset_step_cache,
+    use_for_steps,
 )
 from onediff_ext.hosts.pinned_memory import PINNED_MEMORY
 from onediff_ext.hosts.pinned_moves import PinnedMoves, use_pinned_memory
@@ -59,9 +66,6 @@ class CompiledPipe:
         components: The models that run compiled.
         step_cache: The step cache that the options ask for, which ends with the compilation; None
             for none.
-
-    Raises:
-        OptionError: The pipeline has nothing to compile.
     """
 
     def __init__(
@@ -75,11 +79,6 @@ class CompiledPipe:
         self._moves, self._move_patches = PinnedMoves(), Patches()
         self._offloaded: list[weakref.ref[nn.Module]] = []
         self._kinds: PipelineKinds | None = None
-        if not find_models(pipe, ignored):
-            raise OptionError(
-                f"{type(pipe).__name__} has no component to compile.",
-                "A unet, transformer, vae or controlnet is needed that `ignores` does not name.",
-            )
 
     def install(self) -> None:
         """Make the components run through graphs."""
@@ -89,16 +88,22 @@ class CompiledPipe:
             self._patches.set(pipe, "fuse_lora", exact.fuse_lora)
             self._patches.set(pipe, "unfuse_lora", exact.unfuse_lora)
         self._patches.set(pipe, COMPILED_ATTRIBUTE, self)
-        watch_calls(pipe, one_picture)
+        watch_calls(pipe, _picture_of_call)
         models = find_models(pipe, self._ignored)
         self._serve(models)
         if self.owns_session:
             self._kinds = PipelineKinds(self.session, models)
 
     @contextmanager
-    def picture(self) -> Iterator[None]:
-        """Draw one picture within the ``with`` block; see `one_picture`."""
+    def picture(self, steps: int | None = None) -> Iterator[None]:
+        """Draw one picture within the ``with`` block; see `one_picture`.
+
+        Args:
+            steps: Sampling steps that it will have, or None where that is unknown.
+        """
         self.refresh()
+        if steps is not None:
+            use_for_steps(self._pipe, steps)
         self._speed_up_moves()
         try:
             with self.session.picture():
@@ -223,23 +228,35 @@ def compile_pipe(
 
     Raises:
         OptionError: An option is unknown or differs from the session's, or the pipeline has nothing
-            to compile.
+            to compile. The pipeline stays as it is.
     """
     owns_session, chosen = session is None, chosen_options(options, backend, session)
     ignored = parse_ignores(ignores)
-    undo_compile(pipe)
+    _check_models(pipe, ignored)
+    step_cache = check_step_cache(pipe, chosen.step_cache)
+    if deepcache is not None:
+        check_deepcache(pipe, deepcache)
     session = session or new_session(chosen)
+    undo_compile(pipe)
     compiled = CompiledPipe(pipe, session, ignored, owns_session=owns_session)
     with lifted(pipe), lifted_step_cache(pipe):
         compiled.install()
-    if session.options.step_cache != "off":
-        compiled.step_cache = ChosenStepCache(StepCacheOptions.parse(session.options.step_cache))
-        try:
-            compiled.step_cache.install(pipe)
-        except OptionError:
-            undo_compile(pipe)
-            raise
+    if step_cache.is_on:
+        compiled.step_cache = ChosenStepCache(step_cache)
+        compiled.step_cache.install(pipe)
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
+
+
+def _check_models(pipe: object, ignored: frozenset[str]) -> None:
+    """Raise OptionError for a pipeline of which nothing can be compiled, and for what is none."""
+    if find_models(pipe, ignored):
+        return
+    hint = "A unet, transformer, vae or controlnet is needed that `ignores` does not name."
+    if isinstance(pipe, (str, PathLike)):
+        hint = "Load it first: compile_pipe(load_checkpoint(path).pipeline)."
+    elif isinstance(pipe, nn.Module):
+        hint = "Call compile_module(module) for a single model."
+    raise OptionError(f"{type(pipe).__name__} has no component to compile.", hint)
 
 
 def chosen_options(
@@ -267,7 +284,7 @@ def undo_compile(pipe: Pipe) -> Pipe:
 
     Does nothing if it is not compiled.
     """
-    state = vars(pipe).get(COMPILED_ATTRIBUTE)
+    state: Any = compiled_state(pipe)
     if state is not None:
         step_cache: ChosenStepCache | None = getattr(state, "step_cache", None)
         if step_cache is not None:
@@ -289,7 +306,7 @@ def compiled(pipe: Pipe, **kwargs: Any) -> Iterator[Pipe]:
 
 def compiled_state(pipe: object) -> CompiledPipe | None:
     """Return the state of a compiled pipeline, or None if it is not compiled."""
-    found: CompiledPipe | None = vars(pipe).get(COMPILED_ATTRIBUTE)
+    found: CompiledPipe | None = getattr(pipe, "__dict__", {}).get(COMPILED_ATTRIBUTE)
     return found
 
 
@@ -301,6 +318,12 @@ def one_picture(pipe: object) -> AbstractContextManager[None]:
     """
     state = compiled_state(pipe)
     return nullcontext() if state is None else state.picture()
+
+
+def _picture_of_call(pipe: object, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """One picture that a call of the pipeline draws."""
+    state = compiled_state(pipe)
+    return nullcontext() if state is None else state.picture(sampling_steps(arguments))
 
 
 def find_models(pipe: object, ignored: frozenset[str]) -> list[tuple[ComponentId, nn.Module]]:

@@ -63,13 +63,8 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
     Raises:
         OptionError: An option cannot be used, or the UNet has another class.
     """
-    chosen = DeepCacheOptions.parse(options)
-    unet = getattr(pipe, "unet", None)
-    if type(unet).__name__ != "UNet2DConditionModel":
-        raise OptionError(
-            f"{type(pipe).__name__} has no UNet that DeepCache knows.",
-            "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
-        )
+    chosen = check_deepcache(pipe, options)
+    unet: Any = getattr(pipe, "unet", None)
     _leave_other_unet(pipe)
     switch = _switch_of(unet)
     if switch is not None and deepcache_of(switch.cache.model) is not switch.cache:
@@ -77,12 +72,31 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
         switch = None
     if switch is None:
         switch = _Switch(unet)
-        switch.cache.begin_picture(chosen)  # raises before anything is patched
         switch.install()
-    else:
-        switch.cache.begin_picture(chosen)
+    switch.cache.begin_picture(chosen)
     switch.use(pipe)
     return pipe
+
+
+def check_deepcache(pipe: object, options: object) -> DeepCacheOptions:
+    """Read the options of DeepCache for a pipeline.
+
+    Args:
+        pipe: The pipeline; it is not changed.
+        options: As for `enable_deepcache`.
+
+    Raises:
+        OptionError: An option cannot be used, or the UNet has another class.
+    """
+    chosen = DeepCacheOptions.parse(options)
+    unet: Any = getattr(pipe, "unet", None)
+    if type(unet).__name__ != "UNet2DConditionModel":
+        raise OptionError(
+            f"{type(pipe).__name__} has no UNet that DeepCache knows.",
+            "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
+        )
+    DiffusersUNet(unet).check(chosen)
+    return chosen
 
 
 def disable_deepcache(pipe: Pipe) -> Pipe:

@@ -8,17 +8,18 @@ other pipelines pass through. The class stays the same object.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
-Around = Callable[[Any], AbstractContextManager[None]]
+Around = Callable[[Any, Mapping[str, Any]], AbstractContextManager[None]]
 
 _lock = threading.RLock()  # also taken when a pipeline is collected, at any moment
 _watched_classes: dict[type, _WatchedClass] = {}
@@ -32,7 +33,8 @@ def watch_calls(pipe: object, around: Around) -> None:
 
     Args:
         pipe: The pipeline.
-        around: Returns the context for a pipeline. It must not hold the pipeline.
+        around: Returns the context for a pipeline and the arguments of its call by name, defaults
+            included. It must not hold the pipeline.
     """
     owner = next((cls for cls in type(pipe).__mro__ if "__call__" in vars(cls)), object)
     method = vars(owner).get("__call__")
@@ -51,6 +53,37 @@ def leave_calls(pipe: object) -> None:
             watched.discard(id(pipe))
 
 
+def sampling_steps(arguments: Mapping[str, Any]) -> int | None:
+    """Return how many steps a call of a pipeline samples, or None where that is unknown.
+
+    Args:
+        arguments: Of the call, by name, as diffusers' pipelines have them.
+    """
+    for name in ("sigmas", "timesteps"):
+        values = arguments.get(name)
+        if values is not None:
+            return len(values)
+    steps, strength = arguments.get("num_inference_steps"), arguments.get("strength")
+    if not isinstance(steps, int):
+        return None
+    if not isinstance(strength, (int, float)):
+        return steps
+    # As the pipelines' get_timesteps rounds.
+    return steps - int(max(steps - min(steps * strength, steps), 0))
+
+
+def _arguments(
+    signature: inspect.Signature, pipe: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of a call by name; none of a call that Python refuses anyway."""
+    try:
+        bound = signature.bind(pipe, *args, **kwargs)
+    except TypeError:
+        return {}
+    bound.apply_defaults()
+    return bound.arguments
+
+
 class _WatchedClass:
     """A class whose ``__call__`` is replaced while some of its pipelines are watched.
 
@@ -61,6 +94,7 @@ class _WatchedClass:
 
     def __init__(self, cls: Any, method: types.FunctionType) -> None:
         self._cls, self._method = cls, method
+        signature = inspect.signature(method)
         self._pipes: dict[int, tuple[weakref.ref[object], Around]] = {}
         pipes = self._pipes
 
@@ -70,7 +104,7 @@ class _WatchedClass:
             if watched is None:
                 return method(pipe, *args, **kwargs)
             _, around = watched
-            with around(pipe):
+            with around(pipe, _arguments(signature, pipe, args, kwargs)):
                 return method(pipe, *args, **kwargs)
 
         self._replacement = cls.__call__ = call

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,9 +25,19 @@ Pipe = TypeVar("Pipe")
 
 DEFAULT_STEPS = 28
 _NAMES = ("transformer", "transformer_2")
-# Of transformers with a step cache of a compile option: the config from before (the user's own, or
-# None), then those of the pipelines, in the order in which they were compiled.
-_configs: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class _Choice:
+    """diffusers' config of a step cache, or None for none, and the options that it was made of."""
+
+    config: Any
+    options: StepCacheOptions | None = None  # None for the user's own
+
+
+# Of transformers with a step cache of a compile option: the choice from before, then those of the
+# pipelines, in the order in which they were compiled.
+_choices: weakref.WeakKeyDictionary[nn.Module, list[_Choice]] = weakref.WeakKeyDictionary()
 
 
 def enable_step_cache(pipe: Pipe, options: object, steps: int = DEFAULT_STEPS) -> Pipe:
@@ -45,15 +56,28 @@ def enable_step_cache(pipe: Pipe, options: object, steps: int = DEFAULT_STEPS) -
     Raises:
         OptionError: diffusers has no such cache for this pipeline.
     """
-    chosen = StepCacheOptions.parse(options)
-    models = _models(pipe)
-    if chosen.is_on:
-        _check(pipe, models, chosen)
+    chosen = check_step_cache(pipe, options)
     disable_step_cache(pipe)
     if chosen.is_on:
-        for model in models:
+        for model in _models(pipe):
             model.enable_cache(_config(chosen, steps))
     return pipe
+
+
+def check_step_cache(pipe: object, options: object) -> StepCacheOptions:
+    """Read the options of a step cache that a pipeline is to have.
+
+    Args:
+        pipe: The pipeline; it is not changed.
+        options: What `StepCacheOptions.parse` takes.
+
+    Raises:
+        OptionError: diffusers has no such cache for this pipeline.
+    """
+    chosen = StepCacheOptions.parse(options)
+    if chosen.is_on:
+        _check(pipe, _models(pipe), chosen)
+    return chosen
 
 
 def disable_step_cache(pipe: Pipe) -> Pipe:
@@ -78,6 +102,25 @@ def reset_step_cache(pipe: object) -> None:
             model._reset_stateful_cache()
 
 
+def use_for_steps(pipe: object, steps: int) -> None:
+    """Fit the step cache of a compile option to the number of steps of a picture.
+
+    Only MagCache needs it: it has a magnitude for each step. The user's own config stays.
+
+    Args:
+        pipe: The pipeline that draws.
+        steps: Sampling steps of the picture.
+    """
+    for model in _models(pipe):
+        choice = _choices[model][-1] if model in _choices else None
+        if choice is None or choice.options is None or choice.options.method != "mag-cache":
+            continue
+        is_in_use = getattr(model, "_cache_config", None) is choice.config
+        if is_in_use and choice.config.num_inference_steps != steps:
+            choice.config = _config(choice.options, steps)
+            _use(model, choice.config)
+
+
 class ChosenStepCache:
     """The step cache of a pipeline's compile option, on the transformers that the pipeline has.
 
@@ -90,7 +133,7 @@ class ChosenStepCache:
 
     def __init__(self, options: StepCacheOptions) -> None:
         self._options = options
-        self._ours: list[tuple[weakref.ref[nn.Module], Any]] = []
+        self._ours: list[tuple[weakref.ref[nn.Module], _Choice]] = []
 
     def install(self, pipe: object) -> None:
         """Set it up on the transformers of a pipeline, and take it back from others.
@@ -109,10 +152,10 @@ class ChosenStepCache:
         served = [model() for model, _ in self._ours]
         for model in models:
             if model not in served:
-                config = _config(self._options, DEFAULT_STEPS)
-                _configs.setdefault(model, [model._cache_config]).append(config)
-                self._ours.append((weakref.ref(model), config))
-                _use(model, config)
+                choice = _Choice(_config(self._options, DEFAULT_STEPS), self._options)
+                _choices.setdefault(model, [_Choice(model._cache_config)]).append(choice)
+                self._ours.append((weakref.ref(model), choice))
+                _use(model, choice.config)
 
     def follow(self, pipe: object) -> None:
         """As `install`, for a pipeline that may have got other transformers, without an error."""
@@ -128,20 +171,20 @@ class ChosenStepCache:
 
     def _remove_from_others(self, models: Sequence[nn.Module]) -> None:
         for entry in list(self._ours):
-            reference, config = entry
+            reference, choice = entry
             model: Any = reference()
             if model is not None and model in models:
                 continue
             self._ours.remove(entry)
             if model is None:
                 continue
-            configs = _configs[model]
-            was_last = configs[-1] is config
-            configs[:] = [each for each in configs if each is not config]
+            choices = _choices[model]
+            was_last = choices[-1] is choice
+            choices[:] = [each for each in choices if each is not choice]
             if was_last:
-                _use(model, configs[-1])
-            if len(configs) == 1:
-                del _configs[model]
+                _use(model, choices[-1].config)
+            if len(choices) == 1:
+                del _choices[model]
 
 
 def _use(model: Any, config: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from onediff_ext import compile_pipe, undo_compile
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.hosts.diffusers.compile import compiled_state
+from onediff_ext.hosts.diffusers.pipeline_calls import sampling_steps
 from onediff_ext.hosts.diffusers.step_cache import disable_step_cache, enable_step_cache
 from onediff_ext.session.session import Session
 from tests.support import transformer_models as models
@@ -22,11 +24,11 @@ CACHES = ("first-block:0.5", "mag-cache:0.3", "taylorseer-lite:3")
 STEPS = 8
 
 
-def draw(pipe: Any, seed: int = 0) -> torch.Tensor:
+def draw(pipe: Any, seed: int = 0, steps: int = STEPS, **more: Any) -> torch.Tensor:
     """Eight steps from seeded embeddings."""
     pixels: torch.Tensor = pipe(
-        **models.flux_embeddings(20, seed=seed), width=64, height=64, num_inference_steps=STEPS,
-        output_type="pt", generator=torch.Generator().manual_seed(seed),
+        **models.flux_embeddings(20, seed=seed), width=64, height=64, num_inference_steps=steps,
+        output_type="pt", generator=torch.Generator().manual_seed(seed), **more,
     ).images  # fmt: skip
     return pixels
 
@@ -234,3 +236,46 @@ def test_a_compiled_pipeline_with_a_cache_is_copied(make_session: Callable[..., 
     copied = copy.deepcopy(pipe)
     assert compiled_state(copied) is None
     assert torch.equal(draw(pipe), expected)
+
+
+def test_mag_cache_follows_the_number_of_steps(make_session: Callable[..., Session]) -> None:
+    """It has a magnitude for each step; a picture has the steps that its call names."""
+    pipe, twin = compiled_flux(make_session, step_cache="mag-cache:0.3"), models.flux()
+    before = pipe.transformer._cache_config
+    assert before.num_inference_steps == STEPS
+    for steps in (STEPS, 5, 11, STEPS):
+        enable_step_cache(twin, "mag-cache:0.3", steps)
+        found, expected = draw(pipe, steps=steps), draw(twin, steps=steps)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert pipe.transformer._cache_config.num_inference_steps == steps
+    undo_compile(pipe)
+    assert not has_forwards_of_others(pipe.transformer)
+
+
+@pytest.mark.parametrize("strength", [0.05, 0.3, 0.6, 0.61, 1.0])
+@pytest.mark.parametrize("steps", [1, 8, 15, 28])
+def test_steps_of_an_image_to_image_call(strength: float, steps: int) -> None:
+    """A strength leaves out the first ones, as diffusers rounds it."""
+    scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(steps)
+    pipe = models.flux(cls=diffusers.FluxImg2ImgPipeline)
+    pipe.scheduler = scheduler
+    timesteps, _ = pipe.get_timesteps(steps, strength, "cpu")
+    found = sampling_steps({"num_inference_steps": steps, "strength": strength, "sigmas": None})
+    assert found == len(timesteps)
+
+
+def test_steps_of_a_schedule_of_ones_own() -> None:
+    assert sampling_steps({"num_inference_steps": 28, "sigmas": [1.0, 0.7, 0.3]}) == 3
+    assert sampling_steps({"width": 64}) is None
+
+
+def test_mag_cache_of_the_user_keeps_its_steps(make_session: Callable[..., Session]) -> None:
+    """Also while a compile option's cache has been switched off by hand."""
+    pipe = compiled_flux(make_session, step_cache="mag-cache:0.3")
+    pipe.transformer.disable_cache()
+    draw(pipe, steps=5)
+    assert not pipe.transformer.is_cache_enabled
+    enable_step_cache(pipe, "mag-cache:0.3", STEPS)
+    draw(pipe, steps=5)
+    assert pipe.transformer._cache_config.num_inference_steps == STEPS
