@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from onediff_ext.cli import library_imports
 from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.errors import CheckpointError, OptionError
+from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.jobs import model_identity as jobs
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
@@ -34,8 +35,14 @@ def model_identity(
 
     Raises:
         CheckpointError: A file cannot be read.
-        OptionError: A LoRA's weight is not a number, or the demo model is not installed.
+        OptionError: A LoRA's weight is not a number, the demo model is not installed, or a
+            precision is named although nothing is compiled.
     """
+    if arguments.eager and arguments.precision != CompileOptions.precision:
+        raise OptionError(
+            f"--precision {arguments.precision} is for graphs, and --eager compiles none.",
+            "Leave one of them out.",
+        )
     found = _identity_in_thread(arguments)
     if not wait([found], _CACHED_WITHIN_S).done and imports_here:
         library_imports.import_libraries()
@@ -103,7 +110,6 @@ def _hashed_identity(arguments: argparse.Namespace) -> dict[str, object]:
         dtype=arguments.dtype,
         vae=arguments.vae,
         config=arguments.config,
+        vae_tiling=arguments.vae_tiling,
     )
-    if not arguments.eager:
-        identity |= jobs.precision_identity(arguments.precision)
-    return identity
+    return identity | jobs.precision_identity(arguments.precision)

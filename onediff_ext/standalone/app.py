@@ -132,7 +132,9 @@ class StandaloneApp:
         """
         with self.turn():
             hashes = ContentHashes(self.library.folder)
-            identity = model_identity(hashes, model, loras, dtype=self.dtype_name)
+            identity = model_identity(
+                hashes, model, loras, dtype=self.dtype_name, vae_tiling=self.vae_tiling
+            )
             if self.image_generator is not None and identity == self.identity:
                 return
             self.check_cancelled()

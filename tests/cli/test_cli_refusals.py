@@ -202,6 +202,17 @@ def test_no_demo_model(
     ended.refused("This installation has no demo model", "--model")
 
 
+@pytest.mark.parametrize(
+    "command", [["img2img", "in"], ["txt2img", "--sizes", "64x64"], ["demo"]], ids=lambda c: c[0]
+)
+def test_a_precision_without_graphs(
+    command_line: CommandLine, folder: Path, command: list[str]
+) -> None:
+    words = [str(folder) if word == "in" else word for word in command]
+    ended = command_line(*words, "--eager", "--precision", "fp8")
+    ended.refused("--precision fp8 is for graphs, and --eager compiles none", "Leave one")
+
+
 @pytest.mark.parametrize("blocked", ["file", "below a file", "/proc/new"])
 def test_output_folder_that_cannot_be_made(
     command_line: CommandLine, folder: Path, blocked: str

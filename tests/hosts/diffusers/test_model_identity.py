@@ -54,6 +54,7 @@ def test_names_are_those_of_the_command_line_so_far(hashes: ContentHashes, tmp_p
     model.write_bytes(b"model")
     found = model_identity(hashes, model)
     assert found == {**OF_THE_COMMAND_LINE, "checkpoint": hashes.content_hash(model)}
+    assert model_identity(hashes, model, vae_tiling="auto") == found
     assert precision_identity("exact") == {}
     assert precision_identity("fp8") == {"precision": "fp8"}
 
@@ -109,3 +110,19 @@ def test_earlier_names_of_what_the_page_could_not_draw() -> None:
     assert earlier_identities(OF_THE_COMMAND_LINE) == ()  # only torch knows what it means
     assert earlier_identities({**named, "vae": "v" * 64}) == ()
     assert earlier_identities({**named, "config": "f" * 64}) == ()
+
+
+@pytest.mark.parametrize("vae_tiling", ["on", "off"])
+def test_tiles_of_the_vae_are_part_of_it(
+    job: Img2ImgJob, hashes: ContentHashes, tmp_path: Path, vae_tiling: str
+) -> None:
+    """A result without tiles is not done for a run with them."""
+    (tmp_path / "model.safetensors").write_bytes(b"model")
+    without = replace(job, identity=model_identity(hashes, tmp_path / "model.safetensors"))
+    draw(without)
+    tiled = model_identity(hashes, tmp_path / "model.safetensors", vae_tiling=vae_tiling)
+    asked = replace(job, identity=tiled, earlier=earlier_identities(tiled, "torch.float32"))
+    assert not is_done(asked)
+    draw(asked)
+    assert is_done(asked)
+    assert not is_done(without)

@@ -32,6 +32,7 @@ def model_identity(
     dtype: str = AUTO,
     vae: Path | None = None,
     config: Path | None = None,
+    vae_tiling: str = AUTO,
 ) -> dict[str, object]:
     """Return the parts of a model that decide a picture. `precision_identity` may be added.
 
@@ -42,6 +43,8 @@ def model_identity(
         dtype: As the user names it: "auto", "fp32", "fp16" or "bf16".
         vae: A VAE in place of the checkpoint's.
         config: A folder with all that a transformer's single file has not.
+        vae_tiling: As for `ImageGenerator`. Tiles change a picture; "auto" is left out, as earlier
+            versions left out all.
 
     Raises:
         CheckpointError: A file cannot be read, or `config` is no folder.
@@ -52,6 +55,8 @@ def model_identity(
         "loras": lora_identities(loras, hashes),
         "dtype": dtype,
     }
+    if vae_tiling != AUTO:
+        identity["vae_tiling"] = vae_tiling
     if config is not None:
         if not os.path.isdir(model_folder(config)):
             raise CheckpointError(
