@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.fault_points import reached
 from onediff_ext.core.untrusted_files import other_kind
-from onediff_ext.core.words import counted, printable
+from onediff_ext.core.words import counted, printable, without_passwords
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
@@ -46,7 +46,7 @@ def write_report(path: Path, report: RunReport) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write plain values as JSON, complete or not at all.
+    """Write plain values as JSON, complete or not at all, and without passwords of URLs.
 
     Raises:
         OptionError: The file cannot be written.
@@ -55,7 +55,7 @@ def write_json(path: Path, value: object) -> None:
         try:
             with os.fdopen(_new_part(path), "w", encoding="utf-8") as file:
                 reached("opened")
-                file.write(json.dumps(value, indent=1) + "\n")
+                file.write(without_passwords(json.dumps(value, indent=1)) + "\n")
                 file.flush()
                 reached("wrote")
                 os.fsync(file.fileno())

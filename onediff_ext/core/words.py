@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 import unicodedata
+
+_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s/:@\"']*):[^\s/\"']*@")
 
 LEAST_GAIN = 1.05
 """How many times faster something must be before a gain is claimed: less is noise."""
@@ -55,13 +58,23 @@ def first_line(text: str, if_empty: str = "no message") -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), if_empty)
 
 
+def without_passwords(text: str) -> str:
+    """Return a text with each password of a URL, as in ``ftp://user:password@host``, as stars.
+
+    Args:
+        text: For people or for a file that others may read.
+    """
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
 def printable(text: str) -> str:
-    """Return untrusted text as one line that cannot control a terminal.
+    """Return untrusted text as one line that cannot control a terminal and shows no password.
 
     Control characters, escape sequences, marks that change the direction of text and lone
     surrogates become escapes such as ``\\x1b``; line feeds and tabs become spaces.
     """
-    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+    shown = without_passwords(text)
+    return "".join(c if c.isprintable() else _escaped(c) for c in shown)
 
 
 def _escaped(character: str) -> str:
