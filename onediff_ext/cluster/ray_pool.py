@@ -147,7 +147,10 @@ class RayPool(WorkerPool):
                 return self._lost(call, str(cause), error=cause)
             return self._lost(call, f"{type(cause).__name__}: {_reason(cause)}", is_own=True)
         except exceptions.RayError as exc:
-            return self._lost(call, _reason(exc), is_node=True)
+            # What is not known to be a machine's end is the worker's own death, as by Ray's memory
+            # monitor. A picture that causes it would come back for ever if nobody counted.
+            of_nodes = (exceptions.NodeDiedError, exceptions.ObjectLostError)
+            return self._lost(call, _reason(exc), is_node=isinstance(exc, of_nodes))
         if call.ticket is None:
             about, error = answer
             if error is not None:

@@ -118,6 +118,39 @@ def test_an_error_of_the_gpu_costs_its_worker_and_names_itself(ray: Any, tmp_pat
     assert set(lines_of(tmp_path).values()) == {1}
 
 
+class RayWithoutMemory:
+    """Ray whose memory monitor has killed each worker that dies, as in `ray.exceptions`."""
+
+    def __init__(self, ray: Any, most_deaths: int) -> None:
+        self._ray, self._left = ray, most_deaths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ray, name)
+
+    def get(self, reference: Any) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except exceptions.RayActorError as exc:
+            self._left -= 1
+            assert self._left >= 0, "The run goes on without an end."
+            raise exceptions.OutOfMemoryError("The node is running low on memory") from exc
+
+
+def test_a_picture_that_takes_all_memory_each_time_is_given_up(ray: Any, tmp_path: Path) -> None:
+    monitored = RayWithoutMemory(ray, most_deaths=8)
+    coordinator, poisoned = run(monitored, NumberProgram(tmp_path, fatal=(1, 2)), [8])
+    assert poisoned == [Poisoned(0, 1, 2)]
+    assert set(lines_of(tmp_path).values()) == {1}
+    assert any("low on memory" in worker.lost for worker in coordinator.workers)
+
+
+def test_workers_without_memory_for_their_models_end_the_run(ray: Any, tmp_path: Path) -> None:
+    monitored = RayWithoutMemory(ray, most_deaths=8)
+    with pytest.raises(ClusterError, match="low on memory"):
+        run(monitored, NumberProgram(tmp_path, dies_at_start=True), [8])
+
+
 def test_an_error_that_every_worker_has_ends_the_run(ray: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="broken"):
         run(ray, NumberProgram(tmp_path, broken=True), [4])

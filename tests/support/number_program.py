@@ -27,6 +27,7 @@ class NumberProgram(Program):
             fatal picture waits for all that its worker drew; with None it does not wait.
         full: The disk is full.
         broken: The checkpoint cannot be loaded.
+        dies_at_start: The worker's process ends while it loads the checkpoint.
     """
 
     folder: Path
@@ -36,8 +37,11 @@ class NumberProgram(Program):
     reported: Path | None = None
     full: bool = False
     broken: bool = False
+    dies_at_start: bool = False
 
     def open(self, name: str, exchange: GraphExchange | None, prepared: Any = None) -> OpenProgram:
+        if self.dies_at_start:
+            os._exit(11)
         if self.broken:
             raise CheckpointError("The checkpoint is broken.", "Take another one.")
         return _Open(self)
