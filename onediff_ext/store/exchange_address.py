@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError, StoreError, UntrustedGraphError
+from onediff_ext.store.folder_exchange import FolderExchange
 from onediff_ext.store.fsspec_exchange import FsspecExchange
 from onediff_ext.store.permissions import secure_folder
 
@@ -35,13 +36,14 @@ def open_exchange(address: str, *, trust: bool) -> FsspecExchange:
     folder = exchange.folder if "://" in address else Path(address)
     if not folder.is_absolute():
         raise OptionError(f"{address} is not a whole path.", "Name it from the root.")
+    parts = (folder, folder / "graphs", folder / "leases", folder / "parts")
     try:
-        for part in (folder, folder / "graphs", folder / "leases", folder / "parts"):
+        for part in parts:
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
         raise StoreError(
             f"{folder} cannot be used ({exc.strerror or exc}).", "Name a folder that you may write."
         ) from exc
-    secure_folder(folder, holds_code=True)
-    secure_folder(folder / "graphs", holds_code=True)
-    return exchange
+    for part in parts:
+        secure_folder(part, holds_code=True)
+    return FolderExchange(folder)

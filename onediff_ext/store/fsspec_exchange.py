@@ -73,7 +73,7 @@ class FsspecExchange(GraphExchange):
         # A folder shows a file while it is written; a rename shows it whole. Buckets do both.
         part = f"{self._root}/parts/{secrets.token_hex(8)}"
         self._put(part, graph_file)
-        self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._make_folder(target.rpartition("/")[0])
         self._files.mv(part, target)
         return True
 
@@ -137,8 +137,11 @@ class FsspecExchange(GraphExchange):
         except FileNotFoundError:
             return []
 
+    def _make_folder(self, folder: str) -> None:
+        self._files.makedirs(folder, exist_ok=True)
+
     def _put(self, path: str, content: bytes) -> None:
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._make_folder(path.rpartition("/")[0])
         self._files.pipe_file(path, content)
 
     def _remove(self, path: str) -> None:

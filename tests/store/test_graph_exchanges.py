@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from onediff_ext.core.errors import OptionError, UntrustedGraphError
+from onediff_ext.core import ownership
+from onediff_ext.core.errors import OptionError, UnsafeFileError, UntrustedGraphError
 from onediff_ext.store.exchange_address import open_exchange
 from onediff_ext.store.fsspec_exchange import FsspecExchange
 from onediff_ext.store.graph_exchange import GraphExchange
@@ -179,3 +180,62 @@ def test_a_folder_of_ours_is_closed_to_others(tmp_path: Path, protocol: str) -> 
     folder.chmod(0o777)
     open_exchange(f"{protocol}{folder}", trust=False)
     assert folder.stat().st_mode & 0o022 == 0
+
+
+needs_modes = pytest.mark.skipif(os.name == "nt", reason="owners and modes are POSIX's")
+needs_root = pytest.mark.skipif(
+    os.name != "nt" and os.geteuid() != 0, reason="only root gives files to other users"
+)
+STRANGER = 54321
+
+
+def stored_in(folder: Path) -> Path:
+    """The file of a graph that was published to a folder."""
+    assert open_exchange(str(folder), trust=False).publish("tag", DIGEST, b"code")
+    return folder / "graphs" / "tag" / f"{DIGEST}.graph"
+
+
+@needs_modes
+def test_a_graph_that_all_may_write_is_not_fetched(tmp_path: Path) -> None:
+    stored_in(tmp_path).chmod(0o666)
+    with pytest.raises(UntrustedGraphError, match="may be written by everybody"):
+        open_exchange(str(tmp_path), trust=False).fetch("tag", DIGEST)
+    assert open_exchange(str(tmp_path), trust=True).fetch("tag", DIGEST) == b"code"
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["tag", f"tag/{DIGEST}.graph"])
+def test_what_another_user_left_in_the_folder_is_not_fetched(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may have put it there before the folder was closed."""
+    monkeypatch.delenv("SUDO_UID", raising=False)
+    monkeypatch.setattr(ownership, "_CONTAINER_MARKS", ())
+    stored_in(tmp_path)
+    os.chown(tmp_path / "graphs" / name, STRANGER, STRANGER)
+    with pytest.raises(UntrustedGraphError, match=f"belongs to user {STRANGER}"):
+        open_exchange(str(tmp_path), trust=False).fetch("tag", DIGEST)
+
+
+@needs_modes
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_what_we_publish_is_ours_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        exchange = open_exchange(str(tmp_path / "new"), trust=False)
+        path = stored_in(tmp_path / "new")
+        assert exchange.lease("tag", OTHER, "a")
+    finally:
+        os.umask(before)
+    for made in (path, *path.parents[:3]):
+        assert made.stat().st_mode & 0o022 == 0, made
+    assert exchange.fetch("tag", DIGEST) == b"code"
+
+
+@needs_modes
+def test_a_pipe_in_a_graphs_place_is_not_waited_for(tmp_path: Path) -> None:
+    path = stored_in(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UnsafeFileError):
+        open_exchange(str(tmp_path), trust=False).fetch("tag", DIGEST)
