@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from onediff_ext.core.errors import OptionError
@@ -51,6 +52,7 @@ def prepare_workers(arguments: argparse.Namespace) -> bool:
         )
     if arguments.gpus is not None or arguments.cluster is not None:
         make_paths_absolute(arguments)
+        _make_environment_absolute()
         return True
     if arguments.graphs is not None:
         raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
@@ -76,6 +78,17 @@ def make_paths_absolute(arguments: argparse.Namespace) -> None:
     arguments.lora = [f"{path.absolute()}:{weight!r}" for path, weight in loras]
     if arguments.graphs is not None and "://" not in arguments.graphs:
         arguments.graphs = str(Path(arguments.graphs).absolute())
+
+
+def _make_environment_absolute() -> None:
+    """The same for the environment, which the workers of this machine inherit."""
+    from onediff_ext.store.default_root import ROOT_VARIABLE
+    from onediff_ext.store.permissions import TRUST_VARIABLE
+
+    for name in (ROOT_VARIABLE, TRUST_VARIABLE):
+        value = os.environ.get(name, "")
+        if value and not value.startswith("~"):
+            os.environ[name] = os.path.abspath(value)
 
 
 def _gpus(text: str) -> str:

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from onediff_ext.cli import txt2img
+from onediff_ext.cli.cluster_arguments import prepare_workers
 from onediff_ext.cli.cluster_programs import Txt2ImgProgram
 from onediff_ext.cli.draw_arguments import draw_settings
 from onediff_ext.cli.model_identity import SameFiles, model_identity
 from onediff_ext.cluster.worker import Worker
 from onediff_ext.core.errors import CheckpointError
 from onediff_ext.pictures.writing import unfinished_names
+from onediff_ext.store import default_root
+from onediff_ext.store.default_root import ROOT_VARIABLE
+from onediff_ext.store.permissions import TRUST_VARIABLE
 
 if TYPE_CHECKING:
     from tests.support.command_line import CommandLine
@@ -38,6 +42,24 @@ def make_files(folder: Path) -> tuple[Path, Path]:
     for path in (model, lora):
         os.utime(path, ns=(1_000_000_000, 1_000_000_000))
     return model, lora
+
+
+def test_a_relative_store_of_the_environment_is_the_same_in_other_current_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers inherit the environment, and start in an empty folder that is deleted at the end."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(ROOT_VARIABLE, "graphs")
+    monkeypatch.setenv(TRUST_VARIABLE, "graphs")
+    assert prepare_workers(parsed("-m", "model.safetensors", "--gpus", "1"))
+    os.chdir(elsewhere)
+    assert default_root() == tmp_path / "graphs"
+    assert os.environ[TRUST_VARIABLE] == str(tmp_path / "graphs")
+    monkeypatch.setenv(ROOT_VARIABLE, "~/graphs")  # of each machine's own user
+    assert prepare_workers(parsed("-m", "model.safetensors", "--gpus", "1"))
+    assert os.environ[ROOT_VARIABLE] == "~/graphs"
 
 
 @pytest.mark.parametrize("changed", ["checkpoint", "loras", "yaml"])
