@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from onediff_ext.core.errors import StoreError
+from onediff_ext.core.errors import GraphCorruptError, StoreError
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.store import BuildRecords, GraphExchange, GraphLibrary, StoreBusyError, StoredGraph
 from onediff_ext.store.graph_exchange import LEASE_S
@@ -143,12 +143,16 @@ class SharedGraphs:
         if digest not in self._digests():
             return False
         graph_file = _quietly(lambda: self._exchange.fetch(self._tag, digest))
-        if not graph_file:
+        if graph_file is None:
             return False
         try:
             graph = self._library.add_graph_file(digest, graph_file)
         except StoreError as exc:
             logger.warning("A shared graph cannot be used: %s", exc)
+            if isinstance(exc, GraphCorruptError):
+                # Nobody could publish a sound one, and all machines would build their own.
+                _quietly(lambda: self._exchange.discard(self._tag, digest))
+                self._listed.discard(digest)
             return False
         content = graph.header.payload_sha256
         if self._build_records.load_check(digest, self._machine, content) is None:

@@ -43,6 +43,9 @@ class RayGraphs(GraphExchange):
     def publish(self, tag: str, digest: str, graph_file: bytes) -> bool:
         return bool(self._ask("publish", tag, digest, graph_file))
 
+    def discard(self, tag: str, digest: str) -> None:
+        self._ask("discard", tag, digest)
+
     def lease(self, tag: str, digest: str, holder: str) -> bool:
         return bool(self._ask("lease", tag, digest, holder))
 

@@ -77,6 +77,9 @@ class FsspecExchange(GraphExchange):
         self._files.mv(part, target)
         return True
 
+    def discard(self, tag: str, digest: str) -> None:
+        self._remove(self._graph(tag, digest))
+
     def lease(self, tag: str, digest: str, holder: str) -> bool:
         folder, key = self._lease_folder(tag, digest), (tag, digest, holder)
         if key in self._tickets:

@@ -53,6 +53,15 @@ class GraphExchange(ABC):
         """
 
     @abstractmethod
+    def discard(self, tag: str, digest: str) -> None:
+        """Delete a graph file that is damaged, so that a sound one can take its place.
+
+        Args:
+            tag: The machine tag.
+            digest: Of the kind's key.
+        """
+
+    @abstractmethod
     def lease(self, tag: str, digest: str, holder: str) -> bool:
         """Take or renew the right to build a kind.
 

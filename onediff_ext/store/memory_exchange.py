@@ -46,6 +46,10 @@ class MemoryExchange(GraphExchange):
             self._graphs.setdefault((tag, digest), graph_file)
             return is_new
 
+    def discard(self, tag: str, digest: str) -> None:
+        with self._lock:
+            self._graphs.pop((tag, digest), None)
+
     def lease(self, tag: str, digest: str, holder: str) -> bool:
         with self._lock:
             now_s = self._clock()

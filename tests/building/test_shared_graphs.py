@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from onediff_ext.engine.machine import machine_digest
 from onediff_ext.hosts.diffusers.compile import compile_pipe
 from onediff_ext.session.session import Session
 from onediff_ext.store import GraphExchange, StoreBusyError
+from onediff_ext.store.fsspec_exchange import FsspecExchange
 from onediff_ext.store.memory_exchange import MemoryExchange
 from tests.support.session_fixtures import SmallUNet
 
@@ -133,6 +135,30 @@ def test_a_damaged_graph_is_not_taken(join: Join) -> None:
     assert session.library.entries() == []
     with pytest.raises(StoreError):
         session.library.add_graph_file("a" * 64, b"no graph")
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut short", "swapped"])
+def test_a_damaged_graph_is_built_once_more_and_takes_its_place(
+    join: Join, tmp_path: Path, damage: str
+) -> None:
+    """A power failure or a disk may do that. Each machine would build it for itself, always."""
+    pytest.importorskip("fsspec", reason="the extra cluster is not installed")
+
+    def exchange() -> FsspecExchange:
+        return FsspecExchange(str(tmp_path / "exchange"))
+
+    first, _ = join(exchange(), "a")
+    draw_until_built(first)
+    paths = sorted((tmp_path / "exchange").rglob("*.graph"))
+    contents = {path: path.read_bytes() for path in paths}
+    damaged = {"emptied": b"", "cut short": contents[paths[0]][:-5], "swapped": contents[paths[1]]}
+    paths[0].write_bytes(damaged[damage])
+    second, _ = join(exchange(), "b")
+    draw_until_built(second)
+    assert second.count("built") == 1
+    third, _ = join(exchange(), "c")
+    draw_until_built(third)
+    assert (third.count("built"), third.count("loaded")) == (0, len(first.kinds))
 
 
 def test_an_exchange_that_is_away_costs_the_sharing_only(join: Join) -> None:
