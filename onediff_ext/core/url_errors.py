@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from onediff_ext.core.errors import OptionError
+from onediff_ext.core.errors import OneDiffError, OptionError
 
 
 @contextlib.contextmanager
 def opening(url: str) -> Iterator[None]:
-    """Turn fsspec's errors within the ``with`` block into those of a wrong option.
+    """Turn all errors of fsspec in the ``with`` block into those of a wrong option.
 
     Args:
         url: What is opened.
 
     Raises:
-        OptionError: The package for this kind of URL is not installed, or its protocol is unknown.
+        OptionError: The package for this kind of URL is not installed, its protocol is unknown, or
+            it cannot be reached.
     """
     try:
         yield
@@ -25,3 +26,9 @@ def opening(url: str) -> Iterator[None]:
     except ValueError as exc:
         hint = "Name a folder, or a URL such as s3://bucket/folder."
         raise OptionError(f"{url} cannot be opened ({exc}).", hint) from exc
+    except OneDiffError:
+        raise
+    except Exception as exc:  # each package has classes of its own, and some ask their server now
+        reason = " ".join(str(exc).split())[:200] or type(exc).__name__
+        hint = "Check its name, and that you may read it."
+        raise OptionError(f"{url} cannot be opened ({reason}).", hint) from exc

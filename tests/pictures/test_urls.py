@@ -281,6 +281,9 @@ def test_which_texts_are_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert files_below(tmp_path) is None
     with pytest.raises(OptionError, match="nope://bucket cannot be opened"):
         parse_path("nope://bucket")
+    (tmp_path / "no.zip").write_bytes(b"no archive")
+    with pytest.raises(OptionError, match=r"cannot be opened \(File is not a zip file"):
+        parse_path(f"zip://photos::{tmp_path / 'no.zip'}")
     monkeypatch.setitem(__import__("sys").modules, "upath", None)
     with pytest.raises(OptionError, match="universal_pathlib") as raised:
         parse_path("s3://bucket")
