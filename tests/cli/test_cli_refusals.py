@@ -39,6 +39,8 @@ def folder(tmp_path: Path) -> Path:
         (["--strength", "0"], "strength of 0.0", "up to 1"),
         (["--strength", "nan"], "strength of nan", "up to 1"),
         (["--guidance", "-1"], "guidance of -1.0", "0 to 100"),
+        (["--prompt", "a caf\udce9"], "prompt is no text", "UTF-8"),
+        (["--negative-prompt", "\ud800"], "negative prompt is no text", "UTF-8"),
         (["--steps", "3", "--strength", "0.3"], "less than one step", "at least 4 steps"),
         (["--steps", "1", "--strength", "0.5"], "less than one step", "at least 2 steps"),
         (["--steps", "9", "--strength", "0.1"], "less than one step", "at least 10 steps"),

@@ -25,7 +25,7 @@ class DrawSettings:
         step_cache: Which blocks of a transformer are skipped.
 
     Raises:
-        OptionError: A value is out of range or unknown.
+        OptionError: A value is out of range or unknown, or a prompt is no text.
     """
 
     prompt: str = ""
@@ -46,6 +46,8 @@ class DrawSettings:
             )
         if not 0 <= self.guidance <= 100:
             raise OptionError(f"A guidance of {self.guidance} cannot be used.", "Choose 0 to 100.")
+        _check_text("prompt", self.prompt)
+        _check_text("negative prompt", self.negative_prompt)
         infotext_names(self.scheduler)
 
     def check_img2img_steps(self) -> None:
@@ -56,3 +58,14 @@ class DrawSettings:
                 f"{self.steps} steps at strength {self.strength} are less than one step.",
                 f"Use at least {enough} steps, or a higher strength.",
             )
+
+
+def _check_text(name: str, text: str) -> None:
+    """Refuse what Python makes of bytes that are no text; tokenizers take none of it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise OptionError(
+            f"The {name} is no text: its character {exc.start + 1} is no UTF-8.",
+            "Write it again, in a terminal or file with UTF-8.",
+        ) from exc
