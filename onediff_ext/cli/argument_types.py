@@ -42,10 +42,18 @@ def positive_count(text: str) -> int:
     return int(text)
 
 
+def named_path(text: str) -> Path:
+    """Read a path, for argparse. An empty one would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def picture_path(text: str) -> Path:
     """Read the path or URL of pictures, for argparse."""
     from onediff_ext.pictures.urls import parse_path
 
+    named_path(text)
     try:
         return parse_path(text)
     except OptionError as exc:
@@ -56,7 +64,7 @@ def folder_path(text: str) -> Path:
     """Read the path of a folder that exists or will be made, for argparse."""
     if os.path.isfile(text):  # Path.is_file raises for a name that is too long
         raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
-    return Path(text)
+    return named_path(text)
 
 
 def required_sizes(text: str) -> list[BatchShape]:

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from onediff_ext.cli.argument_types import named_path
 from onediff_ext.core.errors import OptionError
 
 
@@ -25,6 +26,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--graphs",
+        type=_graphs,
         metavar="URL",
         help="folder or URL (s3://…) where the machines share graphs (default: over Ray)",
     )
@@ -89,6 +91,12 @@ def _make_environment_absolute() -> None:
         value = os.environ.get(name, "")
         if value and not value.startswith("~"):
             os.environ[name] = os.path.abspath(value)
+
+
+def _graphs(text: str) -> str:
+    """Read a folder or URL of graphs, for argparse."""
+    named_path(text)
+    return text
 
 
 def _gpus(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import img2img, library_imports, report_file
+from onediff_ext.cli.argument_types import named_path
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.cli.model_loading import load_image_generator, open_session, put_graphs_under
 from onediff_ext.cli.progress import BuildProgressBars, Progress
@@ -44,7 +45,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "inputs",
         nargs="*",
-        type=Path,
+        type=named_path,
         metavar="FOLDER",
         help="your own pictures (default: the photographs that come with OneDiff)",
     )

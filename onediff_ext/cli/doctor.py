@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onediff_ext.cli.argument_types import named_path
 from onediff_ext.cli.model_arguments import add_store_arguments
 from onediff_ext.core.words import counted, printable
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("doctor", help="say what works here and what to do about the rest")
-    add_store_arguments(parser, path=Path)
+    add_store_arguments(parser, path=named_path)
     parser.set_defaults(run=run)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onediff_ext.cli import library_imports
+from onediff_ext.cli.argument_types import named_path
 from onediff_ext.cli.device_options import find_device
 from onediff_ext.cli.model_arguments import add_model_arguments, parse_options
 from onediff_ext.core.words import printable
@@ -52,7 +53,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=named_path,
         default=Path("onediff-output"),
         help="folder of the pictures (default: %(default)s)",
     )

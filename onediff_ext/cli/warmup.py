@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onediff_ext.cli import report_file
-from onediff_ext.cli.argument_types import positive_count, required_sizes
+from onediff_ext.cli.argument_types import named_path, positive_count, required_sizes
 from onediff_ext.cli.cluster_arguments import add_cluster_arguments
 from onediff_ext.cli.model_arguments import add_model_arguments
 from onediff_ext.cli.model_identity import model_identity
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "--from",
         dest="from_folders",
         action="append",
-        type=Path,
+        type=named_path,
         default=[],
         metavar="FOLDER",
         help="add the sizes of the latest pictures in a folder, most frequent first",

@@ -167,6 +167,34 @@ def test_no_such_input(command_line: CommandLine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["img2img", ""], "FOLDER"),
+        (["img2img", "in", "-o", ""], "-o/--output"),
+        (["img2img", "in", "--store", ""], "--store"),
+        (["warmup", "--from", ""], "--from"),
+        (["doctor", "--store", ""], "--store"),
+        (["txt2img", "--cluster", "auto", "--graphs", ""], "--graphs"),
+        (["demo", ""], "FOLDER"),
+        (["ui", "--output", ""], "-o/--output"),
+        (["graphs", "list", "--store", ""], "--store"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    command_line: CommandLine,
+    words: list[str],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as of a shell's variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    ended = command_line(*words)
+    ended.refused(f"argument {option}: the path is empty", "--help")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
         (["img2img", "in", "--sise", "own"], "img2img: unrecognized", "Did you mean --size? See"),
