@@ -9,7 +9,7 @@ from PIL import Image
 
 from onediff_ext.core.errors import UnsafeFileError
 from onediff_ext.pictures.naming import numbered
-from onediff_ext.pictures.png_chunks import JOB_KEYWORD, read_png
+from onediff_ext.pictures.png_chunks import JOB_KEYWORD, SINGLE_PREFIX, read_png
 from onediff_ext.pictures.urls import exists
 from onediff_ext.pictures.writing import NameTakenError, write_png
 
@@ -22,7 +22,8 @@ def write_new_png(path: Path, image: Image.Image, *, infotext: str, digest: str)
             on.
         image, infotext: As for `write_png`.
         digest: Of all that decides this result. A file that has it is this result, written by a
-            worker that was lost afterwards, and is not written again. May be empty.
+            worker that was lost afterwards, and is not written again. May be empty. The file has
+            it with `SINGLE_PREFIX`.
 
     Returns:
         The file.
@@ -31,12 +32,13 @@ def write_new_png(path: Path, image: Image.Image, *, infotext: str, digest: str)
         PictureError: It cannot be written.
     """
     number, free = 1, path
+    marked = f"{SINGLE_PREFIX}{digest}"
     while True:
         if not exists(free):
             with contextlib.suppress(NameTakenError):
-                write_png(free, image, infotext=infotext, digest=digest, replaces=False)
+                write_png(free, image, infotext=infotext, digest=marked, replaces=False)
                 return free
-        elif digest and _has_digest(free, digest):
+        elif digest and _has_digest(free, marked):
             return free
         number += 1
         free = path.with_name(numbered(path.name, number))

@@ -15,6 +15,8 @@ from onediff_ext.pictures.urls import open_file
 
 JOB_KEYWORD = "onediff_job"
 INFOTEXT_KEYWORD = "parameters"
+SINGLE_PREFIX = "single:"
+"""Begins the digest of a result that no folder of inputs was drawn to: it is never replaced."""
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXT_KINDS = (b"tEXt", b"zTXt", b"iTXt")

@@ -1,8 +1,8 @@
 """Finds the results that exist already, so that a stopped run continues.
 
 Each result carries the digest of the job that made it. A complete file with the current job's
-digest is done. A file of another job is replaced. A file that no job made is kept, and the result
-gets another name.
+digest is done. A file of another job is replaced. A file that no job over folders made is kept,
+such as one of text to image, and the result gets another name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
 from onediff_ext.pictures.naming import numbered
 from onediff_ext.pictures.picture_header import PictureHeader
-from onediff_ext.pictures.png_chunks import JOB_KEYWORD, PngChunks, read_png
+from onediff_ext.pictures.png_chunks import JOB_KEYWORD, SINGLE_PREFIX, PngChunks, read_png
 from onediff_ext.pictures.urls import files_below, for_each, identity_of, is_url
 
 _DIGEST_SCHEMA = 1
@@ -163,10 +163,16 @@ def _choose(
         real = identity_of(candidate)
         if real not in taken and (number == 1 or real not in reserved):
             chunks = existing.read(candidate)
-            if chunks is None or JOB_KEYWORD in chunks.texts:
+            if chunks is None or _is_of_a_folder(chunks):
                 return Output(candidate, _is_done(chunks, digests))
         number += 1
         candidate = output_dir / numbered(name, number)
+
+
+def _is_of_a_folder(chunks: PngChunks) -> bool:
+    """Whether a job over folders of inputs made a file; it may be replaced then."""
+    digest = chunks.texts.get(JOB_KEYWORD, "")
+    return digest != "" and not digest.startswith(SINGLE_PREFIX)
 
 
 def _is_done(chunks: PngChunks | None, digests: Collection[str]) -> bool:

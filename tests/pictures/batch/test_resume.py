@@ -14,6 +14,7 @@ from PIL import Image
 from onediff_ext.core.errors import OptionError, PictureError, UnsafeFileError
 from onediff_ext.pictures import png_chunks
 from onediff_ext.pictures.batch.resume import Output, is_done, job_digest, plan_outputs
+from onediff_ext.pictures.new_files import write_new_png
 from onediff_ext.pictures.picture_header import PictureHeader
 from onediff_ext.pictures.png_chunks import (
     read_png,
@@ -127,6 +128,18 @@ def test_outputs_are_done_redone_or_moved_aside(tmp_path: Path) -> None:
         ("folder-2.png", False),
         ("empty-2.png", False),
         ("new.png", False),
+    ]
+
+
+@pytest.mark.parametrize("digest", ["", "d1"])
+def test_a_picture_that_no_folder_was_drawn_to_keeps_its_name(tmp_path: Path, digest: str) -> None:
+    """`txt2img` and the page's drawing tabs share their default folder with `img2img`."""
+    write_new_png(tmp_path / "a.png", IMAGE, infotext="a fox", digest=digest)
+    write(tmp_path / "b.png", digest="")  # as 0.2.0 wrote them
+    outputs = plan_outputs(tmp_path, ["a.png", "b.png"], ["d1", "d2"])
+    assert [(output.path.name, output.is_done) for output in outputs] == [
+        ("a-2.png", False),
+        ("b-2.png", False),
     ]
 
 
