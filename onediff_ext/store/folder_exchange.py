@@ -33,6 +33,10 @@ class FolderExchange(FsspecExchange):
     def fetch(self, tag: str, digest: str) -> bytes | None:
         """Return a graph file, or None when there is none.
 
+        Args:
+            tag: The machine tag.
+            digest: Of the kind's key.
+
         Raises:
             UntrustedGraphError: Others own or may write it, or a folder above it.
             UnsafeFileError: It is no regular file, or larger or slower than any graph.
