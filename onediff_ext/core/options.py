@@ -11,6 +11,7 @@ from typing import Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check_names
 from onediff_ext.core.step_cache_options import StepCacheOptions
+from onediff_ext.core.typed_paths import given_path
 
 COMPONENTS = ("unet", "transformer", "vae", "vae_encoder", "vae_decoder", "controlnet")
 # Callers of the original OneDiff also ignore these.
@@ -22,6 +23,7 @@ _OPTIONAL_NUMBERS = ("workers", "capture_limit_bytes")
 _NUMBERS = (
     *_OPTIONAL_NUMBERS, "store_limit_bytes", "build_timeout_s", "build_attempts", "capture_limit",
 )  # fmt: skip
+_SWITCHES = ("channels_last", "captures", "spot_checks")
 _DEVICE = re.compile(r"off|auto|cpu|cuda:\d+")
 
 
@@ -88,11 +90,18 @@ class CompileOptions:
                 f"CFG parallel cannot use {self.cfg_parallel!r}.", "Choose auto, off or cuda:1."
             )
         if self.store is not None:
-            object.__setattr__(self, "store", Path(self.store).expanduser())
+            object.__setattr__(self, "store", given_path(self.store, "store"))
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(
+                    f"{name} must be True or False, not {getattr(self, name)!r}.",
+                    "Leave it out for the default.",
+                )
         for name in _NUMBERS:
             value = getattr(self, name)
             may_be_left_out = value is None and name in _OPTIONAL_NUMBERS
-            if not isinstance(value, int | float) and not may_be_left_out:
+            is_number = isinstance(value, int | float) and value == value  # nan is none
+            if not is_number and not may_be_left_out:
                 raise OptionError(
                     f"{name} must be a number, not {value!r}.", "Leave it out for the default."
                 )

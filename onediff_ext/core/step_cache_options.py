@@ -30,10 +30,15 @@ class StepCacheOptions:
     def __post_init__(self) -> None:
         if self.method == "off":
             return
-        if self.method not in STEP_CACHES:
+        if not isinstance(self.method, str) or self.method not in STEP_CACHES:
             raise OptionError(
                 f"There is no step cache {self.method!r}.",
                 f"Use off, {', '.join(STEP_CACHES)}, with a number such as first-block:0.08.",
+            )
+        if not isinstance(self.amount, int | float):
+            raise OptionError(
+                f"{self.amount!r} is no number for a step cache.",
+                "Write for example first-block:0.08.",
             )
         is_interval = self.method == "taylorseer-lite"
         if is_interval and not (2 <= self.amount <= 100 and self.amount == int(self.amount)):

@@ -1,8 +1,12 @@
-"""Paths as people type or paste them into a field."""
+"""Paths as people type or paste them into a field, or pass them to a function."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from onediff_ext.core.errors import OptionError
+from onediff_ext.core.words import typed
 
 _QUOTES = ('"', "'")
 
@@ -23,6 +27,22 @@ def typed_path(text: str | None) -> Path | None:
     if text[:1] in _QUOTES and text[-1:] == text[:1] and not _path(text).exists():
         text = text[1:-1].strip()
     return _path(text) if text else None
+
+
+def given_path(value: object, what: str) -> Path:
+    """Return the path that a function was given.
+
+    Args:
+        value: A text or a path; ``~`` stands for the user's folder.
+        what: Names the argument in messages, such as "store".
+
+    Raises:
+        OptionError: It is neither.
+    """
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise OptionError(f"{typed(value)} is no path for `{what}`.", "Pass a text or a Path.")
+    return _path(text)
 
 
 def _path(text: str) -> Path:

@@ -58,6 +58,16 @@ def first_line(text: str, if_empty: str = "no message") -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), if_empty)
 
 
+def typed(value: object) -> str:
+    """Name a value of a wrong type at a sentence's start: "A str", "The class Path" or "None"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"The class {value.__name__}"
+    name = type(value).__name__
+    return f"{'An' if name[:1].lower() in 'aeiou' else 'A'} {name}"
+
+
 def without_passwords(text: str) -> str:
     """Return a text with each password of a URL, as in ``ftp://user:password@host``, as stars.
 

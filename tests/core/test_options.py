@@ -22,6 +22,9 @@ from onediff_ext.core.options import CompileOptions, parse_ignores
         ({"capture_limit_bytes": "1GB"}, "capture_limit_bytes must be a number"),
         ({"cfg_parallel": True}, "CFG parallel cannot use True"),
         ({"precision": 8}, "Unknown precision 8"),
+        ({"store": 3}, "An int is no path for `store`"),
+        ({"captures": "no"}, "captures must be True or False, not 'no'"),
+        ({"build_timeout_s": float("nan")}, "build_timeout_s must be a number, not nan"),
     ],
 )
 def test_values_of_a_wrong_type(options: Any, message: str) -> None:

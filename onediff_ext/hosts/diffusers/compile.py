@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from os import PathLike
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions, parse_ignores
+from onediff_ext.core.words import typed
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.blocks import DIFFUSERS_FAMILIES
 from onediff_ext.hosts.diffusers.deepcache import (
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 # Of a compiled pipeline or module: its state.
 COMPILED_ATTRIBUTE = "_onediff"
+_PIPELINE_HINT = "Pass a pipeline of diffusers, or the `pipeline` of load_checkpoint(path)."
 Pipe = TypeVar("Pipe")
 
 
@@ -227,12 +228,13 @@ def compile_pipe(
         The same pipeline.
 
     Raises:
-        OptionError: An option is unknown or differs from the session's, or the pipeline has nothing
-            to compile. The pipeline stays as it is.
+        OptionError: An option is unknown or differs from the session's, an argument cannot be used
+            or has another type, or the pipeline has nothing to compile. The pipeline stays as it
+            was, compiled or not.
     """
     owns_session, chosen = session is None, chosen_options(options, backend, session)
     ignored = parse_ignores(ignores)
-    _check_models(pipe, ignored)
+    _check_pipeline(pipe, ignored)
     step_cache = check_step_cache(pipe, chosen.step_cache)
     if deepcache is not None:
         check_deepcache(pipe, deepcache)
@@ -247,15 +249,17 @@ def compile_pipe(
     return pipe if deepcache is None else enable_deepcache(pipe, deepcache)
 
 
-def _check_models(pipe: object, ignored: frozenset[str]) -> None:
-    """Raise OptionError for a pipeline of which nothing can be compiled, and for what is none."""
+def _check_pipeline(pipe: object, ignored: frozenset[str]) -> None:
+    """Raise OptionError for what cannot be compiled; the hint names what can."""
+    if isinstance(pipe, type) or not hasattr(pipe, "__dict__"):
+        raise OptionError(f"{typed(pipe)} is no pipeline.", _PIPELINE_HINT)
     if find_models(pipe, ignored):
         return
     hint = "A unet, transformer, vae or controlnet is needed that `ignores` does not name."
-    if isinstance(pipe, (str, PathLike)):
-        hint = "Load it first: compile_pipe(load_checkpoint(path).pipeline)."
-    elif isinstance(pipe, nn.Module):
-        hint = "Call compile_module(module) for a single model."
+    if isinstance(pipe, nn.Module):
+        hint = "Call compile_module for a single model."
+    elif find_models(getattr(pipe, "pipeline", None), ignored):
+        hint = "Pass its attribute `pipeline`."  # of `load_checkpoint`
     raise OptionError(f"{type(pipe).__name__} has no component to compile.", hint)
 
 
@@ -267,11 +271,13 @@ def chosen_options(
     """Return the options of a call: the session's, if there is one.
 
     Raises:
-        OptionError: An option is unknown, or differs from the session's.
+        OptionError: An option is unknown, or differs from the session's, or it is no session.
     """
     chosen = parse_options(options, backend)
     if session is None:
         return chosen
+    if not isinstance(session, Session):
+        raise OptionError(f"{typed(session)} is no session.", "Pass one of new_session().")
     if (options is not None or backend is not None) and chosen != session.options:
         raise OptionError(
             "The session has other options.", "Leave them out, or give them to the session."
@@ -283,7 +289,12 @@ def undo_compile(pipe: Pipe) -> Pipe:
     """Restore a pipeline or module as it was before `compile_pipe` or `compile_module`.
 
     Does nothing if it is not compiled.
+
+    Raises:
+        OptionError: It is neither a pipeline nor a module.
     """
+    if isinstance(pipe, type) or not hasattr(pipe, "__dict__"):
+        raise OptionError(f"{typed(pipe)} is neither a pipeline nor a module.", _PIPELINE_HINT)
     state: Any = compiled_state(pipe)
     if state is not None:
         step_cache: ChosenStepCache | None = getattr(state, "step_cache", None)

@@ -12,6 +12,7 @@ from torch import nn
 from onediff_ext.core.components import ComponentId, Role
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.words import typed
 from onediff_ext.engine.patches import Patches
 from onediff_ext.hosts.diffusers.compile import (
     COMPILED_ATTRIBUTE,
@@ -113,19 +114,23 @@ def compile_module(
 
     Raises:
         OptionError: An option is unknown, differs from the session's or is for pipelines only
-            (`step_cache`), or it is no module.
+            (`step_cache`), or it is no module. The module stays as it was.
     """
     if not isinstance(module, nn.Module):
         raise OptionError(
-            f"A {type(module).__name__} is no module.",
+            f"{typed(module)} is no module.",
             "Pass a model such as pipe.unet, or call compile_pipe(pipe).",
         )
     chosen = chosen_options(options, backend, session)
+    shared = session is None
+    if use_graph and shared:
+        _check_for_modules(chosen)
+        session = _shared_session(chosen)  # raises before anything is changed
     undo_compile(module)
     if not use_graph:
         return module
-    shared = session is None
-    session = session or _shared_session(_for_modules(chosen))
+    if session is None or shared:  # the last of its modules may have closed it
+        session = _shared_session(chosen)
     compiled = CompiledModule(module, session)
     if not compiled.components:
         logger.warning("%s stays eager: it has no known blocks", type(module).__name__)
@@ -140,13 +145,12 @@ def compile_module(
 oneflow_compile = compile_module
 
 
-def _for_modules(options: CompileOptions) -> CompileOptions:
-    """Return the options; raise OptionError for a step cache, whose calls a pipeline names."""
+def _check_for_modules(options: CompileOptions) -> None:
+    """Raise OptionError for a step cache, whose calls a pipeline names."""
     if options.step_cache != "off":
         raise OptionError(
             "A step cache is for pipelines.", "Call compile_pipe(pipe) with this option."
         )
-    return options
 
 
 def _shared_session(options: CompileOptions) -> Session:

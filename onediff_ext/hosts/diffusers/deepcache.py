@@ -131,7 +131,7 @@ def follow_unet(pipe: Any) -> None:
 
 def _leave_other_unet(pipe: object) -> _Switch | None:
     """Let a pipeline leave the DeepCache of a UNet that it has no more, and return that one."""
-    ending = vars(pipe).get("maybe_free_model_hooks")
+    ending = getattr(pipe, "__dict__", {}).get("maybe_free_model_hooks")
     if not isinstance(ending, _EndingPicture):
         return None
     if ending.switch.cache.model is getattr(pipe, "unet", None):

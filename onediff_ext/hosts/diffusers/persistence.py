@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onediff_ext.core.errors import OptionError, StoreError
+from onediff_ext.core.errors import OneDiffError, OptionError, StoreError
 from onediff_ext.core.options import parse_ignores
+from onediff_ext.core.typed_paths import given_path
 from onediff_ext.engine.blocks.block_kind import KindState
-from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state
+from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.probe import probe
 
 Pipe = TypeVar("Pipe")
@@ -39,20 +40,19 @@ def save_pipe(
         The folder.
 
     Raises:
-        OptionError: The pipeline is not compiled, or the folder holds graphs and `overwrite` is
-            False.
+        OptionError: The pipeline is not compiled, an argument has a wrong type, or the folder holds
+            graphs and `overwrite` is False.
         StoreError: The folder cannot be written.
     """
     compiled = compiled_state(pipe)
     if compiled is None:
         raise OptionError("This pipeline is not compiled.", "Call compile_pipe(pipe) first.")
-    folder = Path(dir)
+    folder, ignored = given_path(dir, "dir"), parse_ignores(ignores)
     if (folder / _LISTING).exists() and not overwrite:
         raise OptionError(f"{folder} already holds saved graphs.", "Pass overwrite=True.")
     session = compiled.session
     probe(pipe)
     session.build_missing()
-    ignored = parse_ignores(ignores)
     wanted = [c for c in compiled.components if c.role not in ignored]
     kinds = {kind.key.digest: kind for c in wanted for kind in c.kinds()}
     usable = [d for d, kind in kinds.items() if kind.state is not KindState.FAILED]
@@ -88,15 +88,23 @@ def load_pipe(pipe: Pipe, dir: str | Path = "cached_pipe") -> Pipe:
         The same pipeline.
 
     Raises:
+        OptionError: It is no pipeline, or `dir` is no path.
         StoreError: The folder holds no saved graphs, they are damaged, or the store has
             no room for them. Graphs of another machine or version are no error: they are
             not found, and built when needed.
     """
-    archive = Path(dir) / _ARCHIVE
+    archive = given_path(dir, "dir") / _ARCHIVE
     if not archive.exists():
         raise StoreError(f"{dir} holds no saved graphs.", "Name a folder that save_pipe wrote.")
-    compiled = compiled_state(pipe) or compiled_state(compile_pipe(pipe))
+    compiled = compiled_state(pipe)
+    is_new = compiled is None
+    compiled = compiled or compiled_state(compile_pipe(pipe))
     assert compiled is not None
-    compiled.session.library.import_archive(archive, trust=True)
+    try:
+        compiled.session.library.import_archive(archive, trust=True)
+    except OneDiffError:
+        if is_new:
+            undo_compile(pipe)
+        raise
     compiled.session.load_missing()
     return pipe

@@ -54,8 +54,10 @@ def enable_step_cache(pipe: Pipe, options: object, steps: int = DEFAULT_STEPS) -
         The same pipeline.
 
     Raises:
-        OptionError: diffusers has no such cache for this pipeline.
+        OptionError: diffusers has no such cache for this pipeline, or `steps` is no number of them.
     """
+    if not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"{steps!r} is no number of steps.", "Pass a whole number from 1.")
     chosen = check_step_cache(pipe, options)
     disable_step_cache(pipe)
     if chosen.is_on:

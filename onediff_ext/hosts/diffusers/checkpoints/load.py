@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from onediff_ext.core.errors import CheckpointError, OneDiffError
+from onediff_ext.core.errors import CheckpointError, OneDiffError, OptionError
 from onediff_ext.core.garbage_collection import without_collection
+from onediff_ext.core.typed_paths import given_path
 from onediff_ext.engine.out_of_memory import is_out_of_memory
 from onediff_ext.hosts.diffusers.checkpoints.architectures import Architecture
 from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import (
@@ -100,12 +101,17 @@ def load_checkpoint(
         The checkpoint. Its ``pipeline`` is a diffusers pipeline, which `compile_pipe` takes.
 
     Raises:
+        OptionError: An argument has a wrong type, or torch knows no such device.
         CheckpointError: The checkpoint cannot be loaded; message and hint say why and what to do.
     """
     try:
-        return _load_checkpoint(
-            Path(path).expanduser(), dtype, device, vae_path, config, read_ahead
+        place = _placement(dtype, device)
+        file = given_path(path, "path")
+        vae_file, folder = (
+            None if given is None else given_path(given, name)
+            for given, name in ((vae_path, "vae_path"), (config, "config"))
         )
+        return _load_checkpoint(file, place, vae_file, folder, read_ahead)
     finally:
         if read_ahead is not None:
             read_ahead.close()
@@ -113,17 +119,15 @@ def load_checkpoint(
 
 def _load_checkpoint(
     path: Path,
-    dtype: torch.dtype | None,
-    device: str | torch.device,
-    vae_path: str | Path | None,
-    config: str | Path | None,
+    place: Placement,
+    vae_path: Path | None,
+    config: Path | None,
     read_ahead: TensorReadAhead | None,
 ) -> LoadedCheckpoint:
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
         raise CheckpointError(
             f"There is no checkpoint {path}.", "Check the path; nothing is downloaded."
         )
-    place = Placement(dtype, device)
     if vae_path is not None and (path.is_dir() or config is not None):
         raise CheckpointError(
             "A VAE file goes with a single-file checkpoint only.",
@@ -137,15 +141,24 @@ def _load_checkpoint(
             )
         loaded = _loaded(path, load_folder(path, place))
     elif config is not None:
-        folder = Path(config).expanduser()
-        loaded = _loaded(path, load_transformer_file(path, folder, place))
+        loaded = _loaded(path, load_transformer_file(path, config, place))
     else:
-        loaded = _load_file(path, place, None if vae_path is None else Path(vae_path), read_ahead)
+        loaded = _load_file(path, place, vae_path, read_ahead)
     logger.info(
         "Loaded %s: %s, %s%s", loaded.name, loaded.architecture, loaded.prediction_type,
         ", inpainting" if loaded.is_inpaint else "",
     )  # fmt: skip
     return loaded
+
+
+def _placement(dtype: object, device: object) -> Placement:
+    """Read dtype and device; torch's own errors come deep inside, and do not name the argument."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"{dtype!r} is no dtype.", "Pass one of torch, such as torch.float16.")
+    try:
+        return Placement(dtype, torch.device(device))  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as exc:
+        raise OptionError(f"torch knows no device {device!r}.", "Use cpu, cuda or cuda:1.") from exc
 
 
 def _load_file(
@@ -157,7 +170,7 @@ def _load_file(
     file = open_tensor_file(path)
     if read_ahead is not None and read_ahead.is_current():
         file = replace(file, take_ahead=read_ahead.take)
-    vae_file = None if vae_path is None else open_tensor_file(vae_path.expanduser())
+    vae_file = None if vae_path is None else open_tensor_file(vae_path)
     try:
         return _loaded(path, _read_file(file, vae_file, place))
     except (OneDiffError, MemoryError):

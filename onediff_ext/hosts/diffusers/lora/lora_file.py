@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-from onediff_ext.core.errors import CheckpointError
-from onediff_ext.core.words import first_line
+from onediff_ext.core.errors import CheckpointError, OptionError
+from onediff_ext.core.typed_paths import given_path
+from onediff_ext.core.words import first_line, typed
 from onediff_ext.hosts.diffusers.checkpoints.detect_architecture import architecture_of_unet
 from onediff_ext.hosts.diffusers.checkpoints.file_kinds import describe_keys
 from onediff_ext.hosts.diffusers.checkpoints.tensor_file import TensorFile, open_tensor_file
@@ -34,9 +36,14 @@ def load_lora(
         The adapter's name, for `pipe.set_adapters` and `pipe.delete_adapters`.
 
     Raises:
+        OptionError: An argument has a wrong type.
         CheckpointError: The file is not a LoRA, or is for another architecture.
     """
-    path = Path(path).expanduser()
+    path = given_path(path, "path")
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise OptionError(f"{weight!r} is no LoRA weight.", "Pass a number such as 0.8.")
+    if not hasattr(pipe, "load_lora_weights"):
+        raise OptionError(f"{typed(pipe)} takes no LoRA.", "Pass a pipeline of diffusers.")
     file = open_tensor_file(path)
     what, _ = describe_keys(file.shapes)
     if what != "a LoRA":

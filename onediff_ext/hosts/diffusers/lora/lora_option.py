@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,9 +31,12 @@ def parse_lora(text: str) -> tuple[Path, float]:
     if not colon or len(path) == 1 or weight[:1] in ("\\", "/") or os.path.exists(text):
         return Path(text), 1.0
     try:
-        return Path(path), float(weight)
+        number = float(weight)
     except ValueError:
-        raise OptionError(f"{weight!r} is no LoRA weight.", "Write FILE.safetensors:0.8.") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise OptionError(f"{weight!r} is no LoRA weight.", "Write FILE.safetensors:0.8.")
+    return Path(path), number
 
 
 def parse_lora_lines(text: str) -> list[tuple[Path, float]]:
