@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
 from onediff_ext.cli import library_imports
+from onediff_ext.cli.model_arguments import parse_ignored_components
 from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.errors import CheckpointError, OptionError
-from onediff_ext.core.options import CompileOptions
+from onediff_ext.core.options import CompileOptions, precision_changes
 from onediff_ext.hosts.diffusers.jobs import model_identity as jobs
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
@@ -112,4 +113,4 @@ def _hashed_identity(arguments: argparse.Namespace) -> dict[str, object]:
         config=arguments.config,
         vae_tiling=arguments.vae_tiling,
     )
-    return identity | jobs.precision_identity(arguments.precision)
+    return identity | precision_changes(arguments.precision, parse_ignored_components(arguments))

@@ -14,6 +14,7 @@ from typing import Any
 
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check_names
+from onediff_ext.core.words import number_text
 
 LEVELS: Mapping[str, int] = {"off": 1, "light": 2, "medium": 3, "strong": 5}
 """Names that users see → interval."""
@@ -218,4 +219,4 @@ def _number(name: str, text: str) -> int | float:
 
 
 def _number_text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return number_text(value) if isinstance(value, float) else str(value)

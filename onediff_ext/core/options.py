@@ -156,6 +156,19 @@ def parse_ignores(ignores: object) -> frozenset[str]:
     return frozenset(chosen)
 
 
+def precision_changes(precision: str, ignored: Iterable[str] = ()) -> dict[str, str]:
+    """Return by name what a precision changes in pictures; empty for the exact one.
+
+    Args:
+        precision: One of `PRECISIONS`.
+        ignored: From `parse_ignores`; these components stay eager, and so exact.
+    """
+    if precision == CompileOptions.precision:
+        return {}
+    exact = sorted(set(ignored) - {"vae"})  # its halves are named too
+    return {"precision": precision, **({"exact": ", ".join(exact)} if exact else {})}
+
+
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise OptionError(f"Unknown {name} {value!r}.", f"Known: {', '.join(known)}.")

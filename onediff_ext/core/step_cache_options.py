@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.words import number_text
 
 STEP_CACHES = {"first-block": 0.05, "mag-cache": 0.06, "taylorseer-lite": 5.0}
 """Name → diffusers' own default: thresholds, and for TaylorSeer the steps from one whole forward to
@@ -76,7 +77,7 @@ class StepCacheOptions:
         return self.method != "off"
 
     def __str__(self) -> str:
-        return f"{self.method}:{self.amount:g}" if self.is_on else "off"
+        return f"{self.method}:{number_text(self.amount)}" if self.is_on else "off"
 
 
 NO_STEP_CACHE = StepCacheOptions()

@@ -58,6 +58,12 @@ def first_line(text: str, if_empty: str = "no message") -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), if_empty)
 
 
+def number_text(value: float) -> str:
+    """Return a number's shortest text that reads back as the same number: "2", "0.08"."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
 def typed(value: object) -> str:
     """Name a value of a wrong type at a sentence's start: "A str", "The class Path" or "None"."""
     if value is None:

@@ -10,7 +10,7 @@ from typing import Any
 from onediff_ext.core.deepcache_options import DeepCacheOptions
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.json_schema import check_names
-from onediff_ext.core.options import CompileOptions, parse_ignores
+from onediff_ext.core.options import CompileOptions, parse_ignores, precision_changes
 from onediff_ext.core.shapes import BatchShape, parse_sizes
 from onediff_ext.panel.control_values import from_control
 from onediff_ext.panel.field_values import checked
@@ -136,9 +136,7 @@ class Choices:
         deepcache = DeepCacheOptions.parse(self.deepcache)
         if deepcache.is_on:
             found["deepcache"] = str(deepcache)
-        if self.precision != CompileOptions.precision:
-            found["precision"] = self.precision
-        return found
+        return found | precision_changes(self.precision, self.ignores)
 
 
 def _needed_fields(values: Mapping[str, Any]) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 from onediff_ext.core.errors import OptionError, ShapeError
 from onediff_ext.core.shapes import parse_width_height
+from onediff_ext.core.words import number_text
 
 Placement = Literal["crop", "pad", "stretch"]
 
@@ -41,7 +42,7 @@ class ScaledSize:
     factor: float
 
     def __str__(self) -> str:
-        return f"scale:{self.factor:g}"
+        return f"scale:{number_text(self.factor)}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,24 @@ from onediff_ext.pictures.batch.planning import check_found, plan_batch
 from onediff_ext.pictures.batch.run_batches import batch_count, run_batches
 from onediff_ext.pictures.skipped import SkipReport
 
+# Of the processing object: what changes pictures, and the values with which it does not, or which
+# the page always sends.
+_RARELY_SET: dict[str, tuple[object, ...]] = {
+    "eta": (None,),
+    "s_churn": (None, 0),
+    "s_tmin": (None, 0),
+    "s_noise": (None, 1),
+    "s_min_uncond": (None, 0),
+    "initial_noise_multiplier": (None, 1),
+    "image_cfg_scale": (None, 1.5),
+    "tiling": (None, False),
+    "restore_faces": (None, False),
+    "refiner_checkpoint": (None, "", "None"),
+    "refiner_switch_at": (None, 0.8),
+    "seed_resize_from_w": (None, -1, 0),
+    "seed_resize_from_h": (None, -1, 0),
+}
+
 
 @dataclass
 class BatchResult:
@@ -136,6 +154,8 @@ class _HostDrawer(BatchDrawer[None]):
             "styles": list(p.styles or ()),
             "override_settings": {k: str(v) for k, v in p.override_settings.items()},
             "subseed_strength": p.subseed_strength,
+            **({"subseed": str(p.subseed)} if p.subseed_strength else {}),
+            **_rare_settings(p),
         }
 
     def is_stopped(self) -> bool:
@@ -189,6 +209,12 @@ class _HostDrawer(BatchDrawer[None]):
 
     def _prompt_of(self, planned: PlannedPicture) -> Any:
         return self._p.prompt if planned.caption is None else planned.caption
+
+
+def _rare_settings(p: Any) -> dict[str, str]:
+    """What a job sets that most leave alone, so that their results of earlier versions stay."""
+    found = {name: getattr(p, name, None) for name in _RARELY_SET}
+    return {name: str(value) for name, value in found.items() if value not in _RARELY_SET[name]}
 
 
 def _drawn_picture(source: LoadedPicture, image: Any, infotext: str) -> DrawnPicture:

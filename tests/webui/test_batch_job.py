@@ -132,6 +132,20 @@ def test_another_setting_makes_the_pictures_again(folder: Path) -> None:
     assert result.already_done == []
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"subseed": 4}, {"eta": 0.5}, {"eta": 1}, {"s_churn": 1.0}, {"s_noise": 0}, {"tiling": True}],
+    ids=str,
+)
+def test_a_rare_setting_makes_them_again_too(folder: Path, changed: dict[str, Any]) -> None:
+    p = StandInJob(subseed=3, subseed_strength=0.5)
+    vars(p).update(eta=None, tiling=False)
+    run(folder, InvertingHost(), p)
+    assert run(folder, InvertingHost(), copy.copy(p)).written == []
+    vars(p).update(changed)
+    assert len(run(folder, InvertingHost(), p).written) == 5
+
+
 def test_captions_and_seeds_belong_to_the_picture_not_the_batch(folder: Path) -> None:
     drawn = {}
     for batch_size in (1, 2, 5):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from onediff_ext.cli import img2img
+from onediff_ext.cli.model_identity import model_identity as model_identity_of
+from onediff_ext.core.options import precision_changes
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
 from onediff_ext.hosts.diffusers.jobs.img2img_job import Img2ImgJob, plan_job
 from onediff_ext.hosts.diffusers.jobs.model_identity import (
     earlier_identities,
     model_identity,
-    precision_identity,
 )
 from onediff_ext.pictures.batch.batch_job import BatchJob
 from onediff_ext.pictures.size_rules import parse_size_rule
@@ -55,8 +59,75 @@ def test_names_are_those_of_the_command_line_so_far(hashes: ContentHashes, tmp_p
     found = model_identity(hashes, model)
     assert found == {**OF_THE_COMMAND_LINE, "checkpoint": hashes.content_hash(model)}
     assert model_identity(hashes, model, vae_tiling="auto") == found
-    assert precision_identity("exact") == {}
-    assert precision_identity("fp8") == {"precision": "fp8"}
+    assert precision_changes("exact") == {}
+    assert precision_changes("fp8") == {"precision": "fp8"}
+
+
+OTHERS = [
+    ["--vae-tiling=on"],
+    ["--vae-tiling=off"],
+    ["--precision=fp8"],
+    ["--precision=fp8", "--ignore=unet"],
+    ["--precision=fp8", "--ignore-vae"],
+    ["--dtype=fp32"],
+    ["--lora={lora}:0.8"],
+    ["--lora={lora}:0.80000001"],
+    ["--lora={lora}:0.8", "--lora={lora}:0.8"],
+    ["--deepcache=3"],
+    ["--deepcache=3 end=0.8000001"],
+    ["--deepcache=3 end=0.8"],
+    ["--step-cache=first-block:0.08"],
+    ["--step-cache=first-block:0.08000001"],
+    ["--size=scale:0.3333333"],
+    ["--size=scale:0.33333333"],
+    ["--scheduler=Euler"],
+    ["--keep-alpha"],
+]
+"""Options of the command line, each of which makes other pictures than the others do."""
+SAME = [["--batch-size=2"], ["--ignore-vae"], ["--workers=2"], ["--build=wait"]]
+
+
+@pytest.fixture
+def digest(tmp_path: Path) -> Callable[[list[str]], str]:
+    """The digest of one picture's job with options of the command line."""
+    for name in ("model", "lora"):
+        (tmp_path / f"{name}.safetensors").write_bytes(name.encode())
+    Image.new("RGB", (96, 96)).save(tmp_path / "a.png")
+    parser = argparse.ArgumentParser()
+    img2img.add_parser(parser.add_subparsers())
+    common = [f"--{name}={tmp_path / name}" for name in ("store", "output")]
+    common.append(f"--model={tmp_path / 'model.safetensors'}")
+
+    def found(options: list[str]) -> str:
+        words = [word.format(lora=tmp_path / "lora.safetensors") for word in options]
+        arguments = parser.parse_args(["img2img", str(tmp_path / "a.png"), *common, *words])
+        identity = model_identity_of(arguments, imports_here=False)
+        job = img2img.make_job(arguments, identity)
+        (result,) = plan_job(job, SkipReport()).todo
+        return result.digest
+
+    return found
+
+
+def test_what_changes_pixels_is_part_of_the_digest(digest: Callable[[list[str]], str]) -> None:
+    digests = [digest(options) for options in [[], *OTHERS]]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("options", SAME, ids=str)
+def test_what_changes_no_pixel_is_none(
+    options: list[str], digest: Callable[[list[str]], str]
+) -> None:
+    assert digest(options) == digest([])
+
+
+@pytest.mark.parametrize("name", ["model", "lora"])
+def test_the_content_of_files_is_part_of_the_digest(
+    name: str, digest: Callable[[list[str]], str], tmp_path: Path
+) -> None:
+    before = digest(["--lora={lora}"])
+    (tmp_path / f"{name}.safetensors").write_bytes(b"other")
+    assert digest(["--lora={lora}"]) != before
 
 
 def test_the_yaml_beside_a_checkpoint_is_part_of_it(hashes: ContentHashes, tmp_path: Path) -> None:

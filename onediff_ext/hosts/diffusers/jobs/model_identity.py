@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import CheckpointError
-from onediff_ext.core.options import CompileOptions
 from onediff_ext.hosts.diffusers.lora.lora_option import lora_identities
 from onediff_ext.store.content_hash import model_folder
 
@@ -34,7 +33,9 @@ def model_identity(
     config: Path | None = None,
     vae_tiling: str = AUTO,
 ) -> dict[str, object]:
-    """Return the parts of a model that decide a picture. `precision_identity` may be added.
+    """Return the parts of a model that decide a picture.
+
+    `core.options.precision_changes` may be added.
 
     Args:
         hashes: Hashes files, or knows their hashes.
@@ -83,11 +84,6 @@ def _tokenizers(*models: Path | None) -> list[Path]:
         for path in sorted(model_folder(model).glob("*/*"))
         if path.suffix in _TOKENIZERS_SUFFIXES and path.is_file()
     ]
-
-
-def precision_identity(precision: str) -> dict[str, object]:
-    """Return the entry of a precision that changes pictures; empty for the exact one."""
-    return {} if precision == CompileOptions.precision else {"precision": precision}
 
 
 def earlier_identities(

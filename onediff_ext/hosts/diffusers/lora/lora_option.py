@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onediff_ext.core.errors import OptionError
+from onediff_ext.core.words import number_text
 
 if TYPE_CHECKING:
     from onediff_ext.store import ContentHashes
@@ -54,4 +55,7 @@ def lora_identities(loras: Iterable[tuple[Path, float]], hashes: ContentHashes) 
     Raises:
         CheckpointError: A file cannot be read.
     """
-    return [f"{path.stem}:{weight:g}:{hashes.content_hash(path)[:12]}" for path, weight in loras]
+    return [
+        f"{path.stem}:{number_text(weight)}:{hashes.content_hash(path)[:12]}"
+        for path, weight in loras
+    ]
