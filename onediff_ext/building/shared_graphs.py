@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from onediff_ext.core.errors import GraphCorruptError, StoreError
+from onediff_ext.core.url_secrets import without_secrets
 from onediff_ext.engine.machine import machine_digest
 from onediff_ext.store import BuildRecords, GraphExchange, GraphLibrary, StoreBusyError, StoredGraph
 from onediff_ext.store.graph_exchange import LEASE_S
@@ -184,5 +185,6 @@ def _quietly(ask: Callable[[], AnswerT]) -> AnswerT | None:
     try:
         return ask()
     except Exception as exc:  # what file systems and networks raise is their own
-        logger.warning("Graphs are not shared now (%s: %s)", type(exc).__name__, exc)
+        reason = f"{type(exc).__name__}: {without_secrets(str(exc))}"
+        logger.warning("Graphs are not shared now (%s)", reason)
         return None

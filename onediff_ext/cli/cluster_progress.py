@@ -10,6 +10,7 @@ from typing import Any
 
 from onediff_ext.cli.tables import format_table
 from onediff_ext.cluster.coordinator import WorkerState
+from onediff_ext.core.url_secrets import without_secrets_in
 from onediff_ext.core.words import duration, printable
 
 _EVERY_S = 0.5  # on a terminal
@@ -43,7 +44,7 @@ class ClusterProgress:
             return
         self._shown_at = now_s
         if self._as_json:
-            print(json.dumps(self.as_json(workers)), flush=True)
+            print(json.dumps(without_secrets_in(self.as_json(workers))), flush=True)
             self.new_paths.clear()
             return
         if not is_terminal:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from onediff_ext.core.errors import OptionError
 from onediff_ext.core.fault_points import reached
 from onediff_ext.core.untrusted_files import other_kind
-from onediff_ext.core.words import counted, printable, without_passwords
+from onediff_ext.core.url_secrets import without_secrets_in
+from onediff_ext.core.words import counted, printable
 
 if TYPE_CHECKING:
     from onediff_ext.hosts.diffusers.jobs.run_report import RunReport
@@ -55,7 +56,7 @@ def write_json(path: Path, value: object) -> None:
         try:
             with os.fdopen(_new_part(path), "w", encoding="utf-8") as file:
                 reached("opened")
-                file.write(without_passwords(json.dumps(value, indent=1)) + "\n")
+                file.write(json.dumps(without_secrets_in(value), indent=1) + "\n")
                 file.flush()
                 reached("wrote")
                 os.fsync(file.fileno())

@@ -30,9 +30,11 @@ Each error has a message (what happened) and a hint (what to do next).
 
 from __future__ import annotations
 
+from onediff_ext.core.url_secrets import without_secrets
+
 
 class OneDiffError(Exception):
-    """Base class.
+    """Base class. Passwords of URLs in its texts are hidden.
 
     Args:
         message: What happened, one sentence.
@@ -40,9 +42,9 @@ class OneDiffError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message, hint)
-        self.message = message
-        self.hint = hint
+        self.message = without_secrets(message)
+        self.hint = without_secrets(hint)
+        super().__init__(self.message, self.hint)
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message

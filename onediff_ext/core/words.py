@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 import unicodedata
 
-_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s/:@\"']*):[^\s/\"']*@")
+from onediff_ext.core.url_secrets import without_secrets
 
 LEAST_GAIN = 1.05
 """How many times faster something must be before a gain is claimed: less is noise."""
@@ -74,23 +73,14 @@ def typed(value: object) -> str:
     return f"{'An' if name[:1].lower() in 'aeiou' else 'A'} {name}"
 
 
-def without_passwords(text: str) -> str:
-    """Return a text with each password of a URL, as in ``ftp://user:password@host``, as stars.
-
-    Args:
-        text: For people or for a file that others may read.
-    """
-    return _PASSWORD.sub(r"\1:***@", text)
-
-
 def printable(text: str) -> str:
     """Return untrusted text as one line that cannot control a terminal and shows no password.
 
     Control characters, escape sequences, marks that change the direction of text and lone
-    surrogates become escapes such as ``\\x1b``; line feeds and tabs become spaces.
+    surrogates become escapes such as ``\\x1b``; line feeds and tabs become spaces. Passwords of
+    URLs become ``***``.
     """
-    shown = without_passwords(text)
-    return "".join(c if c.isprintable() else _escaped(c) for c in shown)
+    return "".join(c if c.isprintable() else _escaped(c) for c in without_secrets(text))
 
 
 def _escaped(character: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onediff_ext.core.errors import OneDiffError
+from onediff_ext.core.url_secrets import without_secrets
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Skipped:
     is_failure: bool = False
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return without_secrets(f"{self.path}: {self.reason}")
 
 
 @dataclass
@@ -48,7 +49,10 @@ class SkipReport:
 
     def as_json(self) -> list[dict[str, str]]:
         """Return the list as plain values for JSON."""
-        return [{"input": str(entry.path), "reason": entry.reason} for entry in self.skipped]
+        return [
+            {"input": without_secrets(str(entry.path)), "reason": without_secrets(entry.reason)}
+            for entry in self.skipped
+        ]
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.skipped)

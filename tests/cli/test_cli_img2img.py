@@ -139,6 +139,40 @@ def test_pictures_at_urls(run: Run, tmp_path: Path, command_line: CommandLine) -
     command_line("demo", "-o", "memory://made/demo").refused("The demo writes to this machine.")
 
 
+def test_a_password_in_a_url_is_shown_nowhere(
+    run: Run, tmp_path: Path, command_line: CommandLine, caplog: pytest.LogCaptureFixture
+) -> None:
+    import fsspec
+
+    secret, place = "s3cr3t-pw", "memory://me:s3cr3t-pw@photos"
+    folder = save_pictures(tmp_path / "in", a=(64, 64))
+    (folder / "broken.png").write_bytes(b"no picture")
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(folder), f"/me:{secret}@photos/in", recursive=True)
+    report = run(f"{place}/in", "-o", f"{place}/out", "--eager", status=1)
+    assert outputs_of(report) == ["memory://me:***@photos/out/a.png"]
+    assert secret not in json.dumps(report)
+    assert secret.encode() not in bucket.cat(f"/me:{secret}@photos/out/a.png")
+    again = command_line("img2img", f"{place}/in", "-o", f"{place}/out", "--eager",
+                         "--steps", "2", "--strength", "1")  # fmt: skip
+    assert "1 picture already done." in again.out
+    shown = [again.out, again.err]
+    for words in (
+        ["img2img", f"{place}/none", "-o", f"{place}/out"],
+        ["img2img", f"nothing://me:{secret}@photos", "-o", "out"],
+        ["txt2img", "--model", f"{place}/model.safetensors"],
+        ["txt2img", "--report", f"{place}/none/report.json"],
+        ["txt2img", "--lora", f"{place}/lora.safetensors"],
+        ["txt2img", "--gpus", "1", "--graphs", f"{place}/graphs"],
+        ["txt2img", f"{place}/unknown"],
+    ):
+        refused = command_line(*words, "--eager")
+        assert refused.status == 2
+        shown += [refused.out, refused.err]
+    assert not [text for text in shown if secret in text]
+    assert secret not in caplog.text
+
+
 def test_report(run: Run, tmp_path: Path) -> None:
     folder = save_pictures(tmp_path / "in", a=(64, 64), b=(64, 72))
     report = run(folder, "-o", tmp_path / "out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onediff_ext.core.words import counted, first_line, printable, without_passwords
+from onediff_ext.core.words import counted, first_line, printable
 
 
 @pytest.mark.parametrize(
@@ -30,22 +30,3 @@ def test_one_and_several() -> None:
 
 def test_text_from_files_cannot_command_the_terminal() -> None:
     assert printable("a\tb\nc\x1b[2J\u202e\ud800é") == "a b c\\x1b[2J\\u202e\\ud800é"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("ftp://me:se:cr@t@host/a b", "ftp://me:***@host/a b"),
-        (
-            "in sftp://me:secret@host:22/x, s3+x://k:s@b/",
-            "in sftp://me:***@host:22/x, s3+x://k:***@b/",
-        ),
-        ('{"a": "ftp://me:secret@h/1", "b": "c@d"}', '{"a": "ftp://me:***@h/1", "b": "c@d"}'),
-        ("http://host:80/a@b", "http://host:80/a@b"),
-        ("ftp://me@host/a:b@c", "ftp://me@host/a:b@c"),
-        ("C:/a@b", "C:/a@b"),
-    ],
-)
-def test_a_password_in_a_url_is_not_shown(text: str, shown: str) -> None:
-    assert without_passwords(text) == shown
-    assert printable(text) == shown

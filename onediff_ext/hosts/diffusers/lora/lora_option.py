@@ -22,8 +22,10 @@ def parse_lora(text: str) -> tuple[Path, float]:
         (file, weight); the weight is 1 unless it is given.
 
     Raises:
-        OptionError: The weight is not a number, or no file is named.
+        OptionError: The weight is not a number, or no file of this machine is named.
     """
+    if "://" in text:
+        raise OptionError(f"{text} is a URL, not a file.", "Download it, and name the file.")
     path, colon, weight = text.rpartition(":")
     if not path and (colon or not text):
         raise OptionError(f"{text!r} names no LoRA file.", "Write FILE.safetensors:0.8.")
