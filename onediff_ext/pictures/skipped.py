@@ -49,10 +49,7 @@ class SkipReport:
 
     def as_json(self) -> list[dict[str, str]]:
         """Return the list as plain values for JSON."""
-        return [
-            {"input": without_secrets(str(entry.path)), "reason": without_secrets(entry.reason)}
-            for entry in self.skipped
-        ]
+        return [{"input": str(entry.path), "reason": entry.reason} for entry in self.skipped]
 
     def __str__(self) -> str:
         return "\n".join(str(entry) for entry in self.skipped)

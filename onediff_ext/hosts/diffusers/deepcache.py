@@ -67,8 +67,8 @@ def enable_deepcache(pipe: Pipe, options: object = True) -> Pipe:
     unet: Any = getattr(pipe, "unet", None)
     _leave_other_unet(pipe)
     switch = _switch_of(unet)
-    if switch is not None and deepcache_of(switch.cache.model) is not switch.cache:
-        switch.remove()  # another extension has wrapped it, or has taken it away
+    if switch is not None and not switch.is_outermost:
+        switch.remove()
         switch = None
     if switch is None:
         switch = _Switch(unet)
@@ -95,7 +95,12 @@ def check_deepcache(pipe: object, options: object) -> DeepCacheOptions:
             f"{type(pipe).__name__} has no UNet that DeepCache knows.",
             "It works with the pipelines of SD 1.x, SD 2.x and SDXL.",
         )
-    DiffusersUNet(unet).check(chosen)
+    switch = _switch_of(unet)
+    if switch is not None and switch.is_outermost:
+        # It draws in plain calls where a block has become unknown since.
+        switch.cache.adapter.check(chosen)
+    else:
+        DiffusersUNet(unet).check(chosen)
     return chosen
 
 
@@ -234,6 +239,11 @@ class _Switch:
         elif is_same_evaluation(last, timestep):
             return
         cache.begin_evaluation()
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other extension has wrapped it or has taken it away."""
+        return deepcache_of(self.cache.model) is self.cache
 
     def install(self) -> None:
         self.cache.install()

@@ -57,19 +57,21 @@ def sampling_steps(arguments: Mapping[str, Any]) -> int | None:
     """Return how many steps a call of a pipeline samples, or None where that is unknown.
 
     Args:
-        arguments: Of the call, by name, as diffusers' pipelines have them.
+        arguments: Of the call, by name, as diffusers' pipelines have them. Other pipelines may mean
+            something else by these names.
     """
-    for name in ("sigmas", "timesteps"):
-        values = arguments.get(name)
-        if values is not None:
-            return len(values)
-    steps, strength = arguments.get("num_inference_steps"), arguments.get("strength")
-    if not isinstance(steps, int):
+    try:
+        for name in ("sigmas", "timesteps"):
+            values = arguments.get(name)
+            if values is not None:
+                return len(values) or None
+        steps, strength = arguments["num_inference_steps"], arguments.get("strength")
+        if strength is not None:
+            # As the pipelines' get_timesteps rounds.
+            steps -= int(max(steps - min(steps * strength, steps), 0))
+    except (KeyError, TypeError, ValueError):
         return None
-    if not isinstance(strength, (int, float)):
-        return steps
-    # As the pipelines' get_timesteps rounds.
-    return steps - int(max(steps - min(steps * strength, steps), 0))
+    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _arguments(

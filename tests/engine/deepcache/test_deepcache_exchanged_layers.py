@@ -43,7 +43,10 @@ def test_a_layer_exchanged_between_two_pictures(what: str) -> None:
     assert counts(pipe) == counts(twin) == {"full": 4, "shallow": 8}
 
 
-def test_a_block_of_another_class_makes_plain_calls() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_block_of_another_class_makes_plain_calls(again: bool) -> None:
+    """Also where the options are chosen again, as for each batch of the command line."""
+
     class Louder(torch.nn.Module):
         def __init__(self, block: Any) -> None:
             super().__init__()
@@ -57,6 +60,8 @@ def test_a_block_of_another_class_makes_plain_calls() -> None:
     for each in (pipe, twin):
         each.unet.up_blocks[-1] = Louder(each.unet.up_blocks[-1])
         each.unet.up_blocks[-1].has_cross_attention = True
+    if again:
+        enable_deepcache(pipe, 3)
     assert torch.equal(draw(pipe), draw(twin))
     assert counts(pipe) == {"plain": 12}
 

@@ -270,6 +270,19 @@ def test_steps_of_a_schedule_of_ones_own() -> None:
     assert sampling_steps({"width": 64}) is None
 
 
+@pytest.mark.parametrize(
+    "timesteps", [50, torch.tensor(3.0), iter([1, 2])], ids=["number", "tensor", "iterator"]
+)
+def test_a_call_with_another_meaning_of_timesteps(timesteps: object) -> None:
+    """As pipelines of the user's own may have; the number of steps is unknown then."""
+    assert sampling_steps({"num_inference_steps": 8, "timesteps": timesteps}) is None
+
+
+@pytest.mark.parametrize("more", [{"num_inference_steps": 0}, {"strength": float("nan")}], ids=str)
+def test_a_call_that_the_pipeline_refuses(more: dict[str, Any]) -> None:
+    assert sampling_steps({"num_inference_steps": 8, **more}) is None
+
+
 def test_mag_cache_of_the_user_keeps_its_steps(make_session: Callable[..., Session]) -> None:
     """Also while a compile option's cache has been switched off by hand."""
     pipe = compiled_flux(make_session, step_cache="mag-cache:0.3")
