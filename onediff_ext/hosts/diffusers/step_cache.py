@@ -77,8 +77,27 @@ def check_step_cache(pipe: object, options: object) -> StepCacheOptions:
         OptionError: diffusers has no such cache for this pipeline.
     """
     chosen = StepCacheOptions.parse(options)
-    if chosen.is_on:
-        _check(pipe, _models(pipe), chosen)
+    if not chosen.is_on:
+        return chosen
+    models = _models(pipe)
+    without = "Leave the step cache off."
+    if not models:
+        raise OptionError(
+            f"{type(pipe).__name__} has no transformer, so no step cache.",
+            "Use DeepCache for UNets.",
+        )
+    for model in models:
+        name = type(model).__name__
+        if not hasattr(model, "enable_cache"):
+            raise OptionError(f"diffusers has no step cache for {name}.", without)
+        if chosen.method == "mag-cache" and name != "FluxTransformer2DModel":
+            raise OptionError(
+                f"diffusers has no magnitudes of {name} for mag-cache.",
+                "Use first-block or taylorseer-lite.",
+            )
+    call: Any = inspect.unwrap(type(pipe).__call__)
+    if "cache_context" not in call.__code__.co_names:
+        raise OptionError(f"diffusers' {type(pipe).__name__} runs without step caches.", without)
     return chosen
 
 
@@ -149,7 +168,7 @@ class ChosenStepCache:
         models = _models(pipe)
         if [model() for model, _ in self._ours] == models:
             return
-        _check(pipe, models, self._options)
+        check_step_cache(pipe, self._options)
         self._remove_from_others(models)
         served = [model() for model, _ in self._ours]
         for model in models:
@@ -248,28 +267,6 @@ def lifted_step_cache(pipe: Any, others: Sequence[Any] = ()) -> Iterator[None]:
 def _models(pipe: object) -> list[Any]:
     models = (getattr(pipe, name, None) for name in _NAMES)
     return [model for model in models if model is not None]
-
-
-def _check(pipe: object, models: list[Any], options: StepCacheOptions) -> None:
-    """Raise OptionError where diffusers has no such cache for a pipeline."""
-    without = "Leave the step cache off."
-    if not models:
-        raise OptionError(
-            f"{type(pipe).__name__} has no transformer, so no step cache.",
-            "Use DeepCache for UNets.",
-        )
-    for model in models:
-        name = type(model).__name__
-        if not hasattr(model, "enable_cache"):
-            raise OptionError(f"diffusers has no step cache for {name}.", without)
-        if options.method == "mag-cache" and name != "FluxTransformer2DModel":
-            raise OptionError(
-                f"diffusers has no magnitudes of {name} for mag-cache.",
-                "Use first-block or taylorseer-lite.",
-            )
-    call: Any = inspect.unwrap(type(pipe).__call__)
-    if "cache_context" not in call.__code__.co_names:
-        raise OptionError(f"diffusers' {type(pipe).__name__} runs without step caches.", without)
 
 
 def _config(options: StepCacheOptions, steps: int) -> Any:
