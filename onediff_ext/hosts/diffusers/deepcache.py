@@ -29,7 +29,7 @@ from onediff_ext.hosts.diffusers.deepcache_timesteps import (
     is_same_picture,
     whole_schedule,
 )
-from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet
+from onediff_ext.hosts.diffusers.deepcache_unet import DiffusersUNet, distilled_reason
 
 logger = logging.getLogger(__name__)
 
@@ -149,15 +149,6 @@ def deepcache_state(pipe: object) -> DeepCache | None:
     """The DeepCache of a pipeline's UNet, with counts and reasons; None if it has none."""
     unet = getattr(pipe, "unet", None)
     return installed_deepcache(unet) if isinstance(unet, nn.Module) else None
-
-
-def distilled_reason(unet: Any) -> str | None:
-    """Why DeepCache saves nothing with this UNet, or None.
-
-    A distilled LCM takes the guidance as an input, and needs only a few steps.
-    """
-    distilled = unet.config.get("time_cond_proj_dim")
-    return few_steps_reason("an LCM checkpoint", None) if distilled else None
 
 
 @contextmanager

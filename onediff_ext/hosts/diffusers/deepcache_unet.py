@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onediff_ext.core.deepcache_options import few_steps_reason
 from onediff_ext.core.errors import OptionError
 from onediff_ext.engine.deepcache.features import Feature
 from onediff_ext.engine.deepcache.known_layers import KnownLayers
@@ -177,6 +178,15 @@ class DiffusersUNet(UNetAdapter):
         children.append((unet, "down_blocks", nn.ModuleList(kept_down)))
         children.append((unet, "up_blocks", nn.ModuleList(kept_up)))
         return _Cut(boundary, tuple(children), residuals)
+
+
+def distilled_reason(unet: Any) -> str | None:
+    """Why DeepCache saves nothing with this UNet, or None.
+
+    A distilled LCM takes the guidance as an input, and needs only a few steps.
+    """
+    distilled = unet.config.get("time_cond_proj_dim")
+    return few_steps_reason("an LCM checkpoint", None) if distilled else None
 
 
 def _has_known_blocks(unet: Any) -> bool:

@@ -13,7 +13,8 @@ import torch
 from onediff_ext.core.deepcache_options import few_steps_reason
 from onediff_ext.core.errors import OptionError
 from onediff_ext.hosts.diffusers.compile import one_picture
-from onediff_ext.hosts.diffusers.deepcache import deepcache_for, distilled_reason
+from onediff_ext.hosts.diffusers.deepcache import deepcache_for
+from onediff_ext.hosts.diffusers.deepcache_unet import distilled_reason
 from onediff_ext.hosts.diffusers.denoiser import denoiser_of
 from onediff_ext.hosts.diffusers.drawing import transformer_calls
 from onediff_ext.hosts.diffusers.drawing.draw_settings import DrawSettings
