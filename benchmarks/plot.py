@@ -1,7 +1,7 @@
 """Plot milliseconds against pixels for the README: ``python -m benchmarks.plot [--check]``.
 
-Reads ``benchmarks/results/unet-*.json`` and writes one SVG for light and one for dark pages for
-each model, into ``docs/images``. ``--check`` only reports whether they are up to date.
+Reads ``benchmarks/results/{unet,dit}-*.json`` and writes one SVG for light and one for dark pages
+for each model, into ``docs/images``. ``--check`` only reports whether they are up to date.
 """
 
 from __future__ import annotations
@@ -15,11 +15,41 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from benchmarks.plain_rows import as_used
 from benchmarks.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
-MODELS = {"sdxl": "SDXL", "sd1": "SD1.5"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a plot shows.
+
+    Args:
+        title: The model's name.
+        of: One of what is timed.
+        conditions: How it is called.
+        dtype: The rows that are drawn.
+    """
+
+    title: str
+    conditions: str
+    of: str = "forward"
+    dtype: str = "bfloat16"
+
+
+_PAIR = "CFG (two pictures)"
+# By the name of the result file before the GPU's.
+SUBJECTS = {
+    "unet-sdxl": Subject("SDXL", _PAIR, "UNet step", "float16"),
+    "unet-sd1": Subject("SD1.5", _PAIR, "UNet step", "float16"),
+    "dit-flux": Subject("Flux.1-dev", "512 tokens of text"),
+    "dit-sd35-medium": Subject("Stable Diffusion 3.5 medium", _PAIR),
+    "dit-sd35-large": Subject("Stable Diffusion 3.5 large", _PAIR),
+    "dit-z-image": Subject("Z-Image", "128 tokens of text"),
+    "dit-qwen-image": Subject("Qwen-Image", "128 tokens of text"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,11 @@ EACH_SIZE = "2 3"  # dash of contenders that compile for each size
 
 STYLES = {
     "eager": Style("eager", "#57606a", "#9ea7b3", "circle", 2.0),
-    "compile_repeated_blocks": Style("repeated blocks", "#9a6700", "#d9a520", "square"),
+    "compile_repeated_blocks as shown": Style("repeated blocks", "#0e7490", "#39c5cf", "diamond"),
+    "compile_repeated_blocks": Style("repeated blocks, dynamic", "#9a6700", "#d9a520", "square"),
+    "compile_repeated_blocks captured": Style(
+        "repeated blocks, captured", "#1a7f37", "#4ac26b", "triangle"
+    ),
     "torch.compile dynamic": Style("torch.compile, dynamic", "#bf3989", "#f778ba", "diamond"),
     "torch.compile": Style(
         "torch.compile, default", "#8250df", "#b794f6", "square", dash=EACH_SIZE
@@ -94,24 +128,23 @@ def main(check: bool = False) -> int:
 
 def pictures() -> Iterator[tuple[Path, str]]:
     """Return path → SVG of each plot; models without results have none."""
-    for model, title in MODELS.items():
-        figures = read_result(RESULTS / f"unet-{model}-h200.json")
+    for name, subject in SUBJECTS.items():
+        figures = read_result(RESULTS / f"{name}-h200.json")
         if figures is None:
             continue
         for page in PAGES:
-            yield IMAGES / f"unet-{model}-{page}.svg", draw(figures, title, page)
+            yield IMAGES / f"{name}-{page}.svg", draw(figures, subject, page)
 
 
-def draw(figures: dict[str, Any], title: str, page: str, dtype: str = "float16") -> str:
+def draw(figures: dict[str, Any], subject: Subject, page: str) -> str:
     """Return one plot as SVG.
 
     Args:
         figures: Of a result file.
-        title: The model's name.
+        subject: What it shows.
         page: "light" or "dark".
-        dtype: The rows that are drawn.
     """
-    series = series_of(figures["rows"], dtype)
+    series = series_of(figures["rows"], subject.dtype)
     colours = PAGES[page]
     smallest_x = min(x for points in series.values() for x, _ in points)
     largest_x = max(x for points in series.values() for x, _ in points)
@@ -129,15 +162,18 @@ def draw(figures: dict[str, Any], title: str, page: str, dtype: str = "float16")
 
     gpu = figures["fingerprint"].get("gpu", "CPU").removeprefix("NVIDIA ")
     versions = figures["fingerprint"]["versions"]
+    described = f"{subject.title}: milliseconds of a {subject.of} against pixels"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
         f' viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONT}" font-size="12">',
-        f"<title>{escape(title)}: milliseconds of a UNet step against pixels</title>",
+        f"<title>{escape(described)}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{colours["page"]}"/>',
-        _text(20, 26, f"{title}, one UNet step", colours["text"], size=17, weight=600),
+        _text(
+            20, 26, f"{subject.title}, one {subject.of}", colours["text"], size=17, weight=600
+        ),
         _text(
             20, 45,
-            f"milliseconds, median; CFG (two pictures), {dtype}, {gpu},"
+            f"milliseconds, median; {subject.conditions}, {subject.dtype}, {gpu},"
             f" torch {versions.get('torch', '')}; lower is better",
             colours["soft"],
         ),
@@ -171,10 +207,14 @@ def draw(figures: dict[str, Any], title: str, page: str, dtype: str = "float16")
 
 
 def series_of(rows: list[dict[str, Any]], dtype: str) -> dict[str, list[Point]]:
-    """Return contender → [(pixels, ms)] by pixels; sizes of equal pixels become one point."""
+    """Return contender → [(pixels, ms)] by pixels; sizes of equal pixels become one point.
+
+    Plain calls take the place of announced ones.
+    """
     found: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        if row["dtype"] == dtype and "ms_median" in row and row["contender"] in STYLES:
+    measured = [row for row in rows if row["dtype"] == dtype and "ms_median" in row]
+    for row in as_used(measured):
+        if row["contender"] in STYLES:
             of_size = found.setdefault(row["contender"], {})
             of_size.setdefault(row["width"] * row["height"], []).append(row["ms_median"])
     return {

@@ -26,11 +26,11 @@ SIZES = (
     *((512, 512), (720, 720), (896, 768), (960, 720), (1024, 1024), (1280, 1280), (2048, 512)),
     (1536, 1024),
 )
-# By the GPU that has most of a model's rows.
-TRANSFORMERS = {
-    **dict.fromkeys(("flux", "sd35-medium", "z-image"), "h200"),
-    **dict.fromkeys(("sd35-large", "qwen-image"), "h100"),
-}
+TRANSFORMER_SIZES = (
+    *((512, 512), (768, 768), (720, 960), (960, 720), (1280, 768), (832, 1216), (1024, 1024)),
+    (1536, 1024),
+)
+TRANSFORMERS = ("flux", "sd35-medium", "sd35-large", "z-image", "qwen-image")
 COLUMNS = {
     "eager": "eager",
     "ours-captured-eager": "eager, captured",
@@ -107,7 +107,8 @@ def with_tables(text: str, results: Path) -> str:
         return figures
 
     def dit_table(model: str) -> str:
-        return forward_table(result(f"dit-{model}-{TRANSFORMERS[model]}"), "bfloat16")
+        figures = result(f"dit-{model}-h200")
+        return forward_table(figures, "bfloat16", sizes=TRANSFORMER_SIZES)
 
     def steps_of_a_script(model: str) -> str:
         files = (result(f"{each}-{model}-h100") for each in ("plain-sizes", "plain-loop", "unet"))
@@ -171,7 +172,10 @@ def with_tables(text: str, results: Path) -> str:
 
 
 def forward_table(
-    figures: Figures, dtype: str = "float16", columns: Collection[str] = tuple(COLUMNS)
+    figures: Figures,
+    dtype: str = "float16",
+    columns: Collection[str] = tuple(COLUMNS),
+    sizes: Collection[tuple[int, int]] = SIZES,
 ) -> str:
     """Milliseconds of a forward by size, and how many times faster than eager OneDiff is.
 
@@ -179,6 +183,7 @@ def forward_table(
         figures: A result file of `benchmarks.unet` or `benchmarks.dit`.
         dtype: Rows of this dtype.
         columns: Contenders, each a column when it was measured.
+        sizes: Width and height in pixels, each a line when it was measured.
     """
     rows = [row for row in figures["rows"] if row["dtype"] == dtype and "ms_median" in row]
     if not rows:
@@ -192,7 +197,7 @@ def forward_table(
     }
     lines = []
     measured = dict.fromkeys((row["width"], row["height"]) for row in rows)
-    for width, height in [size for size in SIZES if size in measured]:
+    for width, height in [size for size in sizes if size in measured]:
         of_size = {name: ms.get((name, width, height)) for name in titles}
         eager, ours = of_size.get("eager"), of_size.get("ours-exact")
         gain = f"{eager / ours:.1f}" if eager and ours else "-"

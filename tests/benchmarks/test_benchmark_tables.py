@@ -220,9 +220,11 @@ def test_a_plot_is_svg_with_a_line_for_each_contender(page: str) -> None:
         for number, name in enumerate(plot.STYLES)
         for side in (512, 1024)
     ]
-    svg = plot.draw(unet(*rows, row("unknown", 512, 512, 1.0)), "A <model>", page)
+    subject = plot.Subject("A <model>", "one picture", "<step>", "float16")
+    svg = plot.draw(unet(*rows, row("unknown", 512, 512, 1.0)), subject, page)
     root = ElementTree.fromstring(svg)
     texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "A <model>, one <step>" in texts
     assert all(style.title in texts for style in plot.STYLES.values())
     lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == 2 * len(plot.STYLES)  # in the plot and in the legend
@@ -234,6 +236,11 @@ def test_a_plot_is_svg_with_a_line_for_each_contender(page: str) -> None:
 def test_sizes_of_as_many_pixels_are_one_point() -> None:
     rows = [row("eager", 960, 720, 10.0), row("eager", 720, 960, 12.0), row("eager", 64, 64, 1.0)]
     assert plot.series_of(rows, "float16") == {"eager": [(4096.0, 1.0), (691200.0, 11.0)]}
+
+
+def test_a_plot_has_plain_calls_in_place_of_announced_ones() -> None:
+    rows = [row("ours-exact", 64, 64, 1.0), row("plain", 64, 64, 2.0)]
+    assert plot.series_of(rows, "float16") == {"ours-exact": [(4096.0, 2.0)]}
 
 
 def test_failed_rows_are_not_drawn() -> None:

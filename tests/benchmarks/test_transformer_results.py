@@ -1,0 +1,28 @@
+"""What docs/transformers.md claims of the transformers' result files."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.results import read_result
+from benchmarks.tables import RESULTS, TRANSFORMER_SIZES, TRANSFORMERS
+
+
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_announced_calls_are_ahead_of_each_peer_at_each_size(model: str) -> None:
+    figures = read_result(RESULTS / f"dit-{model}-h200.json")
+    assert figures is not None
+    ms = {
+        (row["contender"], row["width"], row["height"]): row["ms_median"]
+        for row in figures["rows"]
+        if "ms_median" in row
+    }
+    for size in TRANSFORMER_SIZES:
+        exact, fp8 = (ms[(name, *size)] for name in ("ours-exact", "ours-fp8"))
+        others = [each for (name, *at), each in ms.items() if tuple(at) == size and not _ours(name)]
+        assert len(others) >= 2
+        assert fp8 < exact < min(others)
+
+
+def _ours(contender: str) -> bool:
+    return contender.startswith(("ours-exact", "ours-fp8", "plain"))
