@@ -7,8 +7,10 @@ That costs one comparison of the weights. The opposite error could draw a pictur
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,9 @@ _ORDER = (
     Role.TRANSFORMER,
     Role.VAE_DECODER,
 )
+# What the forwards of hosts' models call their arguments.
+_TIMESTEPS = ("timestep", "timesteps", "t")
+_PROMPTS = ("encoder_hidden_states", "context", "cap_feats")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,41 +39,69 @@ class ModelCall:
     Args:
         part: What the model is; a picture has one model for each part.
         model: Identifies the model.
-        shape: Of the latent [B, C, H/8, W/8], or of a VAE's input.
+        shapes: Of the latent [B, C, H/8, W/8], of each latent of a list, or of a VAE's input.
         timestep: As passed to the model; None for a VAE. The object is kept, so that no other
             tensor gets its memory.
-        prompt: The tensor [B, 77n, D] that steps of one picture share, or None.
+        prompt: The tensors, [B, 77n, D] or one for each picture, that steps of one picture share.
     """
 
     part: ComponentId
     model: int
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     timestep: Any = None
-    prompt: weakref.ref[torch.Tensor] | None = None
+    prompt: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     @classmethod
     def of(
         cls, part: ComponentId, model: object, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ModelCall:
-        """Read a call of a UNet, a transformer, a ControlNet or a part of a VAE."""
-        sample = args[0] if args else next(iter(kwargs.values()), None)
-        sample = kwargs.get("sample", sample)
-        timestep = args[1] if len(args) > 1 else kwargs.get("timestep", kwargs.get("timesteps"))
-        prompt = args[2] if len(args) > 2 else kwargs.get("encoder_hidden_states")
+        """Read a call of a UNet, a transformer, a ControlNet or a part of a VAE.
+
+        Args:
+            part: What the model is.
+            model: Its class has a ``forward`` that names its arguments. Those of another one that
+                are not named tell nothing.
+            args, kwargs: Of the call.
+        """
+        names = _names(getattr(type(model), "forward", None))
+        named = dict(zip(names, args, strict=False)) | dict(kwargs)
+        sample = args[0] if args else named.get("sample", next(iter(kwargs.values()), None))
+        timesteps = [named[name] for name in _TIMESTEPS if name in named]
+        prompts = [named[name] for name in _PROMPTS if name in named]
         return cls(
             part,
             id(model),
-            tuple(sample.shape) if isinstance(sample, torch.Tensor) else (),
-            timestep,
-            weakref.ref(prompt) if isinstance(prompt, torch.Tensor) else None,
+            tuple(tuple(tensor.shape) for tensor in _tensors(sample)),
+            None if part.role.is_vae or not timesteps else timesteps[0],
+            tuple(weakref.ref(tensor) for tensor in _tensors(*prompts)),
         )
 
     def has_prompt_of(self, other: ModelCall) -> bool:
-        """Whether both calls got one and the same prompt tensor."""
-        if self.prompt is None or other.prompt is None:
-            return False
-        prompt = self.prompt()
-        return prompt is not None and prompt is other.prompt()
+        """Whether both calls got the same prompt tensors."""
+        mine, theirs = ([tensor() for tensor in call.prompt] for call in (self, other))
+        return len(mine) == len(theirs) > 0 and all(
+            one is not None and one is that for one, that in zip(mine, theirs, strict=True)
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _names(forward: Callable[..., Any] | None) -> tuple[str, ...]:
+    """The names of a forward's arguments behind ``self``, up to those that have none."""
+    try:
+        parameters = () if forward is None else inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # of compiled code
+        parameters = ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(each.name for each in parameters if each.kind in kinds)[1:]
+
+
+def _tensors(*values: object) -> Iterator[torch.Tensor]:
+    """The tensors among values and in the lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(*value)
 
 
 class PictureClock:
@@ -110,7 +143,7 @@ class PictureClock:
 
 def _goes_on(first: ModelCall, last: ModelCall, now: ModelCall) -> bool:
     """Whether a call is a later one of the same schedule."""
-    if now.shape != last.shape:
+    if now.shapes != last.shapes:
         return False
     begin, one, other = first.timestep, last.timestep, now.timestep
     if _is_element(one) or _is_element(other):

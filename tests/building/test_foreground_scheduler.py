@@ -112,7 +112,7 @@ class Bare:
 
     def step(self, within: Callable[[], None] = lambda: None) -> int:
         """One forward, a tenth of a second long; returns the epoch."""
-        call = ModelCall(ComponentId(Role.UNET), 1, self.shape, self.left.pop(0))
+        call = ModelCall(ComponentId(Role.UNET), 1, (self.shape,), self.left.pop(0))
         with self.foreground.forward(call):
             self.seconds += 0.1
             within()

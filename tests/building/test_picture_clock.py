@@ -27,9 +27,9 @@ class Loop:
     def __call__(
         self, timestep: object = None, part: ComponentId = UNET, *, side: int = 8, model: int = 0
     ) -> bool:
-        prompt = None if part.role.is_vae else weakref.ref(self.prompt)
+        prompt = () if part.role.is_vae else (weakref.ref(self.prompt),)
         return self.clock.continues(
-            ModelCall(part, hash((part, model)), (2, 4, side, side), timestep, prompt)
+            ModelCall(part, hash((part, model)), ((2, 4, side, side),), timestep, prompt)
         )
 
 
@@ -121,14 +121,81 @@ def test_nothing_is_known_of_a_call_without_arguments(loop: Loop) -> None:
     loop(timesteps[0])
     assert not loop.clock.continues(None)
     assert not loop(timesteps[1])
-    assert ModelCall.of(UNET, loop, (), {}).shape == ()
+    assert ModelCall.of(UNET, loop, (), {}).shapes == ()
 
 
-def test_a_call_is_read_from_any_form_of_arguments() -> None:
-    sample, timestep, prompt = torch.zeros(2, 4, 8, 8), torch.tensor(1), torch.zeros(2, 77, 8)
-    named = {"sample": sample, "timestep": timestep, "encoder_hidden_states": prompt}
-    for args, kwargs in (((sample, timestep, prompt), {}), ((), named), ((sample,), named)):
-        call = ModelCall.of(UNET, object(), args, kwargs)
-        assert (call.shape, call.timestep) == ((2, 4, 8, 8), timestep)
-        assert call.prompt is not None
-        assert call.prompt() is prompt
+class OfUNet:
+    def forward(self, sample: Any, timestep: Any, encoder_hidden_states: Any) -> None: ...
+
+
+class OfTransformer:
+    def forward(
+        self, hidden_states: Any, encoder_hidden_states: Any, pooled: Any, timestep: Any
+    ) -> None: ...
+
+
+class OfLists:
+    def forward(self, x: Any, t: Any, cap_feats: Any) -> None: ...
+
+
+class OfAnything:
+    def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+SAMPLE, TIMESTEP, PROMPT = torch.zeros(2, 4, 8, 8), torch.tensor(1), torch.zeros(2, 77, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "order"),
+    [
+        (OfUNet(), {"sample": SAMPLE, "timestep": TIMESTEP, "encoder_hidden_states": PROMPT}),
+        (
+            OfTransformer(),
+            {
+                "hidden_states": SAMPLE,
+                "encoder_hidden_states": PROMPT,
+                "pooled": torch.zeros(2, 8),
+                "timestep": TIMESTEP,
+            },
+        ),
+    ],
+)
+def test_a_call_is_read_from_any_form_of_arguments(model: Any, order: dict[str, Any]) -> None:
+    for count in range(len(order) + 1):
+        names = list(order)
+        args = [order[name] for name in names[:count]]
+        call = ModelCall.of(UNET, model, args, {name: order[name] for name in names[count:]})
+        assert (call.shapes, call.timestep) == (((2, 4, 8, 8),), TIMESTEP)
+        assert [prompt() for prompt in call.prompt] == [PROMPT]
+
+
+def test_lists_of_latents_and_prompts_are_read() -> None:
+    latents, prompts = [torch.zeros(16, 1, 8, 8), torch.zeros(16, 1, 8, 12)], [PROMPT, PROMPT + 1]
+    call = ModelCall.of(UNET, OfLists(), (latents, TIMESTEP), {"cap_feats": prompts})
+    assert call.shapes == ((16, 1, 8, 8), (16, 1, 8, 12))
+    assert call.timestep is TIMESTEP
+    same, other = (
+        ModelCall.of(UNET, OfLists(), (latents, TIMESTEP, given), {})
+        for given in (list(prompts), prompts[:1])
+    )
+    assert call.has_prompt_of(same)
+    assert not call.has_prompt_of(other)
+
+
+def test_arguments_without_names_tell_nothing() -> None:
+    """Each such call is a picture of its own."""
+    clock, timesteps = PictureClock(), torch.tensor(SCHEDULE)
+    calls = [ModelCall.of(UNET, OfAnything(), (SAMPLE, t, PROMPT), {}) for t in timesteps]
+    assert not any(map(clock.continues, calls))
+
+
+def test_slices_of_prompts_are_not_taken_for_steps_of_a_schedule() -> None:
+    """A transformer has the prompt where a UNet has the timestep."""
+    clock, model, prompts = PictureClock(), OfTransformer(), torch.zeros(3, 77, 8)
+    found = []
+    for number in range(3):  # a new schedule for each picture
+        prompt, pooled = prompts[number : number + 1], torch.zeros(1, 8)
+        for t in torch.tensor(SCHEDULE):
+            call = ModelCall.of(UNET, model, (SAMPLE, prompt, pooled, t.expand(2)), {})
+            found.append(clock.continues(call))
+    assert found == [False, True, True, True] * 3

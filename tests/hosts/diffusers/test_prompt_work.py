@@ -14,6 +14,7 @@ from onediff_ext.engine.cuda_graphs.cache import CudaGraphCache
 from onediff_ext.engine.prompt_work import PromptWork
 from onediff_ext.hosts.diffusers.compile import compile_pipe, compiled_state, undo_compile
 from onediff_ext.hosts.diffusers.prompt_recipes import Embedding
+from onediff_ext.hosts.diffusers.transformer_probe import transformer_inputs
 from onediff_ext.session.session import Session
 from tests.support import transformer_models as models
 from tests.support.draw import relative_error
@@ -95,6 +96,27 @@ def test_once_a_picture(name: str, pair: Callable[[str], Pair]) -> None:
     if name != "lumina2":  # reads its mask on the CPU
         assert both.component.captured.reason == ""
         assert both.component.captured.replayed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_once_a_picture_of_a_users_own_loop(name: str, pair: Callable[[str], Pair]) -> None:
+    """Nobody announces its pictures: the elements of a schedule tell them apart."""
+    both = pair(name)
+    model = both.pipe.transformer
+    generator = torch.Generator().manual_seed(0)
+    noise = transformer_inputs(model, generator, pictures=1, height_px=64, width_px=96)
+    assert noise is not None
+    timestep = next(key for key in ("timestep", "t") if key in noise)
+
+    def picture() -> int:
+        before = both.work.computed
+        with torch.no_grad():
+            for t in torch.linspace(0.9, 0.1, STEPS):
+                model(**{**noise, timestep: t.expand(noise[timestep].shape)})
+        return int(both.work.computed - before)
+
+    picture()  # looks at the model's code, and compares
+    assert [picture(), picture()] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["z_image", "lumina2"])
