@@ -42,10 +42,6 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
-    from onediff_ext.core.errors import OptionError
-
-    if arguments.eager:
-        raise OptionError("bench compares eager with compiled.", "Leave --eager out.")
     shapes = required_sizes(arguments.sizes)
     report_file.check_report_path(arguments.json)
     identity = model_identity(arguments)

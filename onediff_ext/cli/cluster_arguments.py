@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from onediff_ext.cli.argument_types import named_path
-from onediff_ext.core.errors import OptionError
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,25 +39,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_workers(arguments: argparse.Namespace) -> bool:
-    """Return whether the command runs in workers, and make its arguments ready for them.
-
-    Raises:
-        OptionError: An option has no meaning without workers.
-    """
-    if arguments.cfg_parallel != "off" and (
-        arguments.gpus is not None or arguments.cluster is not None or arguments.eager
-    ):
-        raise OptionError(
-            "--cfg-parallel draws each picture on two GPUs, with graphs, in one process.",
-            "Leave out --gpus, --cluster and --eager.",
-        )
-    if arguments.gpus is not None or arguments.cluster is not None:
-        make_paths_absolute(arguments)
-        _make_environment_absolute()
-        return True
-    if arguments.graphs is not None:
-        raise OptionError("--graphs is for several machines.", "Add --cluster ADDRESS.")
-    return False
+    """Return whether the command runs in workers, and make its arguments ready for them."""
+    if arguments.gpus is None and arguments.cluster is None:
+        return False
+    make_paths_absolute(arguments)
+    _make_environment_absolute()
+    return True
 
 
 def worker_limit(arguments: argparse.Namespace) -> int | None:

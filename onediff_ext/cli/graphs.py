@@ -40,7 +40,9 @@ def add_parser(commands: Any) -> None:
     ):
         sub = actions.add_parser(name, help=text, description=text)
         if name == "explain":
-            sub.add_argument("graph", nargs="?", help="first digits of a graph's key")
+            sub.add_argument(
+                "graph", nargs="?", metavar="KEY", help="first digits of a graph's key"
+            )
             add_model_arguments(sub)
         else:
             add_store_arguments(sub)
@@ -176,7 +178,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.graph is not None:
         return _explain_graph(_library(arguments), arguments.graph)
     # Nothing is built: the block kinds of the checkpoint, and why a graph is missing.
-    arguments.no_build, arguments.eager = True, False
+    arguments.no_build = True
     identity = model_identity(arguments)
     model = load_model(arguments, identity)
     assert model.session is not None

@@ -18,10 +18,21 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from onediff_ext import __version__
-from onediff_ext.cli import bench, demo, doctor, graphs, img2img, txt2img, ui, warmup
+from onediff_ext.cli import (
+    bench,
+    demo,
+    doctor,
+    graphs,
+    img2img,
+    txt2img,
+    ui,
+    unused_options,
+    warmup,
+)
 from onediff_ext.core.errors import OneDiffError
 from onediff_ext.core.words import printable
 
+_PROGRAM = "onediff-ext"
 _COMMANDS = (img2img, txt2img, ui, warmup, graphs, bench, doctor, demo)
 _STOPPED = 128  # the shell's convention: 128 + the signal's number
 
@@ -29,14 +40,23 @@ _STOPPED = 128  # the shell's convention: 128 + the signal's number
 class Parser(argparse.ArgumentParser):
     """Reports a wrong argument in two lines, like every other error of the command line."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given: set[str] = set()
+
     def error(self, message: str, hint: str = "") -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}\n  {hint}See `{self.prog} --help`.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown words here, where the command's options are known.
+        """Refuse unknown words and unused options here, where the command's options are known.
 
-        argparse collects those of all commands, and names the help of the whole program.
+        argparse collects unknown words of all commands, and names the help of the whole program.
         """
+        command = self.prog.removeprefix(_PROGRAM).strip()
+        for action in self._actions:
+            if unused_options.name_of(action) in unused_options.unused_here(command):
+                action.help = argparse.SUPPRESS
+        self._given.clear()
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0].lstrip("-")
@@ -44,7 +64,17 @@ class Parser(argparse.ArgumentParser):
             nearest = difflib.get_close_matches(option, known, 1)
             hint = f"Did you mean --{nearest[0]}? " if nearest else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}", hint)
+        known = [unused_options.name_of(action) for action in self._actions]
+        for message, hint in unused_options.refusals(command, known, self._given):
+            self.error(message, f"{hint} ")
         return found, unknown
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse asks for the values of each argument that the user has written, under any of
+        # its names, and of positional ones that are left out.
+        if action.option_strings or arg_strings:
+            self._given.add(unused_options.name_of(action))
+        return super()._get_values(action, arg_strings)
 
 
 class PrintableFormatter(logging.Formatter):
@@ -65,16 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 success, 1 images were skipped or a check failed, 2 the command cannot be
         done, 130 interrupted, 143 ended by the system.
     """
-    parser = Parser(
-        prog="onediff-ext", description="Stable Diffusion at any size, without recompiling."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    _add_verbose(parser, default=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
-        module.add_parser(commands)
-    for command in commands.choices.values():  # -v is accepted before and after the command
-        _add_verbose(command, default=argparse.SUPPRESS)
+    parser = make_parser()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As the standard error does: a code page may lack letters of a file's name.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -103,6 +124,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def make_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(prog=_PROGRAM, description="Stable Diffusion at any size, without recompiling.")
+    parser.add_argument("--version", action="version", version=__version__)
+    _add_verbose(parser, default=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        module.add_parser(commands)
+    for command in commands.choices.values():  # -v is accepted before and after the command
+        _add_verbose(command, default=argparse.SUPPRESS)
+    return parser
 
 
 def _add_verbose(parser: argparse.ArgumentParser, default: object) -> None:

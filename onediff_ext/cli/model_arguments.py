@@ -44,17 +44,8 @@ def add_store_arguments(
     )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = False) -> None:
-    """Add checkpoint, device, compile and store options.
-
-    Args:
-        parser: Of the command.
-        in_panel: Do not list what the panel of the page asks for instead.
-    """
-
-    def unless_in_panel(text: str | None = None) -> str | None:
-        return argparse.SUPPRESS if in_panel else text
-
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add checkpoint, device, compile and store options."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "-m",
@@ -67,15 +58,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         "--config",
         type=Path,
         metavar="FOLDER",
-        help=unless_in_panel(
-            "diffusers folder of the same model, for a file that has only the weights of a"
-            " transformer such as Flux.1: its text encoders and VAE are used"
-        ),
+        help="diffusers folder of the same model, for a file that has only the weights of a"
+        " transformer such as Flux.1: its text encoders and VAE are used",
     )
     group.add_argument(
         "--vae",
         type=Path,
-        help=unless_in_panel("VAE .safetensors in place of the checkpoint's own"),
+        help="VAE .safetensors in place of the checkpoint's own",
     )
     group.add_argument(
         "--lora",
@@ -106,47 +95,39 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, in_panel: bool = Fal
         "--backend",
         choices=BACKENDS,
         default=CompileOptions.backend,
-        help=unless_in_panel("the compiler that builds graphs (default: %(default)s)"),
+        help="the compiler that builds graphs (default: %(default)s)",
     )
     compile_group.add_argument(
         "--precision",
         choices=PRECISIONS,
         default=CompileOptions.precision,
-        help=unless_in_panel(
-            "of linear layers: fp8 and int8 are faster on GPUs that have them, and change pictures"
-            " a little (default: exact, which is as without OneDiff)"
-        ),
+        help="of linear layers: fp8 and int8 are faster on GPUs that have them, and change pictures"
+        " a little (default: exact, which is as without OneDiff)",
     )
-    compile_group.add_argument(
-        "--eager", action="store_true", help=unless_in_panel("compile nothing at all")
-    )
-    compile_group.add_argument(
-        "--ignore-vae", action="store_true", help=unless_in_panel("leave the VAE eager")
-    )
+    compile_group.add_argument("--eager", action="store_true", help="compile nothing at all")
+    compile_group.add_argument("--ignore-vae", action="store_true", help="leave the VAE eager")
     compile_group.add_argument(
         "--ignore",
         action="append",
         default=[],
         choices=COMPONENTS,
-        help=unless_in_panel("leave this part eager, may be given several times"),
+        help="leave this part eager, may be given several times",
     )
     compile_group.add_argument(
         "--build",
         choices=BUILD_POLICIES,
         help="missing graphs: build beside the pictures (background), before them (wait), or not"
-        " at all (default: background; warmup and bench wait)",
+        " at all (default: background; bench and demo wait)",
     )
-    compile_group.add_argument("--no-build", action="store_true", help="the same as --build never")
+    compile_group.add_argument("--no-build", action="store_true", help="use stored graphs only")
     compile_group.add_argument(
         "--cfg-parallel",
         nargs="?",
         const="auto",
         default=CompileOptions.cfg_parallel,
         metavar="DEVICE",
-        help=unless_in_panel(
-            "draw each picture on two GPUs, one for the negative prompt; cuda:1 names the other one"
-            " (default: off)"
-        ),
+        help="draw each picture on two GPUs, one for the negative prompt; cuda:1 names the other"
+        " one (default: off)",
     )
     compile_group.add_argument(
         "--workers",

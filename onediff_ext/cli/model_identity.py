@@ -12,7 +12,7 @@ from onediff_ext.cli import library_imports
 from onediff_ext.cli.model_arguments import parse_ignored_components
 from onediff_ext.core.demo_files import DEMO_MODEL
 from onediff_ext.core.errors import CheckpointError, OptionError
-from onediff_ext.core.options import CompileOptions, precision_changes
+from onediff_ext.core.options import precision_changes
 from onediff_ext.hosts.diffusers.jobs import model_identity as jobs
 from onediff_ext.hosts.diffusers.lora.lora_option import parse_lora
 
@@ -36,14 +36,8 @@ def model_identity(
 
     Raises:
         CheckpointError: A file cannot be read.
-        OptionError: A LoRA's weight is not a number, the demo model is not installed, or a
-            precision is named although nothing is compiled.
+        OptionError: A LoRA's weight is not a number, or the demo model is not installed.
     """
-    if arguments.eager and arguments.precision != CompileOptions.precision:
-        raise OptionError(
-            f"--precision {arguments.precision} is for graphs, and --eager compiles none.",
-            "Leave one of them out.",
-        )
     found = _identity_in_thread(arguments)
     if not wait([found], _CACHED_WITHIN_S).done and imports_here:
         library_imports.import_libraries()

@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
         default=Path("onediff-output"),
         help="folder of the pictures (default: %(default)s)",
     )
-    add_model_arguments(parser, in_panel=True)
+    add_model_arguments(parser)
     parser.set_defaults(run=run, when_stopped="The page is closed.")
 
 
@@ -65,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from onediff_ext.core.errors import OptionError
 
-    _refuse_choices_of_the_panel(arguments)
     if importlib.util.find_spec("gradio") is None:
         raise OptionError(
             "The page needs the package gradio.",
@@ -101,23 +100,3 @@ def run(arguments: argparse.Namespace) -> int:
         vae_tiling=arguments.vae_tiling,
     )
     return 0
-
-
-def _refuse_choices_of_the_panel(arguments: argparse.Namespace) -> None:
-    """Raise OptionError for an option that the page would ignore."""
-    from onediff_ext.core.errors import OptionError
-    from onediff_ext.core.options import CompileOptions
-
-    if arguments.vae is not None:
-        raise OptionError("The page takes no --vae.", "It draws with the checkpoint's own VAE.")
-    if arguments.config is not None:
-        raise OptionError("The page takes no --config.", "Start it with the diffusers folder.")
-    for name, is_given in (
-        ("--backend", arguments.backend != CompileOptions.backend),
-        ("--precision", arguments.precision != CompileOptions.precision),
-        ("--eager", arguments.eager),
-        ("--ignore-vae", arguments.ignore_vae),
-        ("--ignore", bool(arguments.ignore)),
-    ):
-        if is_given:
-            raise OptionError(f"The page takes no {name}.", "Choose it in the panel.")

@@ -52,13 +52,9 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Warm up; 1 when a block kind stays eager."""
-    from onediff_ext.core.errors import OptionError
-
-    if arguments.eager:
-        raise OptionError("There is nothing to warm up without graphs.", "Leave --eager out.")
-    shapes = _shapes(arguments)
     from onediff_ext.cli.workers_ahead import workers_ahead
 
+    shapes = _shapes(arguments)
     with workers_ahead(arguments) as ahead:
         return _run(arguments, shapes, ahead)
 

@@ -23,9 +23,6 @@ def workers_ahead(arguments: argparse.Namespace) -> AbstractContextManager[Worke
     """Begin to start the workers, for a ``with`` block; None when the command runs in none.
 
     The arguments are made ready for workers: call this before other arguments are used.
-
-    Raises:
-        OptionError: An option has no meaning without workers.
     """
     return WorkersAhead(arguments) if prepare_workers(arguments) else nullcontext()
 

@@ -126,8 +126,6 @@ def img2img_command(
         "step-cache": settings.step_cache,
         "dtype": standalone_app.dtype_name,
         "vae-tiling": standalone_app.vae_tiling,
-        "build": options.build,
-        "store-limit-gb": options.store_limit_bytes / 2**30,
     }
     flags = {
         "recursive": batch.recursive,
@@ -141,10 +139,15 @@ def img2img_command(
         named["device"] = "cpu"
     if options.store is not None:
         named["store"] = options.store.absolute()
-    if options.workers is not None:
-        named["workers"] = options.workers
     if choices.enabled:
-        named |= {"backend": choices.backend, "precision": choices.precision}
+        named |= {
+            "backend": choices.backend,
+            "precision": choices.precision,
+            "build": options.build,
+            "store-limit-gb": options.store_limit_bytes / 2**30,
+        }
+        if options.workers is not None:
+            named["workers"] = options.workers
     words = [f"--{name}={value}" for name, value in named.items()]
     words += [f"--lora={path.absolute()}:{weight!r}" for path, weight in standalone_app.loras]
     if choices.enabled:

@@ -232,17 +232,6 @@ def test_no_demo_model(
     ended.refused("This installation has no demo model", "--model")
 
 
-@pytest.mark.parametrize(
-    "command", [["img2img", "in"], ["txt2img", "--sizes", "64x64"], ["demo"]], ids=lambda c: c[0]
-)
-def test_a_precision_without_graphs(
-    command_line: CommandLine, folder: Path, command: list[str]
-) -> None:
-    words = [str(folder) if word == "in" else word for word in command]
-    ended = command_line(*words, "--eager", "--precision", "fp8")
-    ended.refused("--precision fp8 is for graphs, and --eager compiles none", "Leave one")
-
-
 @pytest.mark.parametrize("blocked", ["file", "below a file", "/proc/new"])
 def test_output_folder_that_cannot_be_made(
     command_line: CommandLine, folder: Path, blocked: str
@@ -359,10 +348,8 @@ def test_other_commands(command_line: CommandLine, folder: Path, tmp_path: Path)
     def refused(message: str, hint: str, *command: object) -> None:
         command_line(*command).refused(message, hint)
 
-    refused("nothing to warm up", "--eager", "warmup", "64x64", "--eager")
     (tmp_path / "empty").mkdir()
     refused("no picture in", "another folder", "warmup", "--from", tmp_path / "empty")
-    refused("compares eager with compiled", "--eager", "bench", "--eager")
     refused("argument --rounds: '0'", "bench --help", "bench", "--rounds", "0")
     refused("No graph begins with 'zzz'", "graphs list", "graphs", "explain", "zzz")
     refused("graphs begins with ''", "graphs list", "graphs", "explain", "")

@@ -44,10 +44,12 @@ def run(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def run(*command: object, model: Path = folder) -> dict[str, Any]:
         report = tmp_path / "report.json"
         given = (
-            "-m", model, "--ignore-vae", "--backend", "eager", "--build", "wait", "--steps", 4,
-            "-p", "a fox", "--seed", 5, "--report", report, "--store", folder.parent / "store",
+            "-m", model, "--steps", 4, "-p", "a fox", "--seed", 5, "--report", report,
+            "--store", folder.parent / "store",
         )  # fmt: skip
-        ended = run_here([str(word) for word in (*command, *given)])
+        graphs = ("--ignore-vae", "--backend", "eager", "--build", "wait")
+        compiled = () if "--eager" in command else graphs
+        ended = run_here([str(word) for word in (*command, *given, *compiled)])
         assert ended.status == 0, ended
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         return found

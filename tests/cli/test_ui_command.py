@@ -33,33 +33,6 @@ def test_without_gradio_it_says_what_to_do(
     assert "onediff-ext[ui]" in said
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("--vae", "vae.safetensors"),
-        ("--backend", "eager"),
-        ("--precision", "fp8"),
-        ("--eager",),
-        ("--ignore-vae",),
-        ("--ignore", "unet"),
-    ],
-    ids=lambda given: given[0],
-)
-def test_options_that_the_page_would_ignore_are_refused(
-    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["ui", "--no-browser", *given]) == 2
-    assert f"takes no {given[0]}." in capsys.readouterr().err
-
-
-def test_options_of_the_panel_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["ui", "--help"])
-    listed = capsys.readouterr().out
-    assert "--vae-tiling" in listed
-    assert not any(f"{name} " in listed for name in ("--vae", "--backend", "--eager", "--ignore"))
-
-
 def test_the_table_of_choices_loads_neither_gradio_nor_torch() -> None:
     script = """
 import sys

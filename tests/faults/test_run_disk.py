@@ -62,7 +62,7 @@ def on_a_disk(command_line: CommandLine, tmp_path: Path) -> Callable[..., tuple[
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
                 "DISK": str(disk),
-                "MODEL": f"--backend eager -m {command_line.checkpoint()}",
+                "MODEL": f"-m {command_line.checkpoint()}",
                 "STORE": str(command_line.store),
             },
         )
@@ -195,7 +195,7 @@ def test_a_disk_that_is_read_only(
 ) -> None:
     folder = save_pictures(tmp_path / "in", a=(64, 64))
     out, err = on_a_disk(f"""
-        run="onediff_ext img2img {folder} $MODEL {" ".join(FEW)}"
+        run="onediff_ext img2img {folder} --backend eager $MODEL {" ".join(FEW)}"
         mount --bind $STORE $DISK && mount -o remount,ro,bind $DISK
         $run -o {tmp_path}/stored --store $DISK; echo "status $?"
         onediff_ext doctor --store $DISK | grep store; echo "status ${{PIPESTATUS[0]}}"

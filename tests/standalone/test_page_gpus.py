@@ -24,6 +24,7 @@ pytest.importorskip("diffusers", reason="the page draws with diffusers, which is
 
 from onediff_ext.cli import img2img
 from onediff_ext.cli.cluster_arguments import prepare_workers
+from onediff_ext.cli.main import make_parser
 from onediff_ext.cli.model_arguments import parse_ignored_components, parse_options
 from onediff_ext.cli.model_identity import model_identity
 from onediff_ext.core.deepcache_options import DeepCacheOptions
@@ -77,9 +78,8 @@ def job_of(app: StandaloneApp, inputs: Path, steps: int = 2, **batch: Any) -> Im
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    img2img.add_parser(parser.add_subparsers())
-    return parser.parse_args(words)
+    arguments: argparse.Namespace = make_parser().parse_args(words)
+    return arguments
 
 
 def test_the_command_does_the_same_job(app: StandaloneApp, inputs: Path) -> None:

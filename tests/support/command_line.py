@@ -90,10 +90,11 @@ class CommandLine:
         if command[0] in ("img2img", "txt2img", "warmup", "bench"):
             if not {"-m", "--model"} & set(command):
                 command += ["-m", str(self.checkpoint())]
-            if "--backend" not in command:
+            if not {"--backend", "--eager"} & set(command):
                 command += ["--backend", "eager"]
         # Which graphs a run has must not depend on how fast the machine is.
-        if command[0] in ("img2img", "txt2img") and not {"--build", "--no-build"} & set(command):
+        chosen = {"--build", "--no-build", "--eager"} & set(command)
+        if command[0] in ("img2img", "txt2img") and not chosen:
             command += ["--build", "wait"]
         return command if "--store" in command else [*command, "--store", str(store or self.store)]
 
