@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ from onediff_ext.building.builder import Builder
 from onediff_ext.building.detached_builder import DetachedBuilder
 from onediff_ext.building.foreground_scheduler import QUIET_S
 from onediff_ext.core.errors import BackendError, NoMemoryError
+from onediff_ext.core.forks import forgets_threads, fork_safe_condition
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class BackgroundBuilds:
     def __init__(self, builder: Builder, missing: Callable[[], Sequence[BlockKind]]) -> None:
         self._builder, self._missing = builder, missing
         self._outcomes = builder.context.outcomes
-        self._changed = threading.Condition()
+        self._changed = fork_safe_condition()
         self._thread: threading.Thread | None = None
         self._stop, self._has_detached = threading.Event(), threading.Event()
         self._detached: DetachedBuilder | None = None
@@ -47,8 +47,13 @@ class BackgroundBuilds:
         self._cancelled_in = 0  # `ForegroundScheduler.pictures_begun` at the last cancel
         self._paused = self._closed = False
         self.listener: ProgressListener | None = None
-        self._process_id = os.getpid()
         _all_builds.add(self)
+        forgets_threads(self)
+
+    def forget_other_threads(self) -> None:
+        """Nothing is being built in this forked process."""
+        self._thread = self._detached = None
+        self._stop, self._has_detached = threading.Event(), threading.Event()
 
     @property
     def is_building(self) -> bool:
@@ -148,8 +153,6 @@ class BackgroundBuilds:
             timeout_s: How long to wait for an answer of another process, which comes late where all
                 cores are busy.
         """
-        if os.getpid() != self._process_id:  # a forked process, to which no thread belongs
-            return
         if self.is_building:
             self._has_detached.wait(timeout_s)
             run = self._builder.run

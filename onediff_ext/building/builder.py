@@ -13,6 +13,7 @@ from onediff_ext.building.detached_builder import DetachedBuilder
 from onediff_ext.building.exporting import FORK_PAUSE_S, can_fork
 from onediff_ext.building.worker_counts import workers_after_exit
 from onediff_ext.core.errors import BackendError, MachineError
+from onediff_ext.core.forks import forgets_threads, fork_safe_lock
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,12 @@ class Builder:
     def __init__(self, context: BuildContext) -> None:
         self.context = context
         self.run: BuildRun | None = None
-        self._running = threading.Lock()
+        self._running = fork_safe_lock()
+        forgets_threads(self)
+
+    def forget_other_threads(self) -> None:
+        """The run of another thread is not one of this forked process."""
+        self.run = None
 
     def build(
         self,

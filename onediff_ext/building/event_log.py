@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+
+from onediff_ext.core.forks import fork_safe_lock
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_KEPT)
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def note(self, what: str, label: str, reason: str = "", *, level: int = logging.INFO) -> None:
         """Add an event, and write it to the log.

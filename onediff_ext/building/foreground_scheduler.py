@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from onediff_ext.building.picture_clock import ModelCall, PictureClock
+from onediff_ext.core.forks import ThreadCounts, forgets_threads, fork_safe_condition
 from onediff_ext.core.priority import quick_switches
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,10 @@ class ForegroundScheduler:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._changed = threading.Condition()
-        self._announced = Counter[int]()  # open pictures of each thread
-        self._forwards = self._moment = 0
+        self._changed = fork_safe_condition()
+        self._announced = ThreadCounts()  # open pictures of each thread
+        self._forwards = ThreadCounts()  # that run
+        self._moment = 0
         self._calls = PictureClock()
         self._has_unannounced = False  # a picture that is open until the next one, or silence
         self._exclusive = False
@@ -77,6 +79,18 @@ class ForegroundScheduler:
         self._wanted: list[_Wanted] = []
         self._in_gap = 0
         self._waiting: deque[Callable[[], None]] = deque()
+        forgets_threads(self)
+
+    def forget_other_threads(self) -> None:
+        """Other threads draw nothing in this forked process, and wait for nothing."""
+        self._announced.forget_other_threads()
+        self._forwards.forget_other_threads()
+        self._threads &= {threading.get_ident()}
+        self._waiting_threads &= {threading.get_ident()}
+        self._exclusive = self._is_halted = False
+        self._wanted, self._in_gap = [], 0
+        if not self._is_busy() and not self._has_unannounced:
+            self._drawing_since = None
 
     @property
     def is_drawing(self) -> bool:
@@ -139,7 +153,7 @@ class ForegroundScheduler:
             if thread not in self._announced:
                 self._enter_unannounced(call)
             self._threads.add(thread)
-            self._forwards += 1
+            self._forwards.enter()
             self._moment += 1
         try:
             if self._wanted:
@@ -148,7 +162,7 @@ class ForegroundScheduler:
             yield
         finally:
             with self._changed:
-                self._forwards -= 1
+                self._forwards.leave()
                 if not self._is_busy():
                     self._last_end = self._now()
                 self._changed.notify_all()
@@ -280,7 +294,7 @@ class ForegroundScheduler:
         Only where a single thread draws, and nowhere but here: so nothing of the picture runs
         beside that work.
         """
-        if self._forwards > 1 or self._threads != {threading.get_ident()}:
+        if self._forwards.total() > 1 or self._threads != {threading.get_ident()}:
             return
         until = self._now() + GAP_TURN_S  # for its begin
         self._is_halted = True

@@ -12,6 +12,7 @@ import torch
 from onediff_ext.building.build_share import BuildShare
 from onediff_ext.building.foreground_scheduler import ForegroundScheduler
 from onediff_ext.building.torch_lock import TORCH_LOCK
+from onediff_ext.core.forks import fork_safe_lock
 from onediff_ext.engine.backend_port import Backend, Graph
 from onediff_ext.engine.blocks.block_kind import BlockKind
 
@@ -44,7 +45,7 @@ class GraphLoader:
         self._share = share
         self._load_s = _FIRST_LOAD_S
         self._ready: list[tuple[BlockKind, Graph, str]] = []
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._first_ready_at = 0.0
         self._steps: dict[torch.device, deque[Callable[[], object]]] = {}  # not done yet
 

@@ -17,6 +17,7 @@ import torch
 from onediff_ext.building.build_context import BuildContext
 from onediff_ext.building.torch_lock import TORCH_LOCK
 from onediff_ext.core.errors import BackendError, StoreError
+from onediff_ext.core.forks import forgets_threads, fork_safe_condition
 from onediff_ext.core.garbage_collection import without_collection
 from onediff_ext.core.priority import quick_switches
 from onediff_ext.engine.backend_port import Graph
@@ -63,7 +64,7 @@ class ReadAhead:
         self, context: BuildContext, key_entries: Callable[[torch.device], Mapping[str, str]]
     ) -> None:
         self._context, self._key_entries = context, key_entries
-        self._changed = threading.Condition()
+        self._changed = fork_safe_condition()
         self._coming: set[str] = set()
         self._graphs: dict[str, Graph] = {}
         self._thread: threading.Thread | None = None
@@ -78,6 +79,19 @@ class ReadAhead:
         self._is_busy = False
         self._next: _Request | None = None  # asked for while others are being loaded
         _all.add(self)
+        forgets_threads(self)
+
+    def forget_other_threads(self) -> None:
+        """Nothing is being loaded in this forked process."""
+        is_over, self._stop = self._stop.is_set(), threading.Event()
+        if is_over:
+            self._stop.set()
+        self._thread = self._next = None
+        self._is_busy = self._is_paused = False
+        self._coming.clear()
+        deferred, self._deferred, self._is_deferred = self._deferred, [], False
+        for kind in deferred:
+            kind.miss("its stored graph was not loaded")  # a build run looks at it
 
     @property
     def is_reading(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from onediff_ext.core.forks import fork_safe_lock
 
 # Held during an export, a fork for exports, and the load of a graph or an exported program.
-TORCH_LOCK = threading.RLock()
+TORCH_LOCK = fork_safe_lock()

@@ -12,9 +12,10 @@ import contextlib
 import math
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from onediff_ext.core.forks import ThreadCounts, forgets_threads, fork_safe_lock
 
 # Nice values of a session beside sessions at 0: about 1/30 of the time, and 1/4.
 _WHILE_DRAWING, _BETWEEN_PICTURES = 15, 5
@@ -90,16 +91,31 @@ class SessionPriorities:
 
 class _Switching:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted = 0
+        self._lock = fork_safe_lock()
+        self._wanted = ThreadCounts()
         self._usual_s = 0.0
+        forgets_threads(self)
 
-    def change(self, by: int) -> None:
+    def begin(self) -> None:
         with self._lock:
             if not self._wanted:
                 self._usual_s = sys.getswitchinterval()
-            self._wanted += by
-            sys.setswitchinterval(min(_SWITCH_S, self._usual_s) if self._wanted else self._usual_s)
+            self._wanted.enter()
+            sys.setswitchinterval(min(_SWITCH_S, self._usual_s))
+
+    def end(self) -> None:
+        with self._lock:
+            self._wanted.leave()
+            self._settle()
+
+    def forget_other_threads(self) -> None:
+        if self._wanted:
+            self._wanted.forget_other_threads()
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._wanted:
+            sys.setswitchinterval(self._usual_s)
 
 
 _switching = _Switching()
@@ -112,8 +128,8 @@ def quick_switches() -> Iterator[None]:
     A drawing thread releases the GIL at nearly every operation. With the default interval it gets
     the GIL back only after 5 ms each time.
     """
-    _switching.change(1)
+    _switching.begin()
     try:
         yield
     finally:
-        _switching.change(-1)
+        _switching.end()

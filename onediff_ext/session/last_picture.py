@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from onediff_ext.core.forks import fork_safe_lock
 from onediff_ext.engine.blocks.block_kind import BlockKind
 from onediff_ext.engine.running.block_runner import BlockRunner
 from onediff_ext.session.foreign_blocks import ForeignBlocks
@@ -35,7 +35,7 @@ class Fallbacks:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def add(self, what: str, reason: str) -> None:
         """Count one call.
@@ -136,7 +136,7 @@ class LastPicture:
         self._kept: weakref.WeakKeyDictionary[Drawn, DrawnBlocks] = weakref.WeakKeyDictionary()
         self._is_warm_up = False
         self.number = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def add(self, component: Drawn, number: int) -> bool:
         """Count a component to a picture.

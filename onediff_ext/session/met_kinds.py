@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
+from onediff_ext.core.forks import fork_safe_lock
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 
@@ -19,7 +19,7 @@ class MetKinds:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         self._kinds: dict[tuple[str, torch.device], BlockKind] = {}
         self._current: set[str] = set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from onediff_ext.core.deepcache_options import OFF, DeepCacheOptions
+from onediff_ext.core.forks import fork_safe_lock
 from onediff_ext.core.options import CompileOptions
 from onediff_ext.core.status import Status
 from onediff_ext.engine.patches import Patches
@@ -48,7 +48,7 @@ class GraphsForJobs:
 
     def __init__(self, host: WebUIHost) -> None:
         self.host = host
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self.jobs = RunningJobs()
         self.models = AttachedModels(host, self._lock)
         self.eager = EagerFallback(self.models.detach)

@@ -20,12 +20,14 @@ from onediff_ext.engine.blocks.block_kind import BlockKind, KindState
 from onediff_ext.hosts.diffusers.compile import compile_pipe, one_picture
 from onediff_ext.session.session import Session
 from tests.support.draw import relative_error
+from tests.support.forked_child import passes_in_child
 from tests.support.session_fixtures import (  # noqa: F401
     SmallUNet,
     exports,
     instant_workers,
     open_session,
 )
+from tests.support.systems import needs_fork
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -123,6 +125,33 @@ def test_a_picture_that_saves_less_than_the_wait_is_drawn_eager(
     assert states(session) == {KindState.READY}
     assert session.count("loaded") == len(used)
     assert {event.reason for event in session.event_log.events} == {"read ahead"}
+
+
+@needs_fork
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_forked_process_waits_for_no_load_of_its_parent(
+    loading: Loading, used: list[str], expected: torch.Tensor, is_deferred: bool
+) -> None:
+    small, session, loads = loading(patience_s=1.0 if is_deferred else math.inf)
+    if is_deferred:
+        draw(small)
+        assert {kind.reason for kind in session.kinds} == {IS_LOADING}
+
+    def work() -> None:
+        loads.go_on.set()  # of the child's own loads
+        assert not session.read_ahead.is_reading
+        session.read_ahead.wait()
+        start = time.monotonic()
+        assert relative_error(draw(small), expected) < 1e-4
+        assert time.monotonic() - start < 8  # `ReadAhead.take` waits for 10 s
+        assert IS_LOADING not in {kind.reason for kind in session.kinds}
+        session.close()
+
+    assert passes_in_child(work)
+    loads.go_on.set()
+    session.read_ahead.wait(TIMEOUT_S)
+    assert relative_error(draw(small, 2), expected) < 1e-4
+    assert session.count("loaded") == len(used)
 
 
 def test_graphs_change_after_the_picture_only(

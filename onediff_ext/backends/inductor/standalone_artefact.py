@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from onediff_ext.backends.inductor.code_choices import our_choices
 from onediff_ext.backends.inductor.device_index import loading_for
+from onediff_ext.core.forks import fork_safe_lock
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.torch_versions import ready_for_standalone_compile
 
@@ -55,7 +55,7 @@ def cuda_config(platform: str) -> Mapping[str, Any]:
 CUDA_CONFIG = cuda_config(sys.platform)
 _NEWER = frozenset({"deterministic"})  # settings that torch 2.8 does not have
 # Older torch versions change a setting for all threads, so two threads must not load at once.
-_loading = threading.Lock()
+_loading = fork_safe_lock()
 
 
 def build_artefact(graph_module: torch.fx.GraphModule, fakes: list[Any]) -> bytes:

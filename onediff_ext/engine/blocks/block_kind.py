@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from onediff_ext.core.forks import fork_safe_lock
 from onediff_ext.core.kind_key import KindKey
 from onediff_ext.engine.backend_port import Graph
 from onediff_ext.engine.checking.compare_with_eager import Comparison
@@ -37,7 +37,7 @@ class LiveBlocks:
 
     def __init__(self) -> None:
         self._blocks: WeakSet[nn.Module] = WeakSet()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def add(self, block: nn.Module) -> None:
         """Add a block of this kind.

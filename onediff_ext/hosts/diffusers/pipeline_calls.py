@@ -10,18 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from onediff_ext.core.forks import fork_safe_lock
+
 logger = logging.getLogger(__name__)
 
 Around = Callable[[Any, Mapping[str, Any]], AbstractContextManager[None]]
 
-_lock = threading.RLock()  # also taken when a pipeline is collected, at any moment
+_lock = fork_safe_lock()  # also taken when a pipeline is collected, at any moment
 _watched_classes: dict[type, _WatchedClass] = {}
 
 
